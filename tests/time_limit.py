@@ -31,8 +31,10 @@ LIMIT_S = 600.0
 """Seconds that a test may take: many times what the slowest needs, since other work may leave it a tenth of a core."""
 CLEAN_UP_S = 30.0
 """Seconds that a test may take to end after its limit; then the whole session ends."""
-_ANSWER_S = 1.0
-"""Seconds that a process has to write its stacks."""
+_ANSWER_S = 20.0
+"""Seconds that a process has to write its stacks: its core may have much else to do."""
+_SILENCE_S = 0.5
+"""Seconds without a new line after which an answer is complete."""
 
 _stacks_file = tempfile.TemporaryFile("a+", prefix="samestep-stacks-")  # noqa: SIM115 - faulthandler keeps its descriptor
 
@@ -115,15 +117,12 @@ def _end_of_file() -> int:
 
 
 def _wait_for_answer(start: int) -> None:
-    """Wait until the file has grown past `start` and grows no more."""
-    deadline = time.monotonic() + _ANSWER_S
-    before = start
-    while time.monotonic() < deadline:
+    """Wait until the file has grown past `start`, and then has not grown for a while."""
+    size, changed_s = start, time.monotonic()
+    while time.monotonic() - changed_s < (_SILENCE_S if size > start else _ANSWER_S):
         time.sleep(0.05)
-        now = _end_of_file()
-        if now == before > start:
-            return
-        before = now
+        if (size_now := _end_of_file()) != size:
+            size, changed_s = size_now, time.monotonic()
 
 
 def _end_session(item: pytest.Item, words: str) -> None:

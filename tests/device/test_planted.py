@@ -22,7 +22,7 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.flat_buffers import FlatBuffer
-from samestep.runtime.weights.late_weights import LateWeights
+from samestep.runtime.weights.replicated import LateWeights
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
 from tests.models import Tokens

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import master_remainders
-from samestep.runtime.weights import split_masters
-from samestep.runtime.weights.split_masters import SplitMasters
+from samestep.runtime.weights import pieces
+from samestep.runtime.weights.pieces import SplitMasters
 
 UPPER = torch.tensor([0, 1, 0x3F80, 0x7F7F, 0x7F80, 0x7FC0, -0x8000, -0x4080, -1], dtype=torch.int32)
 """The upper halves of numbers, infinities and what is no number among them."""
@@ -34,11 +34,11 @@ def updated(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_kernel_splits_masters_as_torch_does(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[Tensor]()
     split = master_remainders.split_remainders
-    monkeypatch.setattr(split_masters, "split_remainders", lambda *given: (calls.append(given[0]), split(*given))[1])
+    monkeypatch.setattr(pieces, "split_remainders", lambda *given: (calls.append(given[0]), split(*given))[1])
     values = masters(more)
     found = updated(values)
     assert len(calls) == 1
-    monkeypatch.setattr(split_masters, "runs_kernels", lambda bits: False)
+    monkeypatch.setattr(pieces, "runs_kernels", lambda bits: False)
     expected = updated(values)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)

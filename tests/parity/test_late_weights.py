@@ -14,7 +14,7 @@ from samestep.program import buckets
 from samestep.program.ops import OpKind
 from samestep.runtime.run import Run
 from samestep.runtime.weights import flat_buffers
-from samestep.runtime.weights.late_weights import StandIn
+from samestep.runtime.weights.replicated import StandIn
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 

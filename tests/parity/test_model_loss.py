@@ -16,8 +16,8 @@ import samestep
 from samestep.building.model_loss import Rule, returned_loss
 from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.run import Run
+from samestep.runtime.run_batches import check_labels
 from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool

@@ -24,7 +24,7 @@ from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import placement, replicated
-from samestep.runtime.weights.gradient_norms import squared_norm
+from samestep.runtime.weights.flat_buffers import squared_norm
 from samestep.runtime.weights.replicated import Replicated
 from tests.models import Tokens
 from tests.proof.planting import Patch, around, changed, fault, rank, unless

@@ -25,15 +25,15 @@ from samestep.datasets import reading, streams
 from samestep.errors import ModelError
 from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
-from samestep.independence.partial_gradients import PartialGradients
+from samestep.independence.unit_walk import PartialGradients
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.randomness import mode as dropout
 from samestep.runtime import assembly
-from samestep.runtime.axes import expert, recompute, weight_gradients
-from samestep.runtime.axes.pipeline import recorded_flows, stage, whole_model
+from samestep.runtime.axes import applied_axes, expert, recompute, weight_gradients
+from samestep.runtime.axes.pipeline import recorded_flows, stage
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source, optimizer_step, used_weights, whole_optimizer
 from samestep.runtime.optimizers.update_rule import UpdateRule
@@ -142,7 +142,7 @@ def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
 
 
 def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
-    patch.setattr(whole_model, "call_model", call)
+    patch.setattr(applied_axes, "call_model", call)
     patch.setattr(watched_forward, "call_model", call)
 
 

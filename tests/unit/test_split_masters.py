@@ -14,7 +14,7 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.program.step import StepSpec
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.weights.split_masters import SplitMasters
+from samestep.runtime.weights.pieces import SplitMasters
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 

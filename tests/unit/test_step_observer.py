@@ -20,8 +20,7 @@ from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.device_decides import decide
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
-from samestep.runtime.step_scalars import SummedScalars, flag_slots
+from samestep.runtime.step_observer import Indices, StepObserver, StepScalars, SummedScalars, flag_slots
 from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens

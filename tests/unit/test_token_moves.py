@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.recurrences import StateCall, convention_of, functions_of, intercepting
 from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of
-from samestep.independence.traced_states import _token_dim_of
+from samestep.independence.traced_moves import _token_dim_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
 from tests.parity.moved_models import MIXERS, Mixing, Recurrence, RecurrentLayers, Shift, decayed_sums

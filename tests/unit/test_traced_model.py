@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
@@ -166,3 +168,28 @@ def test_a_part_that_torch_jit_has_compiled_is_refused_by_its_name() -> None:
             ModelError, match=r"^1 is compiled by torch.jit, .* the module that was given to torch.jit.script works"
         ):
             build_blueprint(source, clipped())
+
+
+class Remembering(nn.Module):
+    """A forward that adds what the attention of the forward before has returned, of all samples."""
+
+    def __init__(self, mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.mask = mask
+        self.register_buffer("last", torch.zeros(6, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)[:, None]
+        y = F.scaled_dot_product_attention(x, x, x, self.mask)[:, 0]
+        logits: torch.Tensor = self.head(y + self.last)
+        self.last = y.detach().mean(0)
+        return logits
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(6, 6, dtype=torch.bool), torch.zeros(6, 6)], ids=str)
+def test_an_attention_that_a_buffer_keeps_is_of_samples(mask: torch.Tensor | None) -> None:
+    example = {"tokens": torch.arange(24).view(4, 6) % 16, "labels": torch.arange(24).view(4, 6) % 16}
+    source = Source(lambda: Remembering(mask), loss_of(clipped()), optimizer_of(clipped()), "remembering")
+    (state,) = examine(source, clipped(), example).analysis.states
+    assert (state.name, state.of_samples, state.is_restorable) == ("last", True, False)

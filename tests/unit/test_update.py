@@ -29,7 +29,6 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
 from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime.optimizers import update_rule
-from samestep.runtime.optimizers.closures import members_that_evaluate
 from samestep.runtime.optimizers.optimizer_source import (
     OptimizerSource,
     WholeWeights,
@@ -37,10 +36,10 @@ from samestep.runtime.optimizers.optimizer_source import (
     optimizer_source,
 )
 from samestep.runtime.optimizers.optimizer_step import LossScale, Piece, Updater, clip_factor
-from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer, members_that_evaluate
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.weights.gradient_norms import squared_norm
+from samestep.runtime.weights.flat_buffers import squared_norm
 from samestep.strategies import whole_update
 from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole

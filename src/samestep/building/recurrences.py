@@ -10,7 +10,7 @@ so that a state h at the beginning adds C_t exp(A (d_1 + ... + d_t)) h to token 
 A model's code calls them by their names, as functions of its file or methods of its classes; inside `intercepting` these names are a
 wrapper's, which hands each call to a receiver. What torch's recurrent layers (`nn.RNN`, `nn.GRU`, `nn.LSTM`) call is seen by a function
 mode there: it is given the state at the beginning, which is the rank's own only where the sequence begins. That the convention
-holds is tried on drawn values (`independence/traced_states.py`).
+holds is tried on drawn values (`independence/traced_moves.py`).
 """
 
 from __future__ import annotations

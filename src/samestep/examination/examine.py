@@ -23,11 +23,11 @@ from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel, give_labels
+from samestep.building.model_changes import refuse_scripts, set_training
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.over_samples import IGNORING
 from samestep.building.owned_model import OwnedModel
-from samestep.building.training_modules import refuse_scripts, set_training
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.plan_search import ProvenPlan
@@ -44,7 +44,6 @@ from samestep.tracing import called_again, pending_logits
 from samestep.tracing.arranged_layers import with_loss
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import samples_traced, trace_whole_batch
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -181,7 +180,7 @@ def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> F
     states: tuple[StateSpec, ...] = ()
     if forward.keeps or spec.kept_after:
         with record_checkpointed(module):
-            states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
+            states = kept_state.examine(module, sample, spec, num_samples, value_of)
     looks = bool(spec.varies_at)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(

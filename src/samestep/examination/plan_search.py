@@ -20,7 +20,7 @@ from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.structural_plan import structural_plan
 from samestep.independence.tensor_plan import Cuts
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ModelSpec, owner_of
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.checkpointed import TracedPlaces
@@ -151,7 +151,7 @@ def _with_whole_outputs(proof: CutProof, reads: Callable[[], frozenset[int] | No
     read = reads()
     for index, names in proof.cut_outputs.items():
         if index < 0 or read is None or index in read:
-            where = min(names).rpartition(".")[0]
+            where = owner_of(min(names))
             reason = (
                 f"the loss reads an output of the model that is cut as {min(names)} is, and a rank has a part of it"
             )
@@ -163,7 +163,7 @@ def _cut_unlike(spec: ModelSpec, proof: CutProof) -> dict[str, str]:
     """Return the modules whose weights are cut otherwise than those that follow them, or that they follow, and why they stay whole."""
     pairs = [(param.name, param.follows) for param in spec.params if param.follows]
     return {
-        name.rpartition(".")[0]: f"{one} follows {other}, and only one of them would be cut so"
+        owner_of(name): f"{one} follows {other}, and only one of them would be cut so"
         for one, other in pairs
         if proof.cuts.get(one) != proof.cuts.get(other) or proof.groups.get(one) != proof.groups.get(other)
         for name in (one, other)

@@ -1,6 +1,9 @@
 """One forward of a model on the meta device, traced under a list of observers, and the means to run it again.
 
-One observer records masks and random numbers: which module draws them, their shapes, and the dimension of their samples.
+One observer records masks and random numbers: which module draws them, their shapes, and the dimension of their samples. Another one
+refuses a forward that reads weights which its run does not train. A run puts parameters of its own into modules, or the same parameters
+with other values, and a variable around a function that holds a parameter itself, or a view of one, has the first values in every step.
+So has a global variable that holds a module of another call of the build function.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from samestep.building.attention import DroppedWeights
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss_result import Loss
 from samestep.building.named_tensors import cast_batch
+from samestep.building.outside_reads import FirstRead
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets import blame_samples
 from samestep.datasets.values import first_of
 from samestep.errors import ModelError
-from samestep.examination.read_originals import refused_reads
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
@@ -36,7 +39,7 @@ from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
 from samestep.tracing.custom_functions import FollowedCalls
-from samestep.tracing.operations import Events, Recorder
+from samestep.tracing.operations import Analysis, Events, Recorder
 from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
 from samestep.tracing.watched_forward import outputs_on_meta
 from samestep.trees import tensors_in, tree_map_only
@@ -95,7 +98,7 @@ class BuiltModel:
         self,
         places: TracedPlaces,
         styles: Mapping[str, str] | None = None,
-        recorder: Recorder | None = None,
+        analysis: Analysis | None = None,
         *,
         keeps_all: bool = False,
         events: Events | None = None,
@@ -107,7 +110,7 @@ class BuiltModel:
         """
         with blame_samples(self.example):
             return trace(
-                self.module, self.sample, self.name, self.value_of, places, styles, recorder,
+                self.module, self.sample, self.name, self.value_of, places, styles, analysis,
                 loss=self.loss, stages=self.stages, keeps_all=keeps_all, events=events,
             )  # fmt: skip
 
@@ -339,3 +342,36 @@ def record_masks(model: nn.Module, num_samples: int = 1, placing: Placing | None
     mode = MaskRecorder(model, num_samples, placing)
     with mode:
         yield mode
+
+
+@contextmanager
+def refused_reads(plan: Blueprint) -> Iterator[None]:
+    """Return the context of traced forwards, which must not read weights of which the run trains a copy.
+
+    Raises:
+        ModelError: one has.
+    """
+    trained = {id(param) for param in plan.module.parameters()}
+    held = ((name, weight()) for name, weight in (*plan.given.items(), *plan.others))
+    originals = [
+        (name, weight)
+        for name, weight in held
+        if weight is not None and weight.requires_grad and id(weight) not in trained
+    ]
+    if not originals:
+        yield
+        return
+    reads = FirstRead(originals)
+    with reads.within(plan.module):
+        yield
+    if reads.name:
+        whose = (
+            "a module that another call of the build function has made"
+            if reads.name in dict(plan.others)
+            else "the model itself"
+        )
+        raise ModelError(
+            "instance-read-elsewhere",
+            f"the forward reads {reads.name} of {whose}, from a global variable or an object outside of the model, and a run trains the "
+            "parameters that are in the modules: the forward would see the first values in every step; a module that is read from self works",
+        )

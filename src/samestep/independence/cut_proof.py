@@ -24,11 +24,17 @@ from samestep.building.families import facts_of
 from samestep.building.predictions import prediction_of
 from samestep.errors import InputError
 from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
-from samestep.independence.partial_gradients import COPYING, PartialGradients, check_whole_gradients, partial_gradients
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
-from samestep.independence.unit_walk import data_in, follow, owners_in
-from samestep.models.spec import is_below
-from samestep.tracing.containers import containers_of
+from samestep.independence.unit_walk import (
+    COPYING,
+    PartialGradients,
+    check_whole_gradients,
+    data_in,
+    follow,
+    owners_in,
+    partial_gradients,
+)
+from samestep.models.spec import is_below, owner_of
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import Looks, tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -192,15 +198,15 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
     """
     cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row", "gather")}
     below = {path for path in cut if path == proof.refused_at or is_below(proof.refused_at, path)}
-    met = {_owner(name) for name in proof.refused} & cut | below
+    met = {owner_of(name) for name in proof.refused} & cut | below
     if proof.styles.get(proof.fails_after) in ("column", "qkv"):  # the code after it does not fit a rank's part
         met = {proof.fails_after}
     above = proof.refused_at
     while not met and above:
         met = {path for path in cut if is_below(path, above)}
-        above = _owner(above)
-    kinds = {(_leaf(path), type(model.get_submodule(_owner(path)))) for path in met}
-    found = {path for path in cut if (_leaf(path), type(model.get_submodule(_owner(path)))) in kinds}
+        above = owner_of(above)
+    kinds = {(_leaf(path), type(model.get_submodule(owner_of(path)))) for path in met}
+    found = {path for path in cut if (_leaf(path), type(model.get_submodule(owner_of(path)))) in kinds}
     return frozenset({path for path in found if proof.styles[path] != "gather"} or found)
 
 
@@ -254,11 +260,13 @@ def _follow_cuts(
     """
     parts: dict[str, int] = {}
     while True:
-        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if _owner(name) not in whole}
+        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if owner_of(name) not in whole}
         try:
             flow = follow(recorder.operations, model, styles, cuts, looking, recorder.branching)
         except MixesError as reason:
-            fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
+            fused = {
+                path for path in map(owner_of, reason.sources) if styles.get(path) == "column" and path not in parts
+            }
             if reason.parts < 2 or not fused:
                 raise
             others = {other for path in fused for other in alike(model, styles, path) if _leaf(other) == _leaf(path)}
@@ -267,17 +275,13 @@ def _follow_cuts(
         return cuts | {name: WeightCut(dim) for name, dim in flow.like.items()}, flow
 
 
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
 def smallest_degree(proof: CutProof) -> int:
     """Return the smallest degree that divides the units of all weights but those of a vocabulary; 0 if none does."""
-    sizes = [n for name, n in proof.groups.items() if proof.styles.get(_owner(name)) not in ("vocab", "gather")]
+    sizes = [n for name, n in proof.groups.items() if proof.styles.get(owner_of(name)) not in ("vocab", "gather")]
     common = math.gcd(*sizes) if sizes else math.gcd(*proof.groups.values())
     return next((degree for degree in range(2, common + 1) if common % degree == 0), 0)
 
@@ -298,9 +302,9 @@ def with_degree(
         MixesError: units that the degree divides are not computed independently.
         DiffersError: the forward of a rank does not compute its part of the whole model's.
     """
-    degrees = {name: shared.get(_owner(name), degree) for name in proof.cuts}
+    degrees = {name: shared.get(owner_of(name), degree) for name in proof.cuts}
     cuts = {name: cut for name, cut in proof.cuts.items() if proof.groups[name] % degrees[name] == 0}
-    left_whole = {_owner(name) for name in proof.cuts if name not in cuts}
+    left_whole = {owner_of(name) for name in proof.cuts if name not in cuts}
     styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
     flow = follow(operations, model, styles, cuts, proof.looking)
     trial = RankTrial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
@@ -327,11 +331,10 @@ def run_forward(
     Raises:
         DiffersError: it fails, at the module that the error names.
     """
-    watch = ForwardTracer(model, {}, keeps_all=keeps_all, recorder=recorder, answers=answers)
-    watch.has_backward = False
+    watch = ForwardTracer(model, {}, keeps_all=keeps_all, analysis=recorder, answers=answers, has_backward=False)
     try:
         with record_ends(model, styles, recorder, looking):
-            watch_forward(model, sample, samples_traced(model), "it", containers_of(model), watch, value_of)
+            watch_forward(model, sample, samples_traced(model), watch, value_of, "it")
     except DiffersError:
         raise
     except NeedsValuesError:

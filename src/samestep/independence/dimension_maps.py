@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.tracing.meta_tensors import is_mask
+
 _aten = torch.ops.aten
 
 SUMMED = -2
@@ -289,11 +291,6 @@ def scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
         size = len(result.shape)
         own = [MOVED if one == bind_arguments(call)["dim"] % max(size, 1) else one for one in range(size)]
         yield [(tensor, own[: len(tensor.shape)]) for tensor in call.given]
-
-
-def is_mask(index: Any) -> bool:
-    """Return whether an index is a mask."""
-    return index.dtype in (torch.bool, torch.uint8)
 
 
 class Picks(NamedTuple):

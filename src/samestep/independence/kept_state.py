@@ -35,7 +35,7 @@ from samestep.state.named_variables import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Snapshot, changed_slots
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.operations import Events
+from samestep.tracing.operations import Analysis, Events, Executed
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import can_be_kept, operands, tensors_in, tree_leaves
 
@@ -66,13 +66,12 @@ def _call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return str(func), [seen(leaf) for leaf in tree_leaves((args, kwargs))]
 
 
-class _StateTracer(ForwardTracer):
-    """A forward tracer that carries, for each storage, the labels of what it was computed from."""
-
-    has_backward = False
+class _Labels(Analysis):
+    """Carries, for each storage of a forward, the labels of what it was computed from."""
 
     def __init__(self, module: nn.Module, keeps_all: bool) -> None:
-        super().__init__(module, {}, keeps_all=keeps_all)
+        self.tracer = ForwardTracer(module, {}, keeps_all, analysis=self, has_backward=False)
+        self.key = self.tracer.key
         self.labels: dict[int, set[int]] = {}
         self.used: set[int] = set()
         """Storages that some operation has read or looked at."""
@@ -84,66 +83,60 @@ class _StateTracer(ForwardTracer):
         """Labels of values that the code has looked at."""
         self.calls: list[Any] = []
         """The operations, with their numbers and shapes."""
-        self._func: Any = None
 
-    def to_meta(self, real: Tensor) -> Tensor:
-        """Return a meta tensor for a real one, with its label."""
-        found = super().to_meta(real)
-        if found is not real:
-            self.labels[address(found)] = self.labels.get(address(real), set()) | {address(real)}
-            self.used.add(address(real))
-        return found
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Set the label of a tensor that stands for a real one."""
+        self.labels[address(made)] = self.labels.get(address(real), set()) | {address(real)}
+        self.used.add(address(real))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._func = func
-        self.calls.append(_call_of(func, args, kwargs or {}))
-        given = operands(*args, *(kwargs or {}).values())
-        written = mutated_operands(func, args, kwargs or {})
-        keys = {self.key(tensor) for tensor in given}
-        for tensor in written:
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note an operation, and what it uses, looks at or overwrites."""
+        self.calls.append(_call_of(func, args, kwargs))
+        keys = {self.key(tensor) for tensor in operands(*args, *kwargs.values())}
+        for tensor in mutated_operands(func, args, kwargs):
             is_whole = tensor.numel() == tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
             if self.key(tensor) not in self.used and func.overloadpacket in OVERWRITES and is_whole:
                 self.overwritten.add(self.key(tensor))
-        labels = self._labels_of(keys)
         self.used |= keys
         if torch.Tag.data_dependent_output in func.tags:
-            self.looked_at |= labels
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in written:
+            self.looked_at |= self._labels_of(keys)
+
+    def ran(self, op: Executed) -> Any:
+        """Give the results of an operation, and what it writes into, the labels of its operands."""
+        labels = self._labels_of({self.key(tensor) for tensor in operands(*op.args, *op.kwargs.values())})
+        if op.func.overloadpacket not in FILLS:
+            self._label(op.given, operands(op.outcome))
+        for tensor in mutated_operands(op.func, op.args, op.kwargs):
             self.written.setdefault(self.key(tensor), set()).update(labels)
             self.labels.setdefault(self.key(tensor), set()).update(labels)
-        return outcome
+        return op.outcome
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Give the output of an attention the labels of its operands."""
+        self._label([query, key, value, *([] if mask is None else [mask])], [output])
+
+    def _label(self, given: list[Tensor], results: list[Tensor]) -> None:
+        """Give the results of a computation the labels of its operands."""
+        keys = {self.key(tensor) for tensor in given}
+        self.used |= keys
+        labels = self._labels_of(keys)
+        for tensor in results:
+            if tensor.is_meta and self.key(tensor) not in keys:
+                self.labels.setdefault(self.key(tensor), set()).update(labels)
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Let a value of all samples, which every rank computes alike, be none of the samples at hand."""
-        super().take_values(kind, x, result)
         self.labels[self.key(result)] = self.labels.get(self.key(x), set()) - {SAMPLES}
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Take a value of the samples at hand for one that the forward writes; what is the same on all ranks is no such state."""
-        super().keep(buffer, value)
         if SAMPLES in (labels := self._labels_of({self.key(value)})):
             self.written.setdefault(self.key(buffer), set()).update(labels)
 
-    def record(self, given: list[Tensor], written: list[Tensor], *cost: Any, **kind: Any) -> None:
-        """Add an operation, and give its results the labels of its operands."""
-        super().record(given, written, *cost, **kind)
-        keys = {self.key(tensor) for tensor in given}
-        self.used |= keys
-        if self._func is not None and self._func.overloadpacket in FILLS:
-            return
-        labels = self._labels_of(keys)
-        for tensor in written:
-            if self.key(tensor) not in keys:
-                self.labels.setdefault(self.key(tensor), set()).update(labels)
-
-    def given(self, batch: Any) -> Any:
-        """Return the batch of the forward, whose tensors are the samples."""
+    def given(self, batch: Any) -> None:
+        """Label the tensors of the batch, which are the samples."""
         for tensor in tensors_in(batch):
             self.labels[self.key(tensor)] = {SAMPLES}
-        return batch
 
     def depends(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on the values of the samples."""
@@ -157,14 +150,14 @@ class _StateTracer(ForwardTracer):
 class _Traced:
     """One traced forward and the modules after it."""
 
-    watch: _StateTracer
+    watch: _Labels
     after: Snapshot
     reached: set[int] = field(default_factory=set)
     """Labels of the outputs, and of what the code has looked at."""
 
 
 def examine(
-    module: nn.Module, sample: Any, spec: ModelSpec, containers: tuple[str, ...], num_samples: int, value_of: ValueOf
+    module: nn.Module, sample: Any, spec: ModelSpec, num_samples: int, value_of: ValueOf
 ) -> tuple[StateSpec, ...]:
     """Return what a forward keeps that another forward may read; the modules are unchanged afterwards.
 
@@ -173,12 +166,13 @@ def examine(
     """
 
     def run(count: int) -> _Traced:
-        watch = _StateTracer(module, keeps_all=bool(spec.varies_at))
+        watch = _Labels(module, keeps_all=bool(spec.varies_at))
         try:
-            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of)
+            outputs = watch_forward(module, sample, count, watch.tracer, value_of, spec.name)
         except NeedsValuesError:
             raise ModelError(
-                "forward-looks-at-values", f"{spec.name} cannot be traced again: {watch.reached} looks at a value"
+                "forward-looks-at-values",
+                f"{spec.name} cannot be traced again: {watch.tracer.reached} looks at a value",
             ) from None
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
         return _Traced(watch, Snapshot(module), reached)
@@ -208,7 +202,7 @@ def examine(
         *_find_written_state(module, start, first, again),
         *_find_replaced_state(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
     ]
-    found += [StateSpec(owner=path, name="weight", kind="counts") for path in first.watch.events.counting[-1:]]
+    found += [StateSpec(owner=path, name="weight", kind="counts") for path in first.watch.tracer.events.counting[-1:]]
     modules = dict(module.named_modules())
     return tuple(_with_form(state, modules) for state in found if not _is_known(module, state, spec))
 

@@ -1,4 +1,4 @@
-"""A traced forward that follows on which rows of one axis every value depends, for samples and for tokens."""
+"""The dependences of a traced forward on the rows of one axis, for samples and for tokens, followed from its operations."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try
 from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
 from samestep.models.spec import ExpertModules
 from samestep.tracing import experts as experts_module
+from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import mutated_operands
-from samestep.tracing.operations import FEW_ELEMENTS
+from samestep.tracing.operations import FEW_ELEMENTS, Analysis, Executed
 from samestep.trees import operands, tree_flatten, tree_map_only
 
 
-class Prover(ForwardTracer):
+class Prover(Analysis):
     """Follows the dependences of a forward; what they must be, its subclasses say."""
-
-    has_backward = False
 
     def __init__(
         self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
     ) -> None:
-        super().__init__(module, {}, keeps_all=keeps_all)
-        self.has_backward = takes_gradients
+        self.tracer = ForwardTracer(module, {}, keeps_all, analysis=self, has_backward=takes_gradients)
+        self.key = self.tracer.key
         self.known = Dependences(num_rows, self.key)
         self.num_rows = num_rows
         self.is_following = True
@@ -60,7 +58,7 @@ class Prover(ForwardTracer):
     @property
     def where(self) -> str:
         """Path of the module whose code runs."""
-        return super().where or "the model itself"
+        return self.tracer.where or "the model itself"
 
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule and does not run on drawn values."""
@@ -78,7 +76,8 @@ class Prover(ForwardTracer):
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor, where it is known."""
-        return self.values.of(tensor) if self.values.knows(tensor) else None
+        values = self.tracer.values
+        return values.of(tensor) if values.knows(tensor) else None
 
     def is_uniform(self, tensor: Tensor) -> bool:
         """Return whether all elements of a tensor are equal, or random."""
@@ -121,21 +120,20 @@ class Prover(ForwardTracer):
             for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+    def ran(self, op: Executed) -> Any:
         """Set the dependences of the results of an operation."""
         if self.is_following:
             with disable_current_modes():
-                results = operands(outcome) or mutated_operands(func, args, kwargs)
-                self._carry_on(func, args, kwargs, [tensor for tensor in results if tensor.is_meta])
+                self._carry_on(op.func, op.meta_args, op.meta_kwargs, op.results)
+        return op.outcome
 
-    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Try the backward of a custom Function, of which the forward alone is followed."""
-        super().applied(function, args, named, outcome)
         results = [tensor for tensor in operands(outcome) if tensor.is_meta]
         with disable_current_modes():
             self._try_backward(f"the gradient of {function.__self__.__name__}", function, args, named, results)
 
-    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Follow a hook on gradients, which no forward shows: where all rows share these it must be linear."""
         with disable_current_modes(), torch.no_grad():
             gradients = tuple(tensor.detach() for tensor in given)
@@ -231,16 +229,14 @@ class Prover(ForwardTracer):
         self.tried.append(call.text)
         return found
 
-    def _moved(self, constant: Tensor) -> Tensor:
-        """Return a constant on the meta device, with what is known of it."""
-        moved = super()._moved(constant)
+    def moved(self, made: Tensor, constant: Tensor) -> None:
+        """Note what is known of a constant."""
         if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
-            self.learn(moved, found)
+            self.learn(made, found)
         if not constant.is_meta and constant.numel():
             with disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):
-                    self._uniform.add(self.key(moved))
-        return moved
+                    self._uniform.add(self.key(made))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
         return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)

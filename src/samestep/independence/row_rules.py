@@ -41,9 +41,9 @@ from samestep.independence.dimension_maps import (
     Operand,
     along_dimension,
     bind_arguments,
-    is_mask,
     map_of,
 )
+from samestep.tracing.meta_tensors import is_mask
 
 _aten = torch.ops.aten
 

@@ -15,39 +15,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from samestep.building.loss_scope import mark_of
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
-from samestep.building.over_samples import within
+from samestep.building.over_samples import mark_of, within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets.values import has_items
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.linear_hooks import is_linear
-from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
-from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.batch_norms import OPERATIONS
 from samestep.tracing.called_again import Groups, groups_of
-from samestep.tracing.containers import containers_of
-from samestep.tracing.custom_functions import follow_hook
+from samestep.tracing.custom_functions import Hook, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import operands, tensors_in, tree_map_only
+from samestep.tracing.operations import Executed
+from samestep.tracing.watched_forward import TracedValues, watch_forward
+from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
@@ -100,10 +98,10 @@ def examine(
 
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
-            found = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
+            found = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
         watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
         watch.take_outputs(found)
-        return found, groups_of(module, watch.modules)
+        return found, groups_of(module, watch.tracer.modules)
 
     def run_again(decisions: Decisions) -> None:
         with preserve_modules(module):
@@ -144,10 +142,10 @@ def _norm_of_parts(module: nn.Module, sample: Any, few: _SampleProver, value_of:
     whole = ForwardTracer(module, {})
     try:
         with preserve_modules(module):
-            watch_forward(module, sample, group, "the model", containers_of(module), whole, value_of)
+            watch_forward(module, sample, group, whole, value_of)
     except (ModelError, NeedsValuesError):
         return ""
-    fewer, calls = (Counter(call.owner for _, call in one.events.batch_norms) for one in (few, whole))
+    fewer, calls = (Counter(call.owner for _, call in one.events.batch_norms) for one in (few.tracer, whole))
     owner = next((path for path in few.batch_norm_views if calls[path] > fewer[path]), None)
     if owner is None:
         return ""
@@ -164,14 +162,14 @@ Place = Callable[[Any, tuple[int, int] | None, Callable[[tuple[int, int]], None]
 
 
 class _SampleProver(Prover):
-    """A traced forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
+    """Follows a forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
     def __init__(self, module: nn.Module, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool) -> None:
         super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
         self.decisions = decisions
         for tensor in (*module.parameters(), *module.buffers()):
             decisions.number(self.key(tensor))
-        self.values.keeps_constants = True
+        self.tracer.values.keeps_constants = True
         self.mixed_gradient = ""
         self.hooks_scale = False
         """Where a custom backward mixes samples, as text."""
@@ -183,33 +181,29 @@ class _SampleProver(Prover):
         self._draws: dict[int, tuple[Tensor, Along, Callable[[tuple[int, int]], None]]] = {}
         """Random numbers with several rows for each sample, by storage; whether these rows are side by side shows at their first use."""
         self._batch: Any = None
-        self._at_end = self.values
+        self._at_end = self.tracer.values
         """The values that are known at the end of the forward."""
         self.loss_values: tuple[BatchValueCall, ...] = ()
         self._read: set[int] | None = None
 
-    @contextmanager
-    def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
+    def end(self) -> None:
         """Keep what is known in the forward until its outputs are taken."""
-        with super().knowing(module, value_of):
-            yield
-            self._at_end = self.values
+        self._at_end = self.tracer.values
 
     def take_outputs(self, outputs: Any) -> None:
         """Note the values of the forward's outputs, as far as they are known."""
-        known, self._at_end = self._at_end, self.values
+        known, self._at_end = self._at_end, self.tracer.values
         floating = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
         self.decisions.outputs = [known.of(tensor) if known.knows(tensor) else None for tensor in floating]
 
-    def given(self, batch: Any) -> Any:
-        """Return the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""
+    def given(self, batch: Any) -> None:
+        """Note the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""
         with disable_current_modes():
             for leaf in tensors_in(batch):
                 if leaf.dim():
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
                     self.known.are_placed &= leaf.shape[0] == NUM_SAMPLES
         self._batch = batch
-        return batch
 
     def rows_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the dimension of a tensor that holds the samples in order, and the positions of one side by side."""
@@ -248,12 +242,12 @@ class _SampleProver(Prover):
                 self.learn(result, found)
             self._note_rows(call.func, call.args, call.kwargs, call.results)
             return
-        is_one = self.functions.in_batch_norm and call.func.overloadpacket in OPERATIONS
+        is_one = self.tracer.functions.in_batch_norm and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)
             self._try_other_rows(call.given, lambda: self._follow_draws(call))
             return
-        x, owner = bind_arguments(call)["input"], self.events.batch_norms[-1][1].owner
+        x, owner = bind_arguments(call)["input"], self.tracer.events.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
         views = len(x) // (NUM_SAMPLES * rows.inner) if isinstance(rows, Along) and rows.dim == 0 else 0
         if not views or self.batch_norm_views.setdefault(owner, views) != views:
@@ -263,7 +257,7 @@ class _SampleProver(Prover):
         for index, result in enumerate(call.results):
             self.learn(result, None if index else rows)
 
-    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Follow a hook on gradients by its operations too: a trial does not see what it does with larger ones."""
         super().hooked(name, hook, given, results)
         with disable_current_modes():
@@ -273,7 +267,7 @@ class _SampleProver(Prover):
                 self.learn(gradient, self.known.of(one))
 
             def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-                args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, self.tracer.move, (args, kwargs))
                 self._carry_on(func, args, kwargs, operands(outcome) or mutated_operands(func, args, kwargs))
 
             made = follow_hook(hook, gradients, ran)
@@ -281,13 +275,12 @@ class _SampleProver(Prover):
             if shared or (made is None and any(isinstance(self.known.of(one), Along) for one in given)):
                 self.refuse_gradient(f"{self.where} by {name}" + ("" if shared else _UNSEEN))
 
-    def _moved(self, constant: Tensor) -> Tensor:
-        """Return a constant of the host on the meta device; random numbers stay known."""
+    def moved(self, made: Tensor, constant: Tensor) -> None:
+        """Note what is known of a constant of the host; random numbers stay known."""
         self._try_other_rows([constant], lambda: not self.known.is_ordered(constant))
-        moved = super()._moved(constant)
-        if (drawn := self._draws.get(address(constant))) and moved.shape == drawn[0].shape:
-            self._draws[address(moved)] = (moved, *drawn[1:])
-        return moved
+        super().moved(made, constant)
+        if (drawn := self._draws.get(address(constant))) and made.shape == drawn[0].shape:
+            self._draws[address(made)] = (made, *drawn[1:])
 
     def _follow_draws(self, call: Call) -> bool:
         super()._follow(call)
@@ -321,7 +314,6 @@ class _SampleProver(Prover):
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Let a value of all samples, which every rank computes alike, depend on no single one."""
-        super().take_values(kind, x, result)
         with disable_current_modes():
             found = self.known.of(x)
             in_rows = isinstance(found, Along) and found.dim == 0 and self.known.is_ordered(x)
@@ -356,29 +348,33 @@ class _SampleProver(Prover):
         """Return the storages that a loss reads; None if it does not run on the meta device."""
         self._read = set()
         self.is_following = False
-        of_forward, self.events.batch_values = self.events.batch_values, []
+        events = self.tracer.events
+        of_forward, events.batch_values = events.batch_values, []
+        traced_values = within(TracedValues(self.tracer.note_values))
         try:
-            with within(TracedValues(super().take_values)), self, torch.enable_grad(), preserve_function(loss):
+            with traced_values, self.tracer, torch.enable_grad(), preserve_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
             self._read = None
         finally:
-            self.loss_values = tuple(replace(call, owner="") for _, call in self.events.batch_values)
-            self.events.batch_values = of_forward
+            self.loss_values = tuple(replace(call, owner="") for _, call in events.batch_values)
+            events.batch_values = of_forward
         return self._read
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a loss reads."""
         if self._read is not None:
-            self._read |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.values.keeps_all or not self.is_following:
+            self._read |= {address(tensor) for tensor in operands(*args, *kwargs.values())}
+
+    def ran(self, op: Executed) -> Any:
+        """Follow an operation, and return what the code gets: another answer, if that is asked of it."""
+        func, outcome = op.func, super().ran(op)
+        if not self.tracer.values.keeps_all or not self.is_following:
             return outcome
-        given = [tensor for tensor in operands(*args, *(kwargs or {}).values()) if tensor.is_meta]
+        given = [tensor for tensor in operands(*op.args, *op.kwargs.values()) if tensor.is_meta]
         if torch.Tag.data_dependent_output not in func.tags:
             results = [tensor for tensor in operands(outcome) if tensor.is_meta]
-            self.decisions.run(func, args, kwargs or {}, results, self.key)
+            self.decisions.run(func, op.args, op.kwargs, results, self.key)
         elif len(given) == 1:
             return self.decisions.answer(self.key(given[0]), outcome)
         elif any(isinstance(self.known.of(one), Along) for one in given):
@@ -405,14 +401,14 @@ class _SampleProver(Prover):
                 unproven.append(found.where if isinstance(found, Mixed) else where)
         return refusal, unproven
 
-    def read(self, tensor: Tensor) -> Tensor:
+    def read(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Return the values of a tensor that code reads, or other ones where it is asked what the code does with these."""
-        found: Tensor = self.decisions.answer(self.key(tensor), super().read(tensor))
-        return found
+        answer: Tensor = self.decisions.answer(self.key(tensor), value)
+        return answer
 
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         super()._carry_on(func, args, kwargs, results)
-        if not self.values.keeps_all:
+        if not self.tracer.values.keeps_all:
             return
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         asks = asks_of_parts(func, args, self.value_of)
@@ -432,3 +428,44 @@ def _is_place(func: Any, result: Tensor) -> bool:
     """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
     is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
     return is_whole and func.overloadpacket is not torch.ops.aten._to_copy
+
+
+def pair_elements(
+    loss: Callable[[Any, Any], Any],
+    outputs: Any,
+    batch: Any,
+    rows_of: Callable[[Tensor], tuple[int, int] | None],
+    number: int,
+) -> int:
+    """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
+
+    The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
+    s(n) = a + b n + c n^2, and the result is c.
+    """
+
+    def saved(times: int) -> int:
+        def larger(tensor: Tensor) -> Tensor:
+            shape, rows = list(tensor.shape), rows_of(tensor)
+            if rows is not None and rows[0] >= 0:
+                shape[rows[0]] *= times
+            found = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return found.requires_grad_(found.is_floating_point() or found.is_complex())
+
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage()._cdata] = tensor.numel()
+            kept.append(tensor)  # else another one may have its address
+            return tensor
+
+        kept: list[Tensor] = []
+        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda one: one):
+            result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
+        del result
+        return sum(sizes.values())
+
+    try:
+        few, twice, most = (saved(times) for times in (1, 2, 4))
+    except Exception:  # the user's own code, which may look at values
+        return 0
+    return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * number * number)))

@@ -20,18 +20,13 @@ from torch import Tensor, nn
 
 from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
-from samestep.errors import InputError
 from samestep.independence.dependence import Along
 from samestep.independence.sequence_boundaries import first_input_of, first_of, with_first, with_given
-from samestep.independence.slice_prover import SliceProver
-from samestep.independence.token_slices import differing
+from samestep.independence.slice_prover import SliceProver, compare_forwards
 from samestep.independence.value_numbers import Table
-from samestep.models.spec import ExpertModules, ModelAnalysis, is_below
-from samestep.state import snapshot
-from samestep.tracing.containers import containers_of
+from samestep.models.spec import ModelAnalysis, is_below, owner_of
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.watched_forward import answer_alike, watch_forward
+from samestep.tracing.operations import Executed
 from samestep.trees import operands, tensors_in
 
 
@@ -49,34 +44,16 @@ def refuse_slices(
     if tokens // degree < 2:  # a single token would be broadcast to whole sequences
         return f"a rank would have {tokens // degree} of the {tokens} tokens of a sample, and 2 are needed", []
     table: Table = {}
-    watches = [_TokenProver(module, analysis, size, table) for size in (tokens, tokens // degree)]
-    if analysis.spec.looks_in:
-        answer_alike(watches, module, sample, containers_of(module), value_of)
-    for watch in watches:
-        if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):
-            return refusal, []
-    if path := differing(*watches):
-        return f"{path} computes differently, or with other numbers, on a part of the tokens", []
-    return "", [text for watch in watches for text in watch.tried]
-
-
-def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: ValueOf, experts: ExpertModules) -> str:
-    """Run the forward; return why it is not shown to work on a slice, or an empty text."""
-    try:
-        with snapshot.preserve_modules(module), watch.placed(module), watch.experts_by_row(module, experts):
-            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
-    except NeedsValuesError:
-        return f"{watch.where} looks at values of a rank's tokens"
-    except InputError as error:
-        reason = str(error).removeprefix("the model cannot be traced: ")
-        return watch.refusal or f"on a part of the tokens {reason}"
-    return watch.refusal
+    whole, part = (_TokenProver(module, analysis, size, table) for size in (tokens, tokens // degree))
+    refusal, _ = compare_forwards(whole, part, module, sample, value_of, analysis.experts)
+    return refusal, [] if refusal else [*whole.tried, *part.tried]
 
 
 class _TokenProver(SliceProver):
-    """A traced forward whose blocks are given a slice of the tokens, and their cut parts whole sequences."""
+    """Follows a forward whose blocks are given a slice of the tokens, and their cut parts whole sequences."""
 
     between = "and between cut parts a rank has its own tokens alone"
+    of_rank, other_sizes = "a rank's tokens", "a part of the tokens"
 
     def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int, table: Table) -> None:
         spec = analysis.spec
@@ -92,9 +69,13 @@ class _TokenProver(SliceProver):
         self._between = {
             self.key(weights[param.name])
             for param in analysis.spec.params
-            if param.partial == "sequence" and analysis.cut_styles.get(param.name.rpartition(".")[0]) != "row"
+            if param.partial == "sequence" and analysis.cut_styles.get(owner_of(param.name)) != "row"
         }
         """Storages of weights that are used between the parts, and of what is made of them there."""
+
+    def failure(self, reason: str) -> str:
+        """Return the refusal of a forward that fails."""
+        return f"on a part of the tokens {reason}"
 
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks and cut parts are given what a rank gives them."""
@@ -117,19 +98,20 @@ class _TokenProver(SliceProver):
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+    def ran(self, op: Executed) -> Any:
         """Check what an operation within the parts, or between them, is given, and follow its results."""
-        super().ran(func, args, kwargs, outcome)
-        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        super().ran(op)
+        given = op.given
         with disable_current_modes():
-            made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
+            made = {self.key(tensor) for tensor in operands(op.outcome) if tensor.is_meta}
             if self._is_whole:
                 self._check_whole(given)
-                read = set() if func._schema.is_mutable else {self.key(tensor) for tensor in given}
+                read = set() if op.func._schema.is_mutable else {self.key(tensor) for tensor in given}
                 self._of_whole |= made - read
             elif self.is_following:
                 self._check_between(given)
                 self._between |= made
+        return op.outcome
 
     def _check_between(self, given: list[Tensor]) -> None:
         """Refuse an operation between the parts on what they have computed, or on a tensor whose gradient no rank has whole."""

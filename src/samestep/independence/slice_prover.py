@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+import functools
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,13 +22,18 @@ from samestep.independence.dimension_maps import is_elementwise
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
-from samestep.independence.sliced_shapes import sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Table, ValueNumbers
+from samestep.independence.sliced_shapes import Reshaping, sequence_dim, token_rows_of
+from samestep.independence.value_numbers import Operand, Table, ValueNumbers, first_difference
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
-from samestep.models.spec import is_below
+from samestep.models.spec import ExpertModules, is_below
+from samestep.state import snapshot
+from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.experts import routing_arguments
+from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
-from samestep.tracing.meta_tensors import mutated_operands
+from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.operations import Executed
+from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 WHOLE = -1
@@ -36,17 +43,26 @@ WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask
 
 
 class SliceProver(Prover):
-    """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
+    """Follows a forward whose blocks are given the last slice of `size` of the sequence's tokens."""
 
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
+    of_rank, other_sizes = "its slice", "slices of another length"
+    """How refusals name the tokens of a rank, and the forward that is compared with the whole one."""
 
     def __init__(
-        self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table, looking: Collection[str] = ()
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        size: int,
+        whole: int,
+        table: Table,
+        looking: Collection[str] = (),
+        wider: Collection[str] = (),
     ) -> None:
         super().__init__(module, size)
-        self.looking = looking
-        """Modules whose code looks at values."""
+        self.looking, self.wider = looking, wider
+        """Modules whose code looks at values, and parts that compute all tokens."""
         self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
         for one in tensors_of(module):
             self.numbers.name(one.tensor, "held", one.name)
@@ -59,18 +75,49 @@ class SliceProver(Prover):
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
         self.passed: set[str] = set()
         """Arguments of blocks that were slices when they were given."""
+        self._operands: list[Operand] = []
+        """The operands of the operation that runs."""
         self._mixed = self._mixed_at = ""
         self._joined = set[str]()
         """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls(self.places)
+        self.parts = PartCalls(self.tracer.places)
         self.is_in_function = False
         """Whether a recurrence runs that needs the state of the rank before."""
         self._part = ""
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
         """Slices of arguments of blocks, by identity, with the whole tensor of each."""
+
+    def run(self, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules) -> str:
+        """Run the forward of a model as a rank runs it; return why it is not shown to work on a slice, or an empty text."""
+        try:
+            with snapshot.preserve_modules(module), self.placed(module), self.experts_by_row(module, experts):
+                watch_forward(module, sample, 1, self.tracer, value_of)
+        except NeedsValuesError:
+            return f"{self.where} looks at values of {self.of_rank}"
+        except InputError as error:
+            return self.refusal or self.failure(str(error).removeprefix("the model cannot be traced: "))
+        return self.refusal
+
+    def failure(self, reason: str) -> str:
+        """Return the refusal of a forward that fails."""
+        return f"on a slice {reason}; {WORKS}"
+
+    def placed(self, module: nn.Module) -> ExitStack:
+        """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
+        hooks = ExitStack()
+        for path in self.blocks:
+            enter = functools.partial(self.enter_block, path)
+            hooks.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
+        for path in self.wider:
+            part, enter = module.get_submodule(path), functools.partial(self.enter_part, path)
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(functools.partial(self.leave_part, path)))
+        hooks.enter_context(module.register_forward_hook(lambda _, args, outputs: self.check_outputs(outputs)))
+        hooks.enter_context(Reshaping(self.whole, self.size, lambda: self.is_on_slices, self.slice_of))
+        return hooks
 
     @property
     def is_on_slices(self) -> bool:
@@ -80,11 +127,7 @@ class SliceProver(Prover):
     @property
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs."""
-        return not self.modules.paths.isdisjoint(self.blocks)
-
-    def runs(self, path: str) -> bool:
-        """Return whether the forward of a module runs."""
-        return path in self.modules.paths
+        return not self.tracer.modules.paths.isdisjoint(self.blocks)
 
     # -- events of the forward ---------------------------------------------------------------------
 
@@ -179,9 +222,8 @@ class SliceProver(Prover):
         self._part, self.is_following = "", not self.refusal
         return tree_unflatten(found, tree)
 
-    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
-        """Record that a module's forward starts, which must be given no slice if its code looks at values."""
-        super().enter(path, part, outside, given)
+    def enter(self, path: str, part: nn.Module, given: Any) -> None:
+        """Check a module whose forward starts, which must be given no slice if its code looks at values."""
         if self.is_following and not any(is_below(path, block) for block in self.blocks):
             self._check_one_token(path, given)
         if path in self.looking:
@@ -194,9 +236,9 @@ class SliceProver(Prover):
             if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):
                 self.refuse(f"{path} is given one token of a slice", path)
 
-    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Check that code does not look at a slice."""
         self._check_unseen(self.where, seen)
-        return super()._answered(seen, find)
 
     def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
         """Refuse a slice among the tensors that code is given which looks at values."""
@@ -206,33 +248,30 @@ class SliceProver(Prover):
 
     # -- what values are computed from -------------------------------------------------------------
 
-    def to_meta(self, real: Tensor) -> Tensor:
-        """Return a meta tensor for a real one, with the number of its values."""
-        made = super().to_meta(real)
-        if made is not real:
-            with disable_current_modes():
-                self.numbers.learn_constant(made, real)
-        return made
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Set the number of the values of a tensor that stands for a real one."""
         with disable_current_modes():
-            given = self.numbers.seen_by(func, args, kwargs)
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        with disable_current_modes():
-            results = [one for one in operands(outcome) or mutated_operands(func, args, kwargs) if one.is_meta]
-            self.numbers.ran(func, args, kwargs, given, results, self.where)
-        return outcome
+            self.numbers.learn_constant(made, real)
 
-    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the operands of an operation as they are before it."""
+        with disable_current_modes():
+            self._operands = self.numbers.seen_by(func, args, kwargs)
+
+    def ran(self, op: Executed) -> Any:
+        """Set the dependences and the numbers of the results of an operation."""
+        super().ran(op)
+        with disable_current_modes():
+            self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
+        return op.outcome
+
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
         super().applied(function, args, named, outcome)
         what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
         self._add_to_numbers(operands(outcome), "function", *what)
 
-    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
         super().hooked(name, hook, given, results)
         with disable_current_modes():
@@ -303,7 +342,7 @@ class SliceProver(Prover):
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits have a row for each token of the slice."""
-        self.places.reach(tensors_in(outputs))
+        self.tracer.places.reach(tensors_in(outputs))
         try:
             logits = token_rows_of(outputs)
         except InputError as error:
@@ -380,6 +419,27 @@ class SliceProver(Prover):
         first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+
+
+def compare_forwards(
+    whole: SliceProver,
+    part: SliceProver,
+    module: nn.Module,
+    sample: Any,
+    value_of: ValueOf | None,
+    experts: ExpertModules,
+) -> tuple[str, str]:
+    """Run a model's forward on the whole sequence and on a slice; return why it is not shown that every token is computed alike, and
+    the path of the module that shows it, or empty texts."""
+    if whole.looking:
+        answer_alike((whole.tracer, part.tracer), module, sample, value_of)
+    for watch in (whole, part):
+        if refusal := watch.run(module, sample, value_of, experts):
+            return refusal, watch.failed_at or watch.where
+    if whole.outcome != part.outcome:
+        path = first_difference(whole.numbers, part.numbers)
+        return f"{path} computes differently, or with other numbers, on {part.other_sizes}", path
+    return "", ""
 
 
 _COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))

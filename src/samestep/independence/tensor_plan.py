@@ -27,7 +27,7 @@ from samestep.independence.sequence_boundaries import state_of
 from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
@@ -84,11 +84,9 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     plan = {pattern: style for pattern, style in plan.items() if style in facts.plan_styles}
     # What is gathered, and split again for a row cut beside it, may stay cut in between.
-    split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
+    split = {owner_of(pattern) for pattern, style in plan.items() if style == facts.split_style}
     styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
-    rejoined = [
-        pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split
-    ]
+    rejoined = [pattern for pattern, style in styles.items() if style == "gather" and owner_of(pattern) in split]
     styles |= dict.fromkeys(rejoined, "column")
     styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
     if "row" not in styles.values():
@@ -347,14 +345,14 @@ def _use(spec: ModelSpec, proof: CutProof, path: str) -> str:
 def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
     """Return a weight with one gradient that is whole on every rank and another that is partial, if any."""
     for param in spec.params:
-        if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
+        if len({cuts.styles.get(owner_of(name)) == "sum" for name in (param.name, *param.aliases)}) > 1:
             return param.name
     return None
 
 
 def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     """Return whether a whole weight is used on a cut tensor."""
-    return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
+    return cuts.styles.get(owner_of(param.name)) == "sum"
 
 
 def _layer_with(
@@ -391,7 +389,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "column" and isinstance(module, nn.Linear):
-            parent = path_without_adapters(path).rpartition(".")[0]
+            parent = owner_of(path_without_adapters(path))
             heads = facts.heads_of(model.get_submodule(parent), module.out_features)
             projections.setdefault(parent, {})[path] = heads
     for parent, heads_of in projections.items():
@@ -404,7 +402,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
 
 def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: CutProof) -> Cut | None:
     """Return along which dimension and between which groups of elements a weight is cut; None if whole."""
-    path = param.name.rpartition(".")[0]
+    path = owner_of(param.name)
     style = cuts.styles.get(path)
     if shareable.get(path) == 1:
         return Cut(style="column", dim=0, groups=1, is_shareable=True)

@@ -1,4 +1,4 @@
-"""The lower halves of float32 masters as a kernel: one pass over the bits writes what `runtime/weights/split_masters.py` holds of them."""
+"""The lower halves of float32 masters as a kernel: one pass over the bits writes what `runtime/weights/pieces.py` holds of them."""
 
 from __future__ import annotations
 

@@ -38,6 +38,11 @@ def enclosing(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+def owner_of(name: str) -> str:
+    """Return the path of the module that owns a weight; also of a module, the path of the one around it."""
+    return name.rpartition(".")[0]
+
+
 def is_below(path: str, root: str) -> bool:
     """Return whether a module's path is `root` or below it; the empty root is the model itself."""
     return not root or path == root or path.startswith(f"{root}.")

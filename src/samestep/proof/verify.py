@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from samestep import calls
 from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_from, loss_of
-from samestep.building.loss_scope import scoped
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
+from samestep.building.over_samples import scoped
 from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.enumeration import legality
 from samestep.errors import InputError, JobError, ModelError, WorkerError
@@ -50,11 +50,11 @@ from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime.assembly import store_of
 from samestep.runtime.axes import compiled_blocks
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run_batches import check_labels
 
 Precision = Literal["job", "float64"]
 

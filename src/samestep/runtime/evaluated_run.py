@@ -11,10 +11,10 @@ from samestep import calls
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.job import Job
-from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.saved_run import Lent, RunState
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.run_batches import RunBatches
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.stepper import Stepper
 

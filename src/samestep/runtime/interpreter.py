@@ -24,13 +24,13 @@ from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
+from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches
+from samestep.runtime.open_step import WHOLE, StepBackward
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.schedules import TaskKind
 

@@ -1,11 +1,16 @@
-"""The memory that a run is predicted to need, compared with the memory of its devices and hosts before anything is allocated."""
+"""The memory of a run: what it is predicted to need, compared with that of its devices and hosts before anything is allocated; and the bytes
+that a rank keeps between two steps, counted from its tensors.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import psutil
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samestep import hardware
 from samestep.job import Job
@@ -16,6 +21,7 @@ from samestep.output import process_limits
 from samestep.output.text import readable
 from samestep.program.program import Program
 from samestep.program.update_rules import states_per_param
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.strategies import programs_of
 
 _FAR_BEYOND = 1.5
@@ -75,3 +81,31 @@ def refuse_weights_too_large(program: Program, job: Job, device: torch.device, r
     """
     least = replace(at_rest(program, 0), peak_at="the first gradients")
     refuse_too_large(least, job, program.step.layout, device, ranks_per_node, 1.0)
+
+
+def held_bytes(model: nn.Module, program: Program, updater: Updater) -> dict[str, int]:
+    """Return the bytes that are kept between steps, by kind: weights, gradients, optimizer."""
+    params = [_local(param) for param in model.parameters()]
+    grads = [_local(param.grad) for param in model.parameters() if param.grad is not None]
+    if program.buckets:  # gradients are summed in the buckets; without buckets, asking for them could allocate
+        grads += [piece.gradient() for piece in updater.pieces]
+    optimizer = updater.optimizer
+    states = [
+        value
+        for piece in updater.pieces
+        for value in (
+            *(optimizer.state.get(piece.value, {}) if optimizer else {}).values(),
+            *(piece.split[0].tensors if piece.split else [piece.value] * (piece.target is not None)),
+        )
+        if isinstance(value, Tensor)
+    ]
+    return {"weights": _storages(params), "gradients": _storages(grads), "optimizer": _storages(states)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storages(tensors: Iterable[Tensor]) -> int:
+    storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,11 +1,11 @@
-"""A step between its backwards and its update: what its scalars say, once they are read.
+"""A step between its backwards and its update: its backwards (`StepBackward`), and what its scalars say, once they are read.
 
 The host decides on the update once it has read them, or on a GPU the device before that (`device_decides.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -14,14 +14,39 @@ import torch
 from torch import Tensor
 
 from samestep.models.spec import LossNames
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_backward import StepBackward
-from samestep.runtime.step_observer import StepBatch
+from samestep.runtime.step_observer import StepBatch, StepNumbers, SummedScalars
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.step_scalars import StepNumbers, SummedScalars
 from samestep.state.snapshot import KeptValues
 from samestep.state.writes import KeptTensors
+
+
+@dataclass(frozen=True, slots=True)
+class StepBackward:
+    """One of the backwards of a step. A step of `run.step` has one, of the run's loss and for all weights."""
+
+    number: int = 0
+    """The number of backwards of the step before this one."""
+    names: Set[str] | None = None
+    """The weights whose gradients count; None for all."""
+    held: Assembly | None = None
+    """The assembly with the loss of this backward; None where it is the run's."""
+    trials: StepTrials | None = None
+    """The trials of that loss."""
+    is_apart: bool = False
+    """Whether the update is a call of its own, which may come later."""
+    waits: bool = False
+    """Whether its gradients are reduced later, with those of the backwards that follow."""
+    into: Sequence[Tensor] | None = None
+    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
+    count: float = 0.0
+    """What the backward divides the sum by, where hooks see gradients of the mean; 0 where it is the nominal count."""
+
+
+WHOLE = StepBackward()
 
 
 class Progress(Enum):

@@ -1,4 +1,4 @@
-"""The interfaces of a step: its batch, and its observers, the one seam for proofs and for recorders of spans.
+"""The interfaces of a step: its batch, its scalars, and its observers, the one seam for proofs and for recorders of spans.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
@@ -7,18 +7,27 @@ step               observer.agreed(scalars)                                     
                    observer.asked_to_record(step)                               where a signal has asked some rank for it
                    with observer.running(update, none): ...                     unless the step is skipped
 ```
+
+The scalars of a step, which its one all_reduce sums over all ranks, are written and read here: float64, as many as `StepSpec.num_scalars`.
+
+    each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
+                  and the sum and the count of each named term and value of the loss                `StepSpec.num_reported`
+    the step:     stop, save and record, wrote_unseen, refuses, unused_changed                     ops.StepFlag
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from samestep.program.ops import Task
+from samestep.program.ops import FLAG_PLACES, FLAG_SLOTS, REPLICA_SCALARS, StepFlag, Task
 from samestep.randomness.dropout_state import MakeMode as MakeMode
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -113,3 +122,94 @@ class StepBatch(Protocol):
     def end_stream(self) -> None:
         """End the stream of batches after this one, since the ranks agreed to stop."""
         ...
+
+
+def flag_slots(raised: Mapping[StepFlag, bool | Tensor], device: torch.device) -> Tensor:
+    """Return one rank's flags in their slots (float64): filled on the device, since a copy would hold the host."""
+    slots = torch.zeros(FLAG_SLOTS, dtype=torch.float64, device=device)
+    for flag, value in raised.items():
+        slot, one = FLAG_PLACES[flag]
+        if isinstance(value, Tensor):
+            slots[slot].add_(value, alpha=one)
+        elif value:
+            slots[slot].add_(one)
+    return slots
+
+
+def _flags_in(slots: Sequence[float]) -> dict[StepFlag, float]:
+    """Return the number of ranks that raise each flag."""
+    shared = FLAG_PLACES[StepFlag.RECORD][1]
+    asked = slots[StepFlag.SAVE]
+    found: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
+    found[StepFlag.RECORD], found[StepFlag.SAVE] = asked // shared, asked % shared
+    return found
+
+
+_IN_SLOTS = [flag for flag in StepFlag if flag not in (StepFlag.RECORD, StepFlag.SAVE)]
+"""The flags that have a slot each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummedScalars:
+    """The scalars that the ranks summed, as the host has read them."""
+
+    agreed: StepScalars
+    flags: Mapping[StepFlag, float]
+    """The number of ranks that raise each flag."""
+    uses: list[Sequence[float]]
+    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+    reported: Sequence[float] = ()
+    """The sum and the count of each named term and value of the loss, over all replicas."""
+
+    def guarded(self, least: float) -> SummedScalars:
+        """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
+        if not least:
+            return self
+        replicas = tuple([replace(one, count=max(one.count, least)) for one in self.agreed.replicas])
+        count = sum(one.count for one in replicas)
+        return replace(self, agreed=replace(self.agreed, count=count, replicas=replicas))
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> SummedScalars:
+        """Return what the numbers of a step say; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
+        sums, width = numbers[:-FLAG_SLOTS], len(REPLICA_SCALARS)
+        flags = _flags_in(numbers[-FLAG_SLOTS:])
+        each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
+        parts = [sums[start : start + each] for start in range(0, len(sums), each)]
+        replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
+        columns = [*map(sum, zip(*parts, strict=True))]
+        loss_sum, count, norm_squared = columns[:width]
+        agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
+        return cls(agreed, flags, [part[uses] for part in parts], columns[uses.stop :])
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """The loss and the gradient norm of a step, as they follow on the host from its summed scalars."""
+
+    loss: float
+    norm: float
+    """Of replicas that are trained apart, the root mean square of their norms."""
+    is_masked: bool
+    """Whether nothing counts, and nothing else is unusual."""
+    scales: Sequence[float | None]
+    """The factor on each replica's gradients before clipping; None where its part counts nothing, and so has no update."""
+    norms: Sequence[float]
+    """The norm of each replica's gradients."""
+
+    @classmethod
+    def of(cls, agreed: StepScalars, numerator: float) -> StepNumbers:
+        """Return the numbers of a step whose gradients are scaled by the count over `numerator`."""
+        scales = [numerator / one.count if one.count else None for one in agreed.replicas]
+        norms = [
+            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
+        ]
+        loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
+        norm = math.hypot(*norms) / math.sqrt(len(norms))
+        is_masked = not agreed.count and math.isfinite(agreed.loss_sum) and math.isfinite(norm)
+        return cls(loss, norm, is_masked, scales, norms)
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether loss and norm are."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)

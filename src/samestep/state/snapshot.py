@@ -15,6 +15,7 @@ import builtins
 import functools
 import logging
 import math
+import operator
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import OF_TORCH
-from samestep.building.named_tensors import address
+from samestep.building.named_tensors import OF_TORCH, address
 from samestep.building.torch_seams import set_versions
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
 from samestep.state.named_variables import SEARCHED, Home, Variable, home_of, variables_of
@@ -227,7 +227,7 @@ class Snapshot:
         if isinstance(value, np.ndarray):
             if value.size > _LARGEST or value.dtype.hasobject:
                 return value.shape
-            self._put_back.append(partial(_set_array, value, value.copy()))
+            self._put_back.append(partial(np.copyto, value, value.copy()))
             return (value.shape, value.tobytes())
         if isinstance(value, GENERATORS):
             state = state_of(value)
@@ -386,6 +386,8 @@ def built_in_kind(items: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def items_of(items: dict[Any, Any]) -> dict[Any, Any]:
     """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
+    if type(items) is dict:
+        return items.copy()
     return {key: dict.__getitem__(items, key) for key in built_in_kind(items).__iter__(items)}
 
 
@@ -409,9 +411,10 @@ def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(container, dict):
         kind, now = built_in_kind(container), items_of(container)
-        of_torch = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
-        if now.keys() - of_torch != items.keys() or any(now[key] is not item for key, item in items.items()):
-            for key in now.keys() - items.keys() - of_torch:
+        if "_modules" in now and "_modules" not in items:
+            now = {key: item for key, item in now.items() if key not in OF_TORCH}
+        if now.keys() != items.keys() or any(map(operator.is_not, map(now.__getitem__, items), items.values())):
+            for key in now.keys() - items.keys():
                 kind.__delitem__(container, key)
             for key, item in items.items():
                 kind.__setitem__(container, key, item)
@@ -421,10 +424,6 @@ def put_items(container: Any, items: Any) -> None:
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)
-
-
-def _set_array(array: Any, copied: Any) -> None:
-    array[...] = copied
 
 
 class ModelState:

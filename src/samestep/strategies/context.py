@@ -16,7 +16,7 @@ direction. Every rank has all rows of a causal mask for its heads, so the work i
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
 in the loss, a sum over tokens. Short convolutions and shifts of tokens need the tokens at the ends of neighbours' slices, which are
 contiguous then (`independence/token_moves.py`). Recurrences whose functions take a state are computed by one rank after the other
-(`independence/traced_states.py`), so the products of their tokens take the time of all tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
+(`independence/traced_moves.py`), so the products of their tokens take the time of all tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
 and computed on all tokens by every rank (`independence/gathered_parts.py`). Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
 more data axis (`Layout`).
 """

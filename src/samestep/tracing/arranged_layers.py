@@ -20,7 +20,7 @@ from samestep.errors import ModelError
 from samestep.models.layer_parts import NOWHERE, ExpertDispatch, PartialSum
 from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.costs import Costs
 from samestep.tracing.flow import Flow
 from samestep.tracing.module_inputs import ForwardCalls, ModuleCall
@@ -230,7 +230,7 @@ class UsesOfWeights:
                 if call.is_within:
                     calls.setdefault(self._layer_of[call.region], []).append(call)
             found = {**calls, **found}
-            path = path.rpartition(".")[0]
+            path = owner_of(path)
         return found
 
 

@@ -61,9 +61,7 @@ def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
-    """Describe an operation that takes the statistics of samples, in the code of the module `where`; None for others."""
-    if func.overloadpacket not in OPERATIONS:
-        return None
+    """Describe one of these operations that takes the statistics of samples, in the code of the module `where`; None for others."""
     named = arguments(func, args, kwargs)
     if not named.get("training", True):
         return None

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.watched_forward import watch_forward
@@ -49,7 +48,7 @@ def called_again(
     """
     watch = ForwardTracer(module, {}, keeps_all=keeps_all)
     with suppress(Exception):  # of the user's own code, which a run meets again
-        watch_forward(module, sample, num_samples, "the model", containers_of(module), watch, value_of)
+        watch_forward(module, sample, num_samples, watch, value_of)
         return groups_of(module, watch.modules)
     return ()
 

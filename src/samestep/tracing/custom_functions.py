@@ -19,10 +19,14 @@ from samestep.state.snapshot import preserve_function
 from samestep.tracing.meta_tensors import NeedsValuesError, run_on_meta
 from samestep.trees import have_same_values, operands, tree_map_only
 
-Applied = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+Function = Any
+"""The `apply` of a custom Function of autograd."""
+Hook = Callable[..., Any]
+"""A hook as a function of gradients."""
+Applied = Callable[[Function, tuple[Any, ...], dict[str, Any], Any], None]
 """Receives the `apply` of a Function, the arguments of a call, and its outcome."""
 
-Hooked = Callable[[str, Callable[..., Any], list[Tensor], list[Tensor]], None]
+Hooked = Callable[[str, Hook, list[Tensor], list[Tensor]], None]
 """Receives a hook of gradients: its name, a function of the gradients of some tensors, these, and those whose it returns."""
 
 Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]

@@ -27,7 +27,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.models.layer_parts import ExpertDispatch, OtherWork
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ExpertModules, ModelSpec, is_below
+from samestep.models.spec import ExpertModules, ModelSpec, is_below, owner_of
 from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
@@ -187,7 +187,7 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
     sizes = {exchange.owner: exchange.experts for exchange in dispatches}
 
     def param_with(param: ParamSpec) -> ParamSpec:
-        return replace(param, experts=sizes.get(param.name.rpartition(".")[0], 0))
+        return replace(param, experts=sizes.get(owner_of(param.name), 0))
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
         mine = [exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)]

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
 from samestep.building.named_tensors import tensors_of
-from samestep.building.torch_seams import DispatchMode, disable_current_modes
+from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
-from samestep.tracing import attention_exchanges, batch_norms
+from samestep.tracing import batch_norms
 from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.costs import is_fusible
-from samestep.tracing.custom_functions import SEVERAL, follow_hook, report_module_hooks
+from samestep.tracing.costs import CutStorages, Products, exchanges_behind, exchanges_of, is_fusible
+from samestep.tracing.custom_functions import SEVERAL, Function, Hook, report_module_hooks
 from samestep.tracing.flow_recorder import FlowRecorder
-from samestep.tracing.looks import Looks
+from samestep.tracing.looks import PACKS, Looks, PickedRows
 from samestep.tracing.meta_tensors import (
     FunctionCalls,
     KnownValues,
@@ -45,9 +45,7 @@ from samestep.tracing.meta_tensors import (
     values_of,
 )
 from samestep.tracing.module_inputs import ForwardCalls, ModuleInputs
-from samestep.tracing.operations import LOOKED, Events, Recorder, SavedTensor, Storages, Work, WorkKind
-from samestep.tracing.picked_rows import PACKS, PickedRows
-from samestep.tracing.products import CutStorages, Products
+from samestep.tracing.operations import Analysis, Events, Executed, SavedTensor, Storages, Work, WorkKind
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
@@ -83,30 +81,30 @@ class ModelFacts:
 
 
 class ForwardTracer(DispatchMode):
-    """Records what every operation reads, writes and costs, by region. A storage is identified by its address."""
-
-    has_backward = True
-    """Whether a backward follows, which frees what autograd keeps."""
+    """Records what every operation reads, writes and costs, by region, and reports each event to an analysis."""
 
     def __init__(
         self,
         module: nn.Module,
         styles: Mapping[str, str],
         keeps_all: bool = False,
-        recorder: Recorder | None = None,
+        analysis: Analysis | None = None,
         answers: Iterable[Any] | None = None,
         places: TracedPlaces | None = None,
         events: Events | None = None,
+        has_backward: bool = True,
     ) -> None:
         super().__init__()
+        self.has_backward = has_backward
+        """Whether a backward follows, which frees what autograd keeps."""
         self.storages = Storages()
         self.key = self.storages.key
         self.facts = ModelFacts.of(module, self.key)
         self.looks = Looks.again(answers)
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.looks.data |= self.facts.params
-        self.recorder = recorder
-        """Records every operation, if there is one."""
+        self.analysis, self.is_analysed = analysis or Analysis(), analysis is not None
+        self.analysis.tracer = self
         self.events = events or Events()
         """With a list for its costs, these are recorded too."""
         self.places = places or TracedPlaces()
@@ -119,7 +117,12 @@ class ForwardTracer(DispatchMode):
         self.functions = FunctionCalls(self.read)
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
-        """Receive a call that takes values of all samples, with its result."""
+        """Record a call that takes values of all samples, and report it."""
+        self.note_values(kind, x, result)
+        self.analysis.take_values(kind, x, result)
+
+    def note_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Record a call that takes values of all samples."""
         is_number = x.is_floating_point() or x.is_complex()
         call = BatchValueCall(
             owner=self.modules.where,
@@ -132,24 +135,29 @@ class ForwardTracer(DispatchMode):
         self.events.batch_values.append((self.modules.region, call))
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
-        """Receive the value that a buffer gets after the step."""
+        """Record that a buffer gets a value after the step."""
         self.events.kept_after[self.key(buffer)] = self.modules.region
+        self.analysis.keep(buffer, value)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         as_given = args, kwargs
+        if self.is_analysed:
+            self.analysis.begin(func, args, kwargs)
         given = operands(*args, *kwargs.values())
         if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
-            args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
-        if (call := batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)) is not None:
-            self.events.batch_norms.append((self.modules.region, call))
+        if func.overloadpacket in batch_norms.OPERATIONS:
+            call = batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)
+            self.events.batch_norms.extend([] if call is None else [(self.modules.region, call)])
         if func in _LOOKUPS and args[3:4] == (True,):
             self.events.counting.append(self.modules.innermost)
-        self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
+        if func._schema.is_mutable:
+            self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
@@ -160,17 +168,13 @@ class ForwardTracer(DispatchMode):
             flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
         self.record(given, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
-        if self.recorder is not None:
-            self.recorder.record(func, self.where, *as_given, outcome)
-        self.ran(func, args, kwargs, outcome)
-        return outcome
+        return self.analysis.ran(Executed(func, *as_given, args, kwargs, outcome)) if self.is_analysed else outcome
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-        """Receive an operation that has been recorded, with its arguments on the meta device."""
-
-    def _moved(self, constant: Tensor) -> Tensor:
+    def move(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward has made on the CPU, on the meta device."""
-        return self.to_meta(constant)
+        made = self.to_meta(constant)
+        self.analysis.moved(made, constant)
+        return made
 
     def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
         """Describe a matrix product or convolution of the module that was entered last."""
@@ -211,8 +215,8 @@ class ForwardTracer(DispatchMode):
             self._look(given)
             find = functools.partial(self.values.found_by, func, given, args, kwargs)
             seen = seen_by(func, given, args)
-            if looks and self.recorder is not None and not self.looks.tokens.isdisjoint(map(self.key, seen)):
-                self.recorder.branching.add(self.where)
+            if looks and self.is_analysed and not self.looks.tokens.isdisjoint(map(self.key, seen)):
+                self.analysis.branches()
             found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
             if found is not None:
                 return found if looks else tree_map_only(Tensor, self.to_meta, found)
@@ -231,9 +235,8 @@ class ForwardTracer(DispatchMode):
 
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
         """Return what a look at these tensors is answered, and record it."""
+        self.analysis.looks(seen)
         self.looks.vary_at(self.modules.innermost)
-        if self.recorder is not None:
-            self.recorder.record(LOOKED, self.where, tuple(seen), {}, ())
         return self.looks.answer(self.where, find)
 
     def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,12 +258,9 @@ class ForwardTracer(DispatchMode):
             NeedsValuesError: they are not known.
         """
         self._look([tensor])
-        is_open = self.looks.is_open([self.key(tensor)])
-        return (
-            self._answered([tensor], functools.partial(self._value_read, tensor))
-            if is_open
-            else self._value_read(tensor)
-        )
+        find = functools.partial(self._value_read, tensor)
+        value: Tensor = self._answered([tensor], find) if self.looks.is_open([self.key(tensor)]) else find()
+        return self.analysis.read(tensor, value)
 
     def _value_read(self, tensor: Tensor) -> Tensor:
         if not self.values.draw([tensor]):
@@ -316,28 +316,29 @@ class ForwardTracer(DispatchMode):
             self.events.readers.setdefault(key, set()).add(self.modules.paths)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""
-        if query.dim() != 4:
+        """Record what ranks exchange of an attention, and report it; one without a dimension of heads exchanges nothing."""
+        self.analysis.attend(query, key, value, output, mask)
+        if query.dim() != 4 or self.events.costs is None:
             return
         is_cut = self.key(query) in self.cut.storages
-        for tensor, exchange in attention_exchanges.exchanges_of(query, key, value, output, is_cut=is_cut):
+        for tensor, exchange in exchanges_of(query, key, value, output, is_cut=is_cut):
             place = self.modules.region, self.key(tensor)
             self.events.exchanges.append((*place, exchange, self.places.point()))
 
-    def attended(self, output: Tensor) -> None:
-        """Record that an attention has kept what it keeps: ranks send its output after that."""
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Record that an attention has kept what it keeps, and report it: ranks send its output after that."""
+        self.analysis.attended(call, output)
         sent = self.events.exchanges
         if sent and output.dim() == 4:
-            sent[-4:] = attention_exchanges.behind(sent[-4:], self.places.point(output))
+            sent[-4:] = exchanges_behind(sent[-4:], self.places.point(output))
 
-    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
-        """Record the call of a custom Function of autograd, whose operations have been recorded before.
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Report the call of a custom Function of autograd, whose operations have been recorded before.
 
         The weights that it is given are read here: its backward may use them without the modules that own them.
         """
         self._note_readers(map(self.key, tensors_in((args, named))))
-        if self.recorder is not None:
-            self.recorder.record("function", self.where, (function, *args), named, outcome)
+        self.analysis.applied(function, args, named, outcome)
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps; return it only if a backward follows."""
@@ -348,10 +349,6 @@ class ForwardTracer(DispatchMode):
             storage = key if tensor.is_meta and key not in self.facts.weights else None
             self.events.costs.append(SavedTensor(modules.region, modules.where, storage, is_inside=modules.is_inside))
         return tensor if self.has_backward else None
-
-    def given(self, batch: Any) -> Any:
-        """Return the batch that the forward is given, on the meta device."""
-        return batch
 
     def copies_of(self, sample: Any, count: int) -> Any:
         """Return `count` copies of a sample as a batch on the meta device."""
@@ -369,6 +366,7 @@ class ForwardTracer(DispatchMode):
         tensor = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
         self.key(tensor)
         self.values.learn(tensor, real)
+        self.analysis.made_on_meta(tensor, real)
         return tensor
 
     @property
@@ -385,34 +383,13 @@ class ForwardTracer(DispatchMode):
         if not outside and not self.modules.is_inside:
             self.inputs.note_weights(path, part)
         self.modules.enter(path, part, given, is_outside=outside)
+        self.analysis.enter(path, part, given)
 
-    def check_attention(self, call: AttentionCall) -> None:
-        """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
-        call.check()
-
-    def hooked(self, name: str, hook: Callable[..., Any], given: list[Tensor], results: list[Tensor]) -> None:
-        """Record a hook on gradients, a function of those of `given` tensors that returns those of `results`, and its operations."""
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
+        """Report a hook on gradients, a function of those of `given` tensors that returns those of `results`."""
         if name == SEVERAL:
             self.flow_recorder.note_several(given)
-        if self.recorder is None:
-            return
-        with disable_current_modes():
-            record, where = self.recorder.record, self.where
-            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
-            for gradient in gradients:
-                self.key(gradient)  # alive, so that no other storage has the same number
-            record("hook", where, tuple(given), {}, tuple(gradients))
-
-            def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-                for tensor in operands(outcome):
-                    self.key(tensor)
-                record(func, where, args, kwargs, outcome)
-
-            made = follow_hook(hook, gradients, ran)
-            if made is None or len(made) != len(results):
-                record(LOOKED, where, tuple(gradients), {}, ())
-            else:
-                record("hooked", where, (tuple(results), tuple(made)), {}, ())
+        self.analysis.hooked(name, hook, given, results)
 
     def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Record that a module's forward ends."""
@@ -433,4 +410,5 @@ class ForwardTracer(DispatchMode):
                 with suppress(ModelError):
                     self.values.learn(one.tensor, value_of(one.name))
         yield
+        self.analysis.end()
         self.values = KnownValues(keeps_all=False)

@@ -1,7 +1,7 @@
-"""Looks of a forward at values of tensors (`.item()`, `if`, `x[mask]`), and the modules whose code looks.
+"""Values that decide what a traced forward does: where code looks at them (`.item()`, `if`, `x[mask]`), and the rows that they pick.
 
-Such a module may run other operations for other values, and a trace shows those of one sample alone. What it computes is still
-the same on all ranks that give it equal tensors. So a tensor cut leaves the weights of a module that looks whole, and shows that
+A module whose code looks may run other operations for other values, and a trace shows those of one sample alone. What it computes is
+still the same on all ranks that give it equal tensors. So a tensor cut leaves the weights of such a module whole, and shows that
 everything the module is given is whole (`independence/cut_proof.py`): then all ranks of `tp` take the same branch and compute the same.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import set_attributes
-from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.trees import tensors_in, tree_map_only
+from samestep.building.named_tensors import set_attributes
+from samestep.tracing.meta_tensors import NeedsValuesError, is_mask
+from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _EQUAL_ELEMENTS = frozenset(
@@ -138,3 +138,52 @@ def tensors_seen_by(root: nn.Module, given: Any) -> tuple[Tensor, ...]:
     """Return the tensors that a module is given, and those that it and the modules below it keep as plain attributes."""
     kept = [value for part in root.modules() for value in set_attributes(part).values() if isinstance(value, Tensor)]
     return (*tensors_in(given), *kept)
+
+
+PACKS = frozenset((_aten._pack_padded_sequence,))
+"""Operations that are given a tensor on the host beside one on the device."""
+
+
+class PickedRows:
+    """The storages of one forward whose shapes follow from the values of the sample."""
+
+    def __init__(self, key_of: Callable[[Tensor], int]) -> None:
+        self._key_of = key_of
+        self._storages: set[int] = set()
+        self.path = ""
+        """Path of the first module whose code works on such rows: other samples may have more."""
+        self.has_none = False
+        """Whether the sample has no such row, so that what is done to them cannot be seen."""
+
+    def follow(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> bool:
+        """Follow an operation to its results; return whether it picks rows, or works on some."""
+        if not _finds(func, args) and not self.holds(given):
+            return False
+        keeps_shape = func._schema.is_mutable or (func.overloadpacket in _WRITTEN_BACK and not self.holds(args[0]))
+        if not keeps_shape:
+            self._storages |= {self._key_of(tensor) for tensor in made if tensor.dim()}
+        return True
+
+    def holds(self, values: Any) -> bool:
+        """Return whether the shape of one of nested tensors follows from values."""
+        return any(self._key_of(one) in self._storages for one in tree_leaves(values) if isinstance(one, Tensor))
+
+
+def _finds(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether the shape of an operation's result follows from values, as that of `x[mask]` does."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func.overloadpacket is _aten.index:
+        return any(map(is_mask, operands(args[1])))
+    return func.overloadpacket not in _OF_GIVEN_SIZE or len(args) < 2 or args[-1] is None
+
+
+_OF_GIVEN_SIZE = (_aten.one_hot, _aten.bincount)
+"""Operations whose last argument is the number of classes that the result has a place for."""
+_WRITTEN_BACK = frozenset(
+    (
+        _aten.index_add, _aten.index_put, _aten._unsafe_index_put, _aten.index_copy, _aten.index_fill, _aten.scatter,
+        _aten.scatter_add, _aten.scatter_reduce, _aten.masked_fill, _aten.masked_scatter,
+    )
+)  # fmt: skip
+"""Operations whose results have the shape of their first operand."""

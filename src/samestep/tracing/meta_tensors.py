@@ -191,7 +191,7 @@ class KnownValues:
         if func.overloadpacket not in _PICKING:
             raise NeedsValuesError
         picks = operands(args[1])
-        return self._picked(func, args[0], picks, args[1:]) if any(map(_is_mask, picks)) else None
+        return self._picked(func, args[0], picks, args[1:]) if any(map(is_mask, picks)) else None
 
     def _picked(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
         """Return the result of `tensor[mask]`, whose shape depends on the values of the mask.
@@ -385,12 +385,13 @@ def is_whole(tensor: Tensor) -> bool:
 def seen_by(func: Any, given: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors whose values say what an operation returns, or of what shape it is."""
     seen = operands(args[1]) if func.overloadpacket in _PICKING else given
-    is_by_number = func.overloadpacket in _PICKING and not any(map(_is_mask, seen))
+    is_by_number = func.overloadpacket in _PICKING and not any(map(is_mask, seen))
     return [] if is_by_number else [tensor for tensor in seen if tensor.is_meta]
 
 
-def _is_mask(pick: Tensor) -> bool:
-    return pick.dtype in (torch.bool, torch.uint8)
+def is_mask(index: Any) -> bool:
+    """Return whether an index is a mask."""
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)

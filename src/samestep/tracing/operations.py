@@ -7,18 +7,21 @@ does to a shape shows in the operands of the next operation that computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Product
-from samestep.tracing.attention_exchanges import PlacedExchange
+from samestep.building.torch_seams import disable_current_modes
+from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Exchange, Product
+from samestep.tracing.checkpointed import Point
+from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
-from samestep.trees import fold
+from samestep.trees import fold, operands
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -128,6 +131,10 @@ class SavedTensor(NamedTuple):
     """Whether a top-most module runs, which recomputation repeats, and not the model's own code behind it."""
 
 
+PlacedExchange = tuple[str, int, Exchange, Point]
+"""The region of an attention, the storage of one of its tensors, its exchange, and the point at which ranks send it."""
+
+
 @dataclass(slots=True)
 class Events:
     """The events of one forward in their order, but for the calls of modules (`module_inputs.ForwardCalls`)."""
@@ -168,7 +175,91 @@ _UNINITIALISED = {
 """Operations whose results have no values that mean anything."""
 
 
-class Recorder:
+class Executed(NamedTuple):
+    """An operation that has run in a traced forward."""
+
+    func: Any
+    args: tuple[Any, ...]
+    """As the code gave them; `meta_args` have its constants on the meta device."""
+    kwargs: dict[str, Any]
+    meta_args: tuple[Any, ...]
+    meta_kwargs: dict[str, Any]
+    outcome: Any
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The operands on the meta device."""
+        return [one for one in operands(*self.meta_args, *self.meta_kwargs.values()) if one.is_meta]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The tensors of the meta device that it returns, or else writes into."""
+        results = operands(self.outcome) or mutated_operands(self.func, self.args, self.kwargs)
+        return [one for one in results if one.is_meta]
+
+
+class Analysis:
+    """Receives the events of a forward in their order, from the mode that watches it. An event without a method of its own changes nothing."""
+
+    tracer: Any
+    """The mode, a `ForwardTracer`, which sets this attribute."""
+
+    def given(self, batch: Any) -> None:
+        """Receive the batch of the forward, on the meta device."""
+
+    def enter(self, path: str, part: nn.Module, given: Any) -> None:
+        """Receive that a module's forward starts."""
+
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Receive an operation that is about to run."""
+
+    def ran(self, op: Executed) -> Any:
+        """Receive an operation that has run; return what the code gets."""
+        return op.outcome
+
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Receive a tensor of the meta device that stands for a real one."""
+
+    def moved(self, made: Tensor, constant: Tensor) -> None:
+        """Receive a constant of the host that an operation has moved to the meta device."""
+
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Receive that code looks at values of tensors."""
+
+    def branches(self) -> None:
+        """Receive that code looks at whole numbers of the sample, by which it may branch."""
+
+    def read(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Receive that code reads a tensor past the dispatcher; return the values that it gets."""
+        return value
+
+    def check_attention(self, call: AttentionCall) -> None:
+        """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
+        call.check()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Receive the tensors of an attention that runs."""
+
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Receive an attention that has run."""
+
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Receive the call of a custom Function of autograd, whose operations have been received before."""
+
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
+        """Receive a hook on gradients, a function of those of `given` tensors that returns those of `results`."""
+
+    def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Receive a call that takes values of all samples, with its result."""
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Receive the value that a buffer gets after the step."""
+
+    def end(self) -> None:
+        """Receive that the forward has ended; what is known of values is dropped then."""
+
+
+class Recorder(Analysis):
     """Records the operations of a forward, in order."""
 
     def __init__(self) -> None:
@@ -197,6 +288,47 @@ class Recorder:
         storages = {view.storage for view in operation.given}
         if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
             self.operations.append(operation)
+
+    def ran(self, op: Executed) -> Any:
+        """Record an operation."""
+        self.record(op.func, self.tracer.where, op.args, op.kwargs, op.outcome)
+        return op.outcome
+
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Record a look at values."""
+        self.record(LOOKED, self.tracer.where, tuple(seen), {}, ())
+
+    def branches(self) -> None:
+        """Note the module whose code may branch."""
+        self.branching.add(self.tracer.where)
+
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Record an attention."""
+        self.record("attention", self.tracer.where, tuple(call), {}, output)
+
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Record the call of a custom Function."""
+        self.record("function", self.tracer.where, (function, *args), named, outcome)
+
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
+        """Record a hook on gradients, and its operations."""
+        with disable_current_modes():
+            where, key = self.tracer.where, self.tracer.key
+            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
+            for gradient in gradients:
+                key(gradient)  # alive, so that no other storage has the same number
+            self.record("hook", where, tuple(given), {}, tuple(gradients))
+
+            def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+                for tensor in operands(outcome):
+                    key(tensor)
+                self.record(func, where, args, kwargs, outcome)
+
+            made = follow_hook(hook, gradients, ran)
+            if made is None or len(made) != len(results):
+                self.record(LOOKED, where, tuple(gradients), {}, ())
+            else:
+                self.record("hooked", where, (tuple(results), tuple(made)), {}, ())
 
 
 def with_views(value: Any) -> Any:

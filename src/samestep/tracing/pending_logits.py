@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, Place, row_losses
 from samestep.building.loss_result import loss_result
-from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, disable_current_modes
+from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserve_function
+from samestep.tracing.custom_functions import FollowedCalls
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_leaves, tree_map
 
@@ -257,25 +258,12 @@ def _apply_to_hidden(
 # -- elementwise functions -----------------------------------------------------------------------------------------------
 
 
-class _ElementwiseWatch(DispatchMode):
-    """Whether all operations that run inside are elementwise, and whether one writes into its first operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_elementwise, self.writes, self.ran = True, False, False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        tags = func.tags
-        self.ran = True
-        self.is_elementwise &= torch.Tag.pointwise in tags or func.overloadpacket in _COPYING
-        self.is_elementwise &= torch.Tag.nondeterministic_seeded not in tags
-        self.writes |= func._schema.is_mutable
-        return func(*args, **(kwargs or {}))
-
-
 _COPYING = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.detach, torch.ops.aten.alias)
+
+
+def _is_elementwise(operation: Any) -> bool:
+    is_pointwise = torch.Tag.pointwise in operation.tags or operation.overloadpacket in _COPYING
+    return is_pointwise and torch.Tag.nondeterministic_seeded not in operation.tags
 
 
 def _elementwise(
@@ -288,19 +276,21 @@ def _elementwise(
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not logits]
     if any(one.numel() != 1 or one.dim() > 1 for one in given):
         return None
+    operations: list[Any] = []
     try:
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             probe = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
             tried = tree_map(lambda one: probe if one is logits else _on_meta(one), (args, kwargs))
-            with _ElementwiseWatch() as watch:
+            with FollowedCalls(lambda operation, *_: operations.append(operation)):
                 result = func(*tried[0], **tried[1])
     except Exception:  # the call itself is wrong, and says so on the logits
         return None
-    if not watch.is_elementwise or not isinstance(result, Tensor) or result.shape != logits.shape:
+    if not all(map(_is_elementwise, operations)) or not isinstance(result, Tensor) or result.shape != logits.shape:
         return None
-    if not watch.ran and result is not probe:
+    if not operations and result is not probe:
         return None
-    if result is probe and not watch.writes:
+    writes = any(operation._schema.is_mutable for operation in operations)
+    if result is probe and not writes:
         return logits  # as .float() of float32
     made = logits.made
     others = [*made.others]
@@ -314,10 +304,10 @@ def _elementwise(
         return Place(len(others) - 1)
 
     args, kwargs = tree_map(placed, (args, kwargs))
-    noted = Elementwise(func, args, kwargs, writes=watch.writes)
+    noted = Elementwise(func, args, kwargs, writes=writes)
     head = Head(made.head.chunking, (*made.head.functions, noted))
     found = PendingLogits.of(made._replace(head=head, others=tuple(others)), result.dtype, logits.hooks)
-    if not watch.writes:
+    if not writes:
         return found
     logits.made = found.made
     return logits

@@ -45,7 +45,7 @@ from samestep.models.layer_parts import (
 )
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import GivenWeights, Snapshot
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
@@ -58,15 +58,14 @@ from samestep.tracing.backward import (
     working_sets,
 )
 from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.containers import containers_of
+from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
-from samestep.tracing.opened_modules import opened_modules
-from samestep.tracing.operations import Events, Recorder
+from samestep.tracing.operations import Analysis, Events
 from samestep.tracing.token_parts import of_one_sample, token_parts_of
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
@@ -90,7 +89,7 @@ def trace(
     value_of: ValueOf | None = None,
     places: TracedPlaces | None = None,
     styles: Mapping[str, str] | None = None,
-    recorder: Recorder | None = None,
+    analysis: Analysis | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     stages: Sequence[str] = (),
     keeps_all: bool = False,
@@ -101,7 +100,7 @@ def trace(
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `places`
     follows the forward's checkpoints, and what autograd keeps.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
-    `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
+    `analysis` receives the events of the forward. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
     known to look at values. `events` receives what the forward does.
 
@@ -112,10 +111,10 @@ def trace(
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
-    watch = ForwardTracer(module, styles or {}, keeps_all, recorder, places=places, events=events)
+    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
-        outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
+        outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
     except NeedsValuesError:
         if value_of is None or keeps_all:
             raise _unseen(name, watch) from None
@@ -126,7 +125,7 @@ def trace(
         watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
         watch.looks.varies = looked
         try:
-            outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
+            outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
         except NeedsValuesError:
             raise _unseen(name, watch) from None
     with weights.given():  # which the forward may have replaced
@@ -327,8 +326,7 @@ def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTrac
             KeptBuffer(name=name, elements=buffer.numel(), dtype="" if buffer.is_floating_point() else "int64"),
         )
         for name, buffer in module.named_buffers()
-        if watch.key(buffer) in watch.events.kept_after
-        and not any(is_below(name.rpartition(".")[0], root) for root in roots)
+        if watch.key(buffer) in watch.events.kept_after and not any(is_below(owner_of(name), root) for root in roots)
     ]
 
 
@@ -408,19 +406,19 @@ def _param_specs(
     names, calls = _names_of(module), watch.modules.of
     meeting = set()
     for alike in names.values():
-        owners = {_owner(name) for name in alike}
+        owners = {owner_of(name) for name in alike}
         if len(alike) > 1 or any(len(calls.get(owner, ())) > 1 for owner in owners):
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
-        owners = {_owner(alias) for alias in alike}
-        own = _layer_of(_owner(name), layer_of, opened)
+        owners = {owner_of(alias) for alias in alike}
+        own = _layer_of(owner_of(name), layer_of, opened)
         uses = uses_of(name, owners)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
+        roots = owners if shared else {root for root in layers[own].modules if is_below(owner_of(name), root)}
         entered = [path for path in calls if path in roots]
         is_replaced = not watch.inputs.replaced.isdisjoint(alike)
         spec = ParamSpec(
@@ -443,7 +441,7 @@ def _param_specs(
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
             follows=followed_weight(module, name),
-            held_as=held_as(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
+            held_as=held_as(module.get_submodule(owner_of(name))) if name.endswith(".weight") else "",
             embeds=next((watch.inputs.embeds[path] for path in owners if path in watch.inputs.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
@@ -460,21 +458,17 @@ def _names_of(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _owner(param_name: str) -> str:
-    return param_name.rpartition(".")[0]
-
-
 def _layer_of(path: str, layer_of: Mapping[str, int], opened: tuple[str, ...]) -> int:
     """Return the index of a module's layer: of its nearest listed ancestor, the nearest module that ran, or 0."""
     if is_outside(path, opened):
         return 0
     above = path
     while above and above not in layer_of:
-        above = above.rpartition(".")[0]
+        above = owner_of(above)
     if above:
         return layer_of[above]
     while path:
-        path = path.rpartition(".")[0]
+        path = owner_of(path)
         near = [index for listed, index in layer_of.items() if is_below(listed, path)]
         if near:
             return min(near)

@@ -1,25 +1,34 @@
-"""Running a model's forward on the meta device under a `ForwardTracer`, which records it.
+"""A model's forward on the meta device under a `ForwardTracer`, which records it.
 
-A forward in which attention is computed as the fused kernels do: no matrix of scores is made.
+Attention is traced as the fused kernels compute it, without a matrix of scores: they keep queries, keys, values, output, one
+log-sum-exp a row and the given mask. Packed documents have no mask, and pairs within a document alone are computed
+(`building/attention/`). On the meta device torch itself runs plain products instead.
 
-They keep queries, keys, values, output, one log-sum-exp a row and the given mask; of packed documents there is no mask, and only
-pairs within a document are computed (`building/attention/`). On the meta device torch itself runs plain products instead.
+Torch has no autocast on the meta device, and code enters that of the device that its tensors are on:
+
+    with torch.autocast(x.device.type, enabled=False): ...
+
+In a trace such code enters the autocast of the host, which casts no tensor of the meta device. The first step finds the dtypes that
+the forward really has.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp import autocast_mode
 
 from samestep.building.attention import AttentionCall, DocumentMask
-from samestep.building.attention.by_document import lengths_of
+from samestep.building.attention.fused import lengths_of
 from samestep.building.model import call_model, why_unfit
 from samestep.building.over_samples import Keeping, within
 from samestep.building.surface import process_randomness
@@ -34,11 +43,10 @@ from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.layer_parts import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
-from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
+from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_autocast import autocast_on_meta
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in
 
@@ -129,11 +137,9 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
         watch = held()
         assert watch is not None, "it watches this forward"
         _check_mask(call)
-        watch.check_attention(call)
+        watch.analysis.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
-        watch.attended(output)
-        if watch.recorder is not None:
-            watch.recorder.record("attention", watch.where, tuple(call), {}, output)
+        watch.attended(call, output)
         values = watch.values
         if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
             with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -188,17 +194,20 @@ def watch_forward(
     module: nn.Module,
     sample: Any,
     num_samples: int,
-    name: str,
-    containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
+    name: str = "the model",
+    containers: tuple[str, ...] | None = None,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
+
+    The children of `containers` make calls: by default those of the containers of blocks.
 
     Raises:
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that `watch` does not know.
     """
+    containers = containers_of(module) if containers is None else containers
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
         tensors = tensors_in(held)
@@ -218,7 +227,8 @@ def watch_forward(
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)
-            outputs = call_model(module, watch.given(batch))
+            watch.analysis.given(batch)
+            outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:
@@ -233,23 +243,16 @@ def watch_forward(
     return outputs
 
 
-def answer_alike(
-    watches: Iterable[ForwardTracer],
-    module: nn.Module,
-    sample: Any,
-    containers: tuple[str, ...],
-    value_of: ValueOf | None,
-) -> None:
+def answer_alike(watches: Iterable[ForwardTracer], module: nn.Module, sample: Any, value_of: ValueOf | None) -> None:
     """Let code that looks at values be answered in forwards to come as in one of a sample, whose values are known.
 
     Raises:
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that are not known.
     """
-    found = ForwardTracer(module, {}, keeps_all=True)
-    found.has_backward = False
+    found = ForwardTracer(module, {}, keeps_all=True, has_backward=False)
     with snapshot.preserve_modules(module):
-        watch_forward(module, sample, 1, "the model", containers, found, value_of)
+        watch_forward(module, sample, 1, found, value_of)
     for watch in watches:
         watch.looks.known = deque(found.looks.answers)
 
@@ -285,3 +288,73 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Return whether a module is the model itself, a container of blocks, or holds such a container."""
     return not path or any(is_below(container, path) for container in containers)
+
+
+_ASKED = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+"""Functions of torch whose first argument is the type of a device."""
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let code that runs inside use autocast of the meta device."""
+    enter = autocast_mode.autocast.__init__
+
+    @functools.wraps(enter)
+    def entered(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            if device_type == "meta":  # another device may take dtypes that the host does not
+                warnings.simplefilter("ignore")
+            enter(self, _of_host(device_type), *args, **kwargs)
+
+    available = _asking(torch.amp.is_autocast_available)
+    replaced = [
+        *((torch, name, _asking(getattr(torch, name))) for name in _ASKED),
+        *((module, "is_autocast_available", available) for module in (torch.amp, autocast_mode)),
+        (autocast_mode.autocast, "__init__", entered),
+    ]
+    with ExitStack() as stack:
+        for owner, name, stand_in in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, stand_in)
+        yield
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_type") == "meta":
+            kwargs["device_type"] = "cpu"
+        return function(*map(_of_host, args[:1]), *args[1:], **kwargs)
+
+    return asked
+
+
+def _of_host(device_type: Any) -> Any:
+    return "cpu" if device_type == "meta" else device_type
+
+
+Report = Callable[[Literal["sum", "cat"], Tensor, Tensor], None]
+"""Is told of a call: its kind, what it is given, and its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedValues:
+    """Computes with the samples at hand, and reports each call."""
+
+    report: Report
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the rows."""
+        result = x.sum(0)
+        self.report("sum", x, result)
+        return result
+
+    def cat(self, x: Tensor) -> Tensor:
+        """Return a copy of the rows: what is known of the result is known of all samples."""
+        result = x.clone()
+        self.report("cat", x, result)
+        return result
+
+    def num_rows(self, x: Tensor) -> int:
+        """Return the number of rows."""
+        return len(x)

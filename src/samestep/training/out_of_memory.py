@@ -23,7 +23,6 @@ from samestep.output.text import readable
 from samestep.program.ops import Task
 from samestep.program.update_rules import states_per_param
 from samestep.runtime import memory_limits
-from samestep.runtime.optimizers import held_bytes as counted
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
 from samestep.training.check import Checked
@@ -116,7 +115,7 @@ def held_bytes(run: Run) -> dict[str, int]:
     """Return the bytes that a run keeps between steps, by kind: weights, gradients, optimizer."""
     if not run.is_prepared:
         return {"weights": 0}
-    return counted.held_bytes(run.model, run.program, run.updater)
+    return memory_limits.held_bytes(run.model, run.program, run.updater)
 
 
 def most_bytes(device: torch.device) -> int:

@@ -81,11 +81,13 @@ class DividedSamples:
 
     def part(self, tensors: Sequence[Tensor], part: int, *, raised: bool) -> tuple[Any, Any]:
         """Return outputs and batch of one of `PARTS`, with the values of `tensors` of the whole; a loss may write into them."""
-        of_part = cast_floating(self.tensors[part], torch.float64) if raised else self.tensors[part]
-        leaves = list(tensors) if part == WHOLE else list(of_part)
-        for index, place in enumerate(self.places if part != WHOLE else ()):
+        leaves = list(tensors if part == WHOLE else self.tensors[part])
+        for index in range(len(leaves) if part != WHOLE else 0):
+            place = self.places[index] if index < len(self.places) else None
             if place is not None:
                 leaves[index] = place.take(tensors[index], part, self.sizes)
+            elif raised:
+                leaves[index] = cast_floating(leaves[index], torch.float64)
         shared = {index for index, place in enumerate(self.places) if place == SamplePlace()}  # as a table of classes
         shared |= {index for index, leaf in enumerate(leaves) if is_let_go(leaf)}
         shown = [

@@ -26,13 +26,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss_result import UNNAMED, VALUES, Loss, LossResult, is_same_count, loss_result
 from samestep.building.named_tensors import cast_floating
@@ -257,7 +256,7 @@ def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) 
     for changed in some.with_other_half(numbers):
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                whole, *halves = [values.evaluate(loss, changed, part, _WAYS[0]) for part in PARTS]
+                whole, *halves = [values.evaluate(loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
@@ -307,10 +306,14 @@ class _Way:
     """In float64, or as it is."""
     graph: bool
     """With a graph, for its gradients or a loss that differentiates its outputs."""
+    gradients: bool = True
+    """Whether the gradients of its sums are computed where there is a graph."""
 
 
 _WAYS = tuple(_Way(raised, graph) for graph in (True, False) for raised in (True, False))
 """The best first."""
+_WITHOUT_GRADIENTS = _Way(raised=True, graph=True, gradients=False)
+"""Where sums and counts alone are compared, of as many values as a loss has numbers: a backward takes as long as the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +345,12 @@ def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossVa
     leaves = cast_floating(some.tensors[WHOLE], torch.float64) if way.raised else some.tensors[WHOLE]
     if way.graph:
         leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
-    with disable_current_modes(), torch.set_grad_enabled(way.graph), _in_float64() if way.raised else nullcontext():
-        result = loss_result(loss(*some.part(leaves, part, raised=way.raised)))
-        gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if way.graph and some.graded else {}
+    with disable_current_modes(), torch.set_grad_enabled(way.graph):
+        outputs, batch = some.part(leaves, part, raised=way.raised)
+        with _InFloat64() if way.raised else nullcontext():
+            result = loss_result(loss(outputs, batch))
+            is_graded = way.graph and way.gradients and len(some.graded) > 0
+            gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
     is_float64 = all(total.dtype is torch.float64 for total, _ in result.terms.values())
     went_back = way.graph and any(leaf.grad is not None for leaf in leaves)
     amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in result.amounts.items()}
@@ -411,17 +417,17 @@ class _ValuesOfWhole:
         return found
 
 
-class _InFloat64(TorchFunctionMode):
+class _InFloat64(RaiseIslands):
     """A function mode in which every floating tensor is float64: those that the loss holds itself are raised."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
         if name == "__get__":
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         raised = cast_floating(args, torch.float64)
-        result = func(*raised, **cast_floating(kwargs, torch.float64))
+        result = super().__torch_function__(func, types, raised, cast_floating(kwargs, torch.float64) if kwargs else {})
         if not _writes(name) or raised[0] is args[0]:
             return result
         args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
@@ -432,14 +438,3 @@ def _writes(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
     in_place = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
     return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-@contextmanager
-def _in_float64() -> Iterator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _InFloat64(), RaiseIslands():
-            yield
-    finally:
-        torch.set_default_dtype(default)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.building.parameter_marks import gradient_hooks_of
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.optimizers import given_optimizer
+from samestep.runtime.optimizers.optimizers_by_name import watch_given
 from samestep.runtime.weights import parameter_hooks
 from samestep.state.fingerprints import attributes_of, digest
 from samestep.trees import tree_map_only
@@ -30,7 +30,7 @@ class OutsideChanges:
     def __init__(self, held: Assembly) -> None:
         frozen = {param.name for param in held.model.spec.params if not param.trainable}
         self._params = [*held.model.module.named_parameters()]
-        """The parameters themselves: a module may hold a stand-in of one that other ranks have updated (`late_weights.py`)."""
+        """The parameters themselves: a module may hold a stand-in of one that other ranks have updated ([Note: late weights])."""
         self._judged_hooks: dict[int, object] = {}
         self._reads_hooks = parameter_hooks.may_refuse(held.parallel.program)
         self._num_hooks = -1
@@ -49,7 +49,7 @@ class OutsideChanges:
         self._of_optimizer = [
             (type(given).__name__, *watched)
             for given in held.weights.updater.rates.given.values()
-            for watched in given_optimizer.watch(given)
+            for watched in watch_given(given)
         ]
 
     def refusal(self, held: Assembly) -> str:

@@ -1,7 +1,7 @@
 """Refusals that one rank finds in the middle of a step, raised on every rank at the end of its backward.
 
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
-and raises the flag `refuses` of the step's one all_reduce (`step_scalars.py`); where the sum shows that some rank has a reason,
+and raises the flag `refuses` of the step's one all_reduce (`step_observer.py`); where the sum shows that some rank has a reason,
 all ranks exchange their reasons and raise the first. A rank whose loss has done what was not tried yet raises the flag too: then all ranks
 try it together (`step_trials.py`), before the update.
 """

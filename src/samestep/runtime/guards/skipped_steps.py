@@ -9,7 +9,7 @@ import math
 
 from samestep.errors import DataError, NonFiniteError, SpikeError
 from samestep.job_tables import NumericsTable
-from samestep.runtime.step_scalars import StepNumbers
+from samestep.runtime.step_observer import StepNumbers
 
 MASKED = "no label of its batch counts, since all are masked, so no update is made"
 """The note of a step that counts nothing; the learning rate goes on with the number of the step."""

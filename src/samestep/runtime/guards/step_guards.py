@@ -28,7 +28,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from samestep.building.training_modules import copy_modes
+from samestep.building.model_changes import copy_modes
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Loss
 from samestep.runtime import evaluation
@@ -45,9 +45,8 @@ from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import StepBatch, StepObserver
+from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.step_scalars import StepNumbers
 from samestep.state.snapshot import KeptValues
 
 

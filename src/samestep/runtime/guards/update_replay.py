@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from samestep.building.optimizer import member_over
 from samestep.datasets.generators import GENERATORS
-from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.snapshot import preserve_generators

@@ -21,15 +21,14 @@ from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
-from samestep.runtime.optimizers.given_optimizer import NoState
-from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizers_by_name import (
     NamedOptimizers,
+    NoState,
     OptimizerFunction,
     check_partition,
     sources_by_name,
 )
-from samestep.runtime.optimizers.skeletons import put_in_place, skeleton
+from samestep.runtime.optimizers.skeletons import alone, put_in_place, skeleton
 from samestep.runtime.optimizers.update_rule import is_torchs_own, options_by_name, read_rule
 from samestep.runtime.optimizers.update_trial import TRIED
 from samestep.state.step_code import StepCode

@@ -6,13 +6,13 @@ pieces. `update_rule.py` finds whether it does.
 
 ```
 gradients * factor ─► for each chunk: lend them to the values, optimizer.step(), average ─► publish
-  `Offload`                packed_states.py                       moving_averages.py       live_weights.py
+  `Offload`                packed_states.py                       moving_averages.py       pieces.py
 ```
 Under `offload` a GPU computes gradients, and the host holds masters and states and updates them:
 
 ```
 gradient, on the device ─► pinned memory ─► optimizer.step() over values on the host ─► target, on the device
-                 send          `host_copies.py`                                 `live_weights.py`
+                 send          `host_copies.py`                                 `pieces.py`
 ```
 A store makes such pieces (`host_copies.master_on_host`). Their gradients are sent before the host has decided on the step,
 multiplied by what follows from its sums, so that the host waits for both at once.
@@ -41,20 +41,18 @@ from samestep.errors import ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
 from samestep.runtime.contexts import AtEnd
-from samestep.runtime.optimizers.closures import check_scale
 from samestep.runtime.optimizers.loss_scale import LossScale
-from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
 from samestep.runtime.optimizers.packed_states import Chunks, StatePacking, chunks_of, chunks_with, holding_only
+from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.update_trial import fails_on_empty, without_empty_groups
 from samestep.runtime.optimizers.used_weights import Unused
-from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer, check_scale
 from samestep.runtime.weights.gradient_codes import GradientCodes
-from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
-from samestep.runtime.weights.pieces import Piece, gradients_of
+from samestep.runtime.weights.pieces import Piece, UpdatedInPlace, gradients_of, live_weights
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import StepCode, optimizers_with_states, rows_in_group
 

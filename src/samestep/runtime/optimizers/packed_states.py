@@ -1,7 +1,7 @@
 """The form in which a rank's pieces are held between two updates, states in few bits among them, and the chunks in which they are updated.
 
 Pieces are held as the optimizer computes with them and updated all at once, unless masters are held in two halves
-(`split_masters.py`) or states are packed. Then the wider values of one chunk exist at a time:
+(`pieces.py`) or states are packed. Then the wider values of one chunk exist at a time:
 
     for each chunk: join its masters, widen its states, lend its gradients, optimizer.step() over it alone, split, pack
 
@@ -39,9 +39,8 @@ from samestep.program.program import Program
 from samestep.program.update_rules import update_chunks
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.pieces import Piece, SplitMasters
 from samestep.runtime.weights.placement import Placements, WeightSlice
-from samestep.runtime.weights.split_masters import SplitMasters
 
 SCALE = ".scale"
 """Ends the name of the scales that belong to the codes of a state."""

@@ -1,12 +1,19 @@
-"""An optimizer over weights that have no values, or small ones, as trials of its rule take it; and other weights put in their place."""
+"""An optimizer over weights that have no values, or small ones, as trials of its rule take it; and other weights put in their place.
+
+The surroundings of an optimizer's code are those of one process, in trials and in every update. Code that divides its work among ranks, as
+distributed forms of Muon do, asks torch.distributed for them. Here gradients are summed already, and the layout divides the update; so the
+code finds no process group, as where none was made (`alone`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -15,6 +22,56 @@ from samestep.building.optimizer import OptimizerSource
 from samestep.errors import ModelError
 from samestep.state.step_code import StepCode
 from samestep.trees import tree_leaves
+
+_LEFT: list[dist.ProcessGroup] = []
+"""The process groups that code finds none of at present, the innermost last."""
+
+
+@contextmanager
+def rejoined() -> Iterator[None]:
+    """Let code find the process group again inside, which `alone` has hidden around it: a closure sends what a step sends."""
+    if not _LEFT:
+        yield
+        return
+    dist.group.WORLD = _LEFT[-1]
+    try:
+        yield
+    finally:
+        dist.group.WORLD = None
+
+
+class alone:  # noqa: N801  # a context, entered in every update: a generator takes twice as many calls
+    """Let code find no process group inside, as in one process: an update is that of one device, on gradients that are summed.
+
+    Raises:
+        ModelError: the code asks for a rank or sends something without one.
+    """
+
+    __slots__ = ("_is_left", "_what")
+
+    def __init__(self, what: str) -> None:
+        """Name the code."""
+        self._what, self._is_left = what, False
+
+    def __enter__(self) -> None:
+        """Hide the process group of all ranks, if there is one."""
+        found = dist.group.WORLD if dist.is_available() else None
+        if found is not None:
+            dist.group.WORLD = None
+            _LEFT.append(found)
+            self._is_left = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Let the process group be found again, and explain an error that its absence has caused."""
+        if self._is_left:
+            dist.group.WORLD = _LEFT.pop()
+        if isinstance(error, ValueError | RuntimeError) and "process group" in str(error):
+            raise ModelError(
+                "own-collective",
+                f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
+                "on gradients that are summed already: its form for one process works, or a question for "
+                "dist.is_initialized() first",
+            ) from error
 
 
 def skeleton(

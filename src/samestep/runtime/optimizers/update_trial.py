@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.torch_seams import DispatchMode, disable_compiler
 from samestep.errors import ModelError
-from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.skeletons import over_values, small_shape
+from samestep.runtime.optimizers.skeletons import alone, over_values, small_shape
 from samestep.state.named_variables import Variable
 from samestep.state.snapshot import preserve_generators
 from samestep.state.step_code import StepCode, write

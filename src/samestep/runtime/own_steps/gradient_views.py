@@ -98,9 +98,9 @@ def _joined(part: _Part, mesh_over: Callable[[DeviceMesh | None], DeviceMesh] | 
         return part.local
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415  # which takes a second to import
 
-    from samestep.runtime.weights import whole_writes  # noqa: PLC0415
+    from samestep.runtime.weights.sharded import allow_whole_writes  # noqa: PLC0415
 
-    whole_writes.allow()
+    allow_whole_writes()
     local: Any = part.local
     of_rows = isinstance(local, DTensor)
     mesh = mesh_over(local.device_mesh if of_rows else None)

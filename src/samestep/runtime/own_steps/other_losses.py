@@ -9,8 +9,8 @@ from typing import Any
 
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
-from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import cast_batch
+from samestep.building.over_samples import mark_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.models.spec import LossNames
@@ -22,10 +22,9 @@ from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.loss_watch import LossWatch
-from samestep.runtime.objective import watched
+from samestep.runtime.objective import watched, watching_reads
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights import loss_reads
 
 _OF_BATCH = 8
 """So many samples show the names of what a loss over the whole batch reports, which may need several."""
@@ -71,7 +70,7 @@ class OtherLosses:
                 held, loss, self._stepper.refusals, self._stepper.place.device, self._stepper.job.train.seed
             )
             self._known[key] = trials, self._names_in(held, loss, batch), LossWatch()
-            seen = loss_reads.watching(loss, self._own.source, held.model.module, program)
+            seen = watching_reads(loss, self._own.source, held.model.module, program)
             if held.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw
                 held.model.dropout.dropout = Dropout.UNKNOWN
                 dropout.track_modules(held.model.module)

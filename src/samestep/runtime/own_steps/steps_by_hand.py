@@ -11,10 +11,10 @@ from torch import Tensor
 
 from samestep.building.loss import loss_from
 from samestep.examination.examine import Loss
-from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.saved_run import RunState
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import whereabouts
+from samestep.runtime.run_batches import RunBatches
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper

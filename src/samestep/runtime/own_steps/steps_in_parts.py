@@ -29,19 +29,18 @@ from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.runtime import host_copies
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.joined_exchanges import NothingToJoin
+from samestep.runtime.axes.exchanging_calls import NothingToJoin
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.open_step import ReadStep
-from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.open_step import ReadStep, StepBackward
 from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
+from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.gradient_views import LeftGradients, WaitingGradients
 from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_backward import StepBackward
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper

@@ -29,6 +29,6 @@ one update     gradient [6] float32 ── optimizer ──► value, the master
 Where dtypes agree and nothing is on the host, the value is the parameter's memory itself, and there is no target. Exceptions:
 
     a frozen weight      is a piece without an update; in 4 bits its value holds packed rows (`held_as`)
-    a split master       is a bfloat16 target and a 16-bit remainder; its value exists during updates only (`split_masters.py`)
+    a split master       is a bfloat16 target and a 16-bit remainder; its value exists during updates only (`pieces.py`)
     an owner's piece     is a whole weight, or a whole part, though ranks hold parts of it: its rule needs all elements (`owning.py`)
 """

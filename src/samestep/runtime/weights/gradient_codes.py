@@ -11,7 +11,7 @@ Shards are for hybrid sharding: FSDP2 reduces within a replica, and the exchange
 shard a unit, FSDP2 calls its scatter in place of a reduce_scatter, with the unit's whole gradient ordered by rank; each rank
 keeps the residuals of its whole contribution, and of the sum of its rows.
 
-The same exchanges carry the moves of weights where replicas are trained independently (`replica_exchange.py`); the steps of a
+The same exchanges carry the moves of weights where replicas are trained independently (`weight_store.py`); the steps of a
 replica then send nothing encoded.
 """
 

@@ -27,8 +27,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.live_weights import live_weights
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.pieces import Piece, live_weights
 from samestep.runtime.weights.placement import WeightSlice, part_at
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.strategies.whole_update import GRADIENTS, WEIGHTS

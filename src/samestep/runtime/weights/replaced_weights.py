@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn
-from samestep.runtime.weights.late_weights import StandIn
+from samestep.runtime.weights.replicated import StandIn
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,30 @@ Each bucket of the program is a flat buffer in master precision. A hook on every
 place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
 order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under
 zero=1 the weights are windows of flat buffers too: a rank updates its chunk of each, and `publish` gathers the others', which
-the next forward may wait for (`late_weights.py`).
+the next forward may wait for ([Note: late weights]).
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
            rank 0's chunk  rank 1's chunk        zero=1: what each rank updates
 ```
+
+[Note: late weights]
+
+After an update under zero=1 each rank gathers the chunks that the others have updated, while the next forward runs. The forward needs those of
+its first layers first, so buckets are gathered in the order of their first layers, and each is waited for where its weights are needed:
+
+    a layer begins             a hook in front of its modules waits for the buckets of their weights
+    other code reads a weight  through its module, where a stand-in waits as soon as anything is asked of it
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +35,9 @@ from torch import Tensor, nn
 
 from samestep.building.model_changes import format_of
 from samestep.building.parameter_marks import filled_parameter
-from samestep.program.buckets import Member
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import is_below
+from samestep.program.buckets import Bucket, Member
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, Task, ends_step, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -35,17 +46,128 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
+from samestep.runtime.weights.flat_buffers import BucketNorms, FlatBuffer, GradientSlot
 from samestep.runtime.weights.gradient_codes import GradientCodes
-from samestep.runtime.weights.gradient_norms import BucketNorms
-from samestep.runtime.weights.late_weights import LateWeights
-from samestep.runtime.weights.local_gradients import BucketGradients
-from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replica_exchange import ReplicaExchange
-from samestep.runtime.weights.weight_store import Materialize, WeightStore, WeightWatch
+from samestep.runtime.weights.weight_store import (
+    BucketGradients,
+    Materialize,
+    ModuleCalls,
+    ReplicaExchange,
+    WeightStore,
+    WeightWatch,
+)
 from samestep.schedules import TaskKind
+from samestep.trees import tree_map_only
+
+
+class StandIn(nn.Parameter):
+    """A placeholder of a weight that is still being gathered: an operation on it waits, and is applied to the weight."""
+
+    arrive: Callable[[], Tensor]
+    """Waits for the weight, and returns it."""
+
+    def __new__(cls, param: nn.Parameter, arrive: Callable[[], Tensor]) -> StandIn:
+        """Return a stand-in for a weight, which takes no memory."""
+        made: StandIn = super().__new__(cls, torch.empty_like(param, device="meta"), param.requires_grad)
+        made.arrive = arrive
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(StandIn, lambda one: one.arrive(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightAttribute:
+    """A module's attribute that holds a weight."""
+
+    module: nn.Module
+    leaf: str
+    param: nn.Parameter
+    stand_in: StandIn
+
+
+@dataclass(slots=True)
+class LateWeights:
+    """The weights of gathered buckets, and how to wait for those whose gather is under way."""
+
+    places: dict[str, list[_WeightAttribute]]
+    """The attributes of modules that hold each bucket's weights."""
+    under_way: dict[str, Callable[[], object]] = field(default_factory=dict)
+    """Waits for the gather of a bucket that was begun and not waited for."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, program: Program, buckets: Sequence[Bucket], params: Mapping[str, nn.Parameter]
+    ) -> LateWeights:
+        """Put hooks in front of the layers whose weights are in these buckets, which are gathered after each update."""
+        specs = {spec.name: spec for spec in program.step.model.params}
+        late = cls({})
+        for bucket in buckets:
+            late.places[bucket.name] = [
+                place
+                for member in bucket.members
+                for place in late._places_of(model, bucket.name, specs[member.name], params)
+            ]
+        for layer in program.step.model.layers:
+            for path in layer.modules:
+                needed = [
+                    bucket.name
+                    for bucket in reversed(buckets)  # in the order of their gathers
+                    if any(is_below(n, path) for member in bucket.members for n in _names(specs[member.name]))
+                ]
+                if needed:
+                    module = model.get_submodule(path)
+                    module.register_forward_pre_hook(functools.partial(late._before, needed), prepend=True)
+        return late
+
+    def _places_of(
+        self, model: nn.Module, bucket: str, spec: ParamSpec, params: Mapping[str, nn.Parameter]
+    ) -> list[_WeightAttribute]:
+        param = params[spec.name]
+
+        def arrive() -> Tensor:
+            self.settle(bucket)
+            return param
+
+        stand_in = StandIn(param, arrive)
+        split = (name.rpartition(".") for name in _names(spec))
+        return [_WeightAttribute(model.get_submodule(path), leaf, param, stand_in) for path, _, leaf in split]
+
+    def hold(self, bucket: str, wait: Callable[[], object]) -> None:
+        """Put stand-ins into the attributes of a bucket's weights until `wait` was called."""
+        self.under_way[bucket] = wait
+        for place in self.places[bucket]:
+            place.module._parameters[place.leaf] = place.stand_in
+
+    def settle(self, bucket: str) -> None:
+        """Wait for the weights of a bucket, if they are being gathered, and put them back into their attributes."""
+        wait = self.under_way.pop(bucket, None)
+        if wait is None:
+            return
+        wait()
+        for place in self.places[bucket]:
+            if place.module._parameters.get(place.leaf) is place.stand_in:  # nobody has put another one there
+                place.module._parameters[place.leaf] = place.param
+
+    def settle_all(self) -> None:
+        """Wait for all weights that are being gathered."""
+        for bucket in list(self.under_way):
+            self.settle(bucket)
+
+    def _before(self, buckets: Sequence[str], _: nn.Module, args: Any) -> None:
+        for bucket in buckets if self.under_way else ():
+            self.settle(bucket)
+
+
+def _names(spec: ParamSpec) -> tuple[str, ...]:
+    return (spec.name, *spec.aliases)
+
 
 Place = tuple[FlatBuffer, Member]
 """A weight's bucket, and its place there."""

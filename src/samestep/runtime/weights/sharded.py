@@ -16,6 +16,16 @@ Where ranks scatter codes, FSDP2 calls `gradient_codes.py` in place of its reduc
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
 A forward without a backward (held-out loss) leaves the last unit gathered, so it is resharded here.
+
+A user's loop may mix whole tensors with sharded weights, which DTensor refuses. Here they are what a loop on one device has: every rank writes
+the rows that it has, and a weight that is written into a whole tensor is gathered.
+
+    with torch.no_grad():
+        for mine, other in zip(run.model.parameters(), weights): mine.copy_(other)          # whole tensors, alike on all ranks
+    run.model.load_state_dict(torch.load("weights.pt"))
+
+    nn.init.normal_(run.model.head.weight); p.add_(torch.randn_like(p))        # the numbers that one device draws
+    float(run.model.head.weight.norm())                                         # the number of the whole weight
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from samestep.building.model_changes import format_of
 from samestep.errors import LayoutError
@@ -42,7 +52,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights import whole_writes
+from samestep.runtime.weights.flat_buffers import norm_of_pieces, summed_replicas
 from samestep.runtime.weights.fsdp_groups import NamedAllGather, NamedReduceScatter, keep_order, make_groups
 from samestep.runtime.weights.fsdp_units import (
     ParamSlots,
@@ -53,14 +63,17 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
-from samestep.runtime.weights.gradient_norms import norm_of_pieces, summed_replicas
-from samestep.runtime.weights.local_gradients import ShardedGradients
-from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replica_exchange import UnitExchange
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
-from samestep.runtime.weights.weight_store import Materialize, WeightStore, WeightWatch
+from samestep.runtime.weights.weight_store import (
+    Materialize,
+    ModuleCalls,
+    ShardedGradients,
+    UnitExchange,
+    WeightStore,
+    WeightWatch,
+)
 from samestep.schedules import TaskKind
 
 
@@ -91,8 +104,8 @@ class Sharded(WeightStore):
         self.watch = GatheredWatch(self._units, self._params, program.step.zero)
         self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
         self.exchange = UnitExchange(program, self.pieces, self.codes)
-        whole_writes.allow()
-        whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
+        allow_whole_writes()
+        _take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
             running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
             running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
@@ -339,3 +352,146 @@ def _gradient(param: DTensor) -> Tensor:
         param.grad = torch.zeros_like(param)
     assert isinstance(param.grad, DTensor)
     return param.grad._local_tensor
+
+
+_aten = torch.ops.aten
+_WRITES = (
+    _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor,
+    _aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default,
+    _aten.zero_.default, _aten.fill_.Scalar, _aten.clamp_.default,
+)  # fmt: skip
+"""Operations that write, element by element, into their first argument."""
+_WHOLE_WRITES = (
+    _aten.fill_.Tensor, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.index_fill_.int_Scalar, _aten.index_copy_.default,
+    _aten.index_add_.default, _aten.scatter_.value, _aten.scatter_.src, _aten.renorm_.default, _aten.cumsum_.default,
+    _aten.tril_.default, _aten.triu_.default, _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default,
+    _aten.log_normal_.default, _aten.cauchy_.default, _aten.geometric_.default, _aten.bernoulli_.float, _aten.eye.m_out,
+)  # fmt: skip
+"""Operations that write into their first argument as a whole, or into `out`, of which DTensor has no rule for rows; drawn numbers are those
+of one device."""
+_DRAWN_LIKE = (_aten.randn_like.default, _aten.rand_like.default)
+"""Operations that draw a tensor of the shape of their first argument."""
+
+
+def allow_whole_writes() -> None:
+    """Let these operations take sharded weights and whole tensors in this process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_WHOLE_WRITES, _write_whole))
+    handlers.update(dict.fromkeys(_DRAWN_LIKE, _drawn_like))
+    handlers[_aten._local_scalar_dense.default] = _number
+
+
+def _take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
+    """Let `load_state_dict` put single numbers into weights that are held as one row."""
+    for name in names:
+        for module, leaf in slots[name]:
+            module.register_load_state_dict_pre_hook(_with_row(leaf))
+
+
+def _with_row(leaf: str) -> Any:
+    def give_row(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        value = state.get(prefix + leaf)
+        if isinstance(value, Tensor) and not value.dim():
+            state[prefix + leaf] = value.view(1)
+
+    return give_row
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the rows of this rank; or on whole tensors, if it writes into one.
+
+    Collective over the ranks that share a weight that is gathered, see [Note: collective calls].
+    """
+    target, *others = args
+    if not isinstance(target, DTensor):
+        whole = [_whole(one) for one in others]
+        return op(
+            target,
+            *(
+                one.view(target.shape) if one is not other and one.numel() == target.numel() else one
+                for one, other in zip(whole, others, strict=True)
+            ),
+            **kwargs,
+        )
+    _refuse_lost(target)
+    op(target._local_tensor, *(_rows_of(one, target) for one in others), **kwargs)
+    return target
+
+
+def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on a whole weight, and write the rows of this rank.
+
+    Collective over the ranks that share the weight, see [Note: collective calls].
+    """
+    target = kwargs.get("out", args[0])
+    if isinstance(target, DTensor):
+        _refuse_lost(target)
+    result = op(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+    if isinstance(target, DTensor):
+        target._local_tensor.copy_(_rows_of(result, target))
+        return target
+    return result
+
+
+def _whole(value: Any) -> Any:
+    """Return a cut weight as a whole tensor without a graph, which torch 2.11 gathers alone; other values unchanged.
+
+    Collective over the ranks that share the weight, see [Note: collective calls].
+    """
+    detached = value.detach() if isinstance(value, DTensor) else value
+    return detached.full_tensor() if isinstance(detached, DTensor) else value
+
+
+def _refuse_lost(target: DTensor) -> None:
+    """Refuse a write into a part of a weight, such as `weight[0]`, that was gathered and no longer shares the weight's memory.
+
+    Raises:
+        LayoutError: `target` is such a part.
+    """
+    whole = target._base if target._is_view() else None
+    if not isinstance(whole, DTensor):
+        return
+    rows, part = whole._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
+    if rows.data_ptr() != part.data_ptr():
+        raise LayoutError(
+            "write-into-part",
+            f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, which ranks share by rows under zero=2|3, "
+            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work",
+        )
+
+
+def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a whole tensor of the shape of a sharded one, and return the rows of this rank as a sharded tensor."""
+    like = args[0]
+    whole = op(torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device), **kwargs)
+    local = _rows_of(whole, like).contiguous()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a scalar tensor as a number.
+
+    Collective over the ranks that share it where they hold summands, see [Note: collective calls].
+    """
+    return op(args[0].full_tensor())
+
+
+def _rows_of(value: Any, target: DTensor) -> Any:
+    """Return this rank's rows of a whole tensor, cut as the weight `target`; numbers unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim() and target.numel() != 1:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) and value.shape == target.shape:
+        return value.redistribute(target.device_mesh, target.placements)._local_tensor
+    if isinstance(value, DTensor):  # as a norm of the weight
+        value = value.full_tensor()
+    rows = value.expand(target.shape)
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            each = -(-rows.shape[placement.dim] // target.device_mesh.size(axis))
+            first = min(target.device_mesh.get_local_rank(axis) * each, rows.shape[placement.dim])
+            rows = rows.narrow(placement.dim, first, min(each, rows.shape[placement.dim] - first))
+    return rows

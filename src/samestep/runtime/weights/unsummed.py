@@ -14,14 +14,17 @@ from samestep.program.ops import Op, Task, is_forward
 from samestep.program.program import Program
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import FlatBuffer
+from samestep.runtime.weights.flat_buffers import FlatBuffer, norm_of_pieces
 from samestep.runtime.weights.gradient_codes import BucketCodes
-from samestep.runtime.weights.gradient_norms import norm_of_pieces
-from samestep.runtime.weights.local_gradients import GradientsInPlace, gradient_or_zero
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.replicated import Place, Replicated
-from samestep.runtime.weights.weight_store import Materialize, WeightStore
+from samestep.runtime.weights.weight_store import (
+    BucketExchange,
+    GradientsInPlace,
+    Materialize,
+    WeightStore,
+    gradient_or_zero,
+)
 
 
 class Unsummed(Replicated):

@@ -14,25 +14,293 @@ What only some runs need is in five parts of a store, which have nothing to do e
 
 The nouns are defined in [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`. All ranks call a
 collective method alike, since they agree on skipping a step first, see [Note: collective calls].
+
+The exchange of replicas that are trained independently sums the moves of their weights. The gradients of a bucket are the buffer in which moves are
+written. Where steps go on while an exchange is under way they need it themselves, so the moves are copied to a second buffer, which exists
+from the start of the exchange to its end.
+
+    moves of a part's weights ─► gradients ─► (second buffer) ─► exchange ─► ... steps ... ─► gradients
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from samestep.program.buckets import Bucket
+from samestep.program.exchange_times import Phase
 from samestep.program.ops import Task
-from samestep.runtime.weights.gradient_codes import GradientCodes
-from samestep.runtime.weights.local_gradients import LocalGradients
-from samestep.runtime.weights.module_calls import ModuleCalls
+from samestep.program.program import Program
+from samestep.runtime.codecs.exchange import Exchange
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.flat_buffers import FlatBuffer, squared_norm
+from samestep.runtime.weights.gradient_codes import BucketCodes, GradientCodes, UnitCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replica_exchange import ReplicaExchange
+
+
+class ReplicaExchange:
+    """The sums of what the weights of replicas have moved by, part by part; none where all ranks train one model.
+
+    `start`, `sum` and `end` of a part are called in this order, by every rank after the same steps.
+    """
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum, over all replicas, what `fill(index)` writes into the gradients of the store's pieces of a part.
+
+        `fill` is called for each replica of this rank; unless the exchange ends after the same step, the gradients are
+        restored. Collective over the axis of the program's contributions: see [Note: collective calls] in
+        runtime/processes/mesh.py.
+        """
+
+    def sum(self, part: int) -> None:
+        """Wait for what a started exchange sends, and issue the collectives that follow; collective as `start` is."""
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
+
+
+@dataclass(slots=True)
+class _BucketMoves:
+    """The moves of one bucket's weights."""
+
+    bucket: Bucket
+    exchange: Exchange
+    gradients: Tensor
+    """Gradients of the weights that this rank updates: the whole bucket, or its chunk under zero=1."""
+    moves: Tensor | None = None
+    """The buffer that is exchanged, between the start and the end of the exchange."""
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Wait for the collective that was issued last."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class BucketExchange(ReplicaExchange):
+    """The `ReplicaExchange` of buckets."""
+
+    def __init__(self, program: Program, codes: BucketCodes, gradients: Sequence[Tensor]) -> None:
+        """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
+        self._program = program
+        self._moved = [
+            _BucketMoves(bucket, codes.exchanges[bucket.name], one)
+            for bucket, one in zip(program.buckets, gradients, strict=True)
+            if bucket.name in codes.exchanges
+        ]
+
+    def _of(self, part: int) -> list[_BucketMoves]:
+        return [moved for moved in self._moved if moved.bucket.part == part]
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
+        mine, step = self._of(part), self._program.step
+        is_hidden = step.sharing.delay > 0
+        kept = [moved.gradients.clone() for moved in mine] if is_hidden else []
+        for moved in mine:
+            moved.exchange.begin_step()
+        for index in range(step.replicas_each):
+            fill(index)
+            for moved in mine if index < step.replicas_each - 1 else ():
+                moved.exchange.add([moved.gradients])
+        for moved in mine:
+            moved.moves = moved.gradients.clone() if is_hidden else moved.gradients
+        for moved, before in zip(mine, kept, strict=is_hidden):
+            moved.gradients.copy_(before)
+        self._send(part, Phase.START)
+
+    def sum(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
+        self._send(part, Phase.SUM)
+
+    def _send(self, part: int, phase: Phase) -> None:
+        mine = {moved.bucket.name: moved for moved in self._of(part)}
+        for op in self._program.exchanges[part][phase] if self._program.exchanges else ():
+            if op.axis is None:
+                continue
+            moved = mine[op.owner]
+            assert moved.moves is not None, "an exchange that has not started"
+            moved.wait()
+            with owned(op.owner) as issue:
+                moved.work = issue.sent(moved.exchange.send([moved.moves]))
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        for moved in self._of(part):
+            assert moved.moves is not None, "an exchange that has not started"
+            moved.wait()
+            moved.exchange.finish([moved.moves])
+            if moved.moves is not moved.gradients:
+                moved.gradients.copy_(moved.moves)
+            moved.moves = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitExchange(ReplicaExchange):
+    """The `ReplicaExchange` of units, whose codes are those of the gradients too; a rank trains one replica."""
+
+    program: Program
+    pieces: Sequence[Piece]
+    codes: UnitCodes
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
+        step = self.program.step
+        mine = [piece.gradient() for piece in self.pieces if step.sharing.part_of(piece.name) == part]
+        kept = [gradient.clone() for gradient in mine] if step.sharing.delay else []
+        self.codes.begin_part(part)
+        fill(0)
+        self._send(part, Phase.START)
+        for gradient, before in zip(mine, kept, strict=False):
+            gradient.copy_(before)
+
+    def sum(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
+        self._send(part, Phase.SUM)
+
+    def _send(self, part: int, phase: Phase) -> None:
+        for op in self.program.exchanges[part][phase]:
+            if op.axis is not None:
+                self.codes.send(op, part)
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self.codes.finish_part(part)
+
+
+class LocalGradients(Protocol):
+    """The gradients of this rank between a backward and an update."""
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
+        return False
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return the gradient of each whole weight on this rank after a backward whose reduction waits, zeros where it gave none: what
+        is written there is reduced. Sends nothing.
+        """
+        return {}
+
+    @abstractmethod
+    def finished(self) -> dict[str, Tensor]:
+        """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
+        in it is changed in `WeightStore.reduced`.
+
+        Called by every rank. Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        ...
+
+
+class BucketGradients(LocalGradients):
+    """Those in the buckets of a `Replicated` store."""
+
+    def __init__(
+        self, program: Program, mesh: Mesh, flats: Sequence[FlatBuffer], params: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._program, self._mesh, self._flats, self._params = program, mesh, flats, params
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether something may be sent for gradients, which are whole on each rank until then; the same on all stages of a pipeline,
+        of which some have weights that others hold too."""
+        return self._program.step.layout.pp > 1 or any(flat.starts or flat.finishes for flat in self._flats)
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight before ranks are summed, zeros where the backward gave none."""
+        for flat in self._flats:
+            flat.zero_untouched()
+        return self._whole()
+
+    def norm_squared(self, names: Set[str] | None) -> Tensor:
+        """Return the squared norm of the unreduced gradients, or of some (float64 []), which shows whether they are finite."""
+        own = [one for name, one in self.unreduced().items() if names is None or name in names]
+        return squared_norm(own, self._mesh.device)
+
+    def finished(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight; under zero=1 the ranks gather it.
+
+        Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        for flat in self._flats:
+            for op in flat.gathers:
+                assert op.axis is not None
+                flat.work = flat.send(op, flat.gradients, self._mesh.groups[op.axis])
+                flat.wait()
+        return self._whole()
+
+    def _whole(self) -> dict[str, Tensor]:
+        return {
+            member.name: flat.gradients[member.span].view(self._params[member.name].shape)
+            for flat in self._flats
+            for member in flat.bucket.members
+        }
+
+
+class GradientsInPlace(BucketGradients):
+    """Those of an `Unsummed` store, which are where autograd has put them."""
+
+    def _whole(self) -> dict[str, Tensor]:
+        return {name: gradient_or_zero(param) for name, param in self._params.items()}
+
+
+class ShardedGradients(LocalGradients):
+    """Those of a `Sharded` store: DTensors, of which each rank has its rows."""
+
+    def __init__(self, trained: Mapping[str, Any], gradient_of: Callable[[Any], Tensor]) -> None:
+        self._trained, self._gradient_of = trained, gradient_of
+
+    def finished(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
+        return {
+            name: param.grad
+            for name, param in self._trained.items()
+            if self._gradient_of(param) is not None and param.grad is not None
+        }
+
+
+def gradient_or_zero(param: nn.Parameter) -> Tensor:
+    """Return the gradient of a weight; zeros where it has none."""
+    found = param.grad
+    if found is None:
+        param.grad = found = torch.zeros_like(param)
+    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = found = found.to_dense()
+    return found
+
+
+class ModuleCalls:
+    """The calls of modules whose weights are whole on each rank."""
+
+    gave_up = ""
+    """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what others wait
+    for; empty if it has not."""
+
+    def before_exchange(self, path: str) -> None:
+        """Reduce what the program lists before the exchange of a module, whose backward starts.
+
+        Collective over the data axes, see [Note: collective calls].
+        """
+
+    def give_up_forward(self) -> None:
+        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
+
+        Collective over the axes of the units, see [Note: collective calls].
+        """
+
+    def end_forward_only(self) -> None:
+        """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
+
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""

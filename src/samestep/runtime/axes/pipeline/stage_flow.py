@@ -40,7 +40,7 @@ from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of
+from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.flow import (
     Container,
     Event,
@@ -55,7 +55,6 @@ from samestep.tracing.flow import (
 )
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
-from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.stage_events import StageEvents
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import map_tensors, tensors_in, tree_map_only
@@ -399,7 +398,7 @@ class Flows:
                 followed = experts.compute_by_groups(self._module, self._experts)
                 raised = precision.PreciseForwards(self._program).of_forward()
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
-                    outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
+                    outputs = watch_forward(self._module, samples, 1, tracer, self._value_of, self._name, self._opened)
                     if loss is not None and not (tracer.looks.varies or tracer.looks.has_looked):
                         tracer.flow_recorder.take_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
