@@ -209,6 +209,11 @@ class Sharded(WeightStore):
         except CalledAgainError as error:
             self.calls.gave_up = error.path
             self.calls.give_up_forward()
+        except Exception:  # after which the loop may go on, as with an evaluation
+            self._order.leave()
+            for unit in self._units:
+                unit.give_up_forward()
+            raise
         self._order.end()
         for unit in units:
             if is_forward(task.body):
