@@ -56,8 +56,8 @@ def benchmark_hardware(*, out: str | Path | None = None, ranks: int | None = Non
         _make_folder(path)
     check_writable(path)
     count = _default_ranks(device) if ranks is None else ranks
-    device_found, found = workers.run_workers(_measure_rank, ranks=count, device=device, quiet=True)
-    write_whole(path, as_toml(device_found, found, count))
+    device_found, figures = workers.run_workers(_measure_rank, ranks=count, device=device, quiet=True)
+    write_whole(path, as_toml(device_found, figures, count))
     return hardware.load(path)
 
 
