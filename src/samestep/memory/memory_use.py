@@ -245,12 +245,12 @@ def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
         return [*(_Updated(param, _cut_numel(step, param, rank), step.master_dtype) for param in params), *owned]
     if step.zero == 0:
         return [*(_Updated(param, param.numel, step.working_dtype(param)) for param in params), *owned]
-    names = {
+    numels = {
         member.name: numel
         for bucket in program.buckets
         for member, numel in bucket.parts_at(step.ranks.coordinate(rank, bucket.holding.data_axis))
     }
-    pieces = (_Updated(param, names[param.name], step.working_dtype(param)) for param in params)
+    pieces = (_Updated(param, numels[param.name], step.working_dtype(param)) for param in params)
     return [*(piece for piece in pieces if piece.numel), *owned]
 
 

@@ -375,7 +375,9 @@ def _message(sent_by_rank: SentByRank, stage: int, records: Mapping[int, RankRec
 def segments(step: RecordedStep, gaps: Iterable[tuple[int, int]]) -> Iterator[Segment]:
     """Yield the runs of instants of a rank's host from the begin of its step to that of the next one."""
     until, end = step.until_ns - step.begin_ns, step.end_ns - step.begin_ns
-    nested = [*_base(step, end, until), *_of_tasks(step), *_of_regions(step)]
+    regions = [(name, begin, stop) for form, name, begin, stop, *_ in step.events if form == "region"]
+    nested = [*_base(step, end, until), *_of_tasks(step)]
+    nested += [Segment(begin, stop, name if ":" in name else f"{name}:{name}", "") for name, begin, stop in regions]
     nested += [Segment(start, stop, "", "") for start, stop in gaps]
     yield from _innermost([span for span in nested if span.end > span.begin], until)
 
@@ -413,12 +415,6 @@ def _of_tasks(step: RecordedStep) -> Iterator[Segment]:
         if form == "layer":
             task = next((task for task, start, stop in tasks if start <= begin <= stop), "")
             yield Segment(begin, end, f"{'forward' if task.startswith('F') else 'recompute'}:{name}", task)
-
-
-def _of_regions(step: RecordedStep) -> Iterator[Segment]:
-    for form, name, begin, end, *_ in step.events:
-        if form == "region":
-            yield Segment(begin, end, name if ":" in name else f"{name}:{name}", "")
 
 
 def _innermost(nested: Sequence[Segment], until: int) -> Iterator[Segment]:

@@ -156,7 +156,8 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
         for row in partition(step.timeline):
             rows[row.stage][row.name, row.axis] += row.seconds / len(steps)
         for rank in records:
-            _take_tail(rows[rank], step.timeline.step_s - step.lasted_s[rank], len(steps))
+            tail_s = step.timeline.step_s - step.lasted_s[rank]  # until the longest step has ended
+            rows[rank][REST, None] = max(0.0, rows[rank][REST, None] - tail_s / len(steps))
             lasted[rank].append(step.lasted_s[rank])
             cpu[rank].append(step.cpu_s[rank])
             queued[rank].append(step.queued_s[rank])
@@ -197,11 +198,6 @@ def _with_step_before(
     elif all(number - 1 in record.steps for record in records.values()):
         previous = measured_step(records, number - 1, offsets)
     return measured_step(records, number, offsets, previous)
-
-
-def _take_tail(rows: dict[Key, float], tail_s: float, num_steps: int) -> None:
-    """Subtract from a rank's rest the time between the end of its step and that of the longest one."""
-    rows[REST, None] = max(0.0, rows.get((REST, None), 0.0) - tail_s / num_steps)
 
 
 def _bounds(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[_Bound]:

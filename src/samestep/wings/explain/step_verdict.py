@@ -109,7 +109,7 @@ def _candidates(measured_steps: MeasuredSteps, parts: Sequence[StepPart], away: 
         kind = row_name(charge.doing.partition(":")[0])
         if charge.rank == rank or kind in ("data", "checkpoint", "host"):
             caused[kind] = max(caused.get(kind, 0.0), charge.seconds / max(1, charge.waiting))
-    own = {
+    seconds_here = {
         kind: sum(part.measured_s for part in parts if part.name == kind)
         for kind in ("data", "host", "checkpoint", "watching")
     }
@@ -127,11 +127,11 @@ def _candidates(measured_steps: MeasuredSteps, parts: Sequence[StepPart], away: 
         "watching": ("watching", "self-checks (train.watch_every)"),
     }
     for kind, (name, text) in words.items():
-        seconds = max([own[kind], *(s for row, s in caused.items() if row == kind)])
-        late = next((one for one in measured_steps.charges if row_name(one.doing.partition(":")[0]) == kind), None)
+        seconds = max([seconds_here[kind], *(s for row, s in caused.items() if row == kind)])
+        late = next((c for c in measured_steps.charges if row_name(c.doing.partition(":")[0]) == kind), None)
         where = f"rank {late.rank} is waited for" if late else f"rank {rank}"
         pool.append(_Candidate(name, seconds, row_label(name, None), f"{text}: {_ms(seconds)} per step ({where})"))
-    return [one for one in pool if one is not None and one.seconds > 0]
+    return [candidate for candidate in pool if candidate is not None and candidate.seconds > 0]
 
 
 def _away(measured_steps: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:

@@ -23,10 +23,11 @@ from samestep.output.durable_files import check_writable
 from samestep.wings.cluster.diagnosis import all_hosts, gathering, link_rates, one_host
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.findings import at_once
-from samestep.wings.cluster.diagnosis.gathering import AbsentHost, Followed, Peer
+from samestep.wings.cluster.diagnosis.gathering import AbsentHost, Peer
 from samestep.wings.cluster.diagnosis.identity import Identity, identify
 from samestep.wings.cluster.diagnosis.questions import Examined, Questions
 from samestep.wings.cluster.diagnosis.report import Report, ReportLine, merged
+from samestep.wings.cluster.hosts.channel import Channel
 
 WAIT_S = 10.0
 _TOTAL_S = 27.0
@@ -116,8 +117,8 @@ def _look(
     met = gathering.meet(identity, secret, wait_s)
     if isinstance(met, AbsentHost):
         return _of_absent(host_report, met, identity, wanted, say)
-    if isinstance(met, Followed):
-        return _of_follower(host_report, gathering.follow(met.channel, me.answer), wanted)
+    if isinstance(met, Channel):
+        return _of_follower(host_report, gathering.follow(met, me.answer), wanted)
     with gathering.gathered(met, identity, secret, wait_s, me.answer) as peers:
         report = _report(peers, met.taken, wanted)
         say(report.to_text())

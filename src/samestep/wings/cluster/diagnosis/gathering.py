@@ -91,13 +91,6 @@ class AbsentHost:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A process that met the one that leads."""
-
-    channel: Channel
-
-
-@dataclass(frozen=True)
 class Leads:
     """A process that leads: the sockets at which it listens, and the ports that another program holds."""
 
@@ -105,8 +98,8 @@ class Leads:
     taken: tuple[int, ...]
 
 
-def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | AbsentHost:
-    """Lead, or find the process that leads."""
+def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Channel | AbsentHost:
+    """Lead, or return the channel to the process that leads."""
     began_s, outcomes = time.monotonic(), dict[str, str]()
     while True:
         addresses = addresses_of(identity.meets_at)[:_MOST_ADDRESSES]
@@ -117,7 +110,7 @@ def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | 
             tried = _try(address, port, token)
             if isinstance(tried, Channel):
                 tried.send(dataclasses.asdict(identity))
-                return Followed(tried)
+                return tried
             if outcomes.get(at := f"{address}, port {port}") != _OTHER_RUN:  # which ends before this process does
                 outcomes[at] = tried
             ports_tried |= {port} if tried != _REFUSED else set()
