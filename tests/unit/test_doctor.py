@@ -505,7 +505,7 @@ def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_wh
         def follower(rank: int) -> None:
             met = gathering.meet(_identity(rank, ports), token, 60)
             assert isinstance(met, Channel)
-            statuses[rank] = gathering.follow(met.channel, _answers(rank))
+            statuses[rank] = gathering.follow(met, _answers(rank))
 
         leads = gathering.meet(_identity(0, ports), token, 60)
         assert isinstance(leads, Leads)
