@@ -141,39 +141,29 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
     rows: dict[int, dict[Key, float]] = {rank: defaultdict(float) for rank in records}
     hidden: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in records}
     charged: dict[tuple[int, str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    lasted: dict[int, list[float]] = defaultdict(list)
-    cpu: dict[int, list[float]] = defaultdict(list)
-    queued: dict[int, list[float | None]] = defaultdict(list)
-    others: dict[int, list[float]] = defaultdict(list)
     clocks: dict[str, _ClockOffset] = {}
-    timelines: dict[int, Timeline] = {}
-    step = None
+    each: list[MeasuredStep] = []
     for number in steps:
-        at_ns = records[min(records)].steps[number].begin_ns
-        clocks = _offsets_of(records, bounds, at_ns)
-        step = _with_step_before(records, number, {clock: offset.offset_ns for clock, offset in clocks.items()}, step)
-        timelines[number] = step.timeline
+        clocks = _offsets_of(records, bounds, records[min(records)].steps[number].begin_ns)
+        offsets = {clock: offset.offset_ns for clock, offset in clocks.items()}
+        step = _with_step_before(records, number, offsets, each[-1] if each else None)
+        each.append(step)
         for row in partition(step.timeline):
             rows[row.stage][row.name, row.axis] += row.seconds / len(steps)
         for rank in records:
             tail_s = step.timeline.step_s - step.lasted_s[rank]  # until the longest step has ended
             rows[rank][REST, None] = max(0.0, rows[rank][REST, None] - tail_s / len(steps))
-            lasted[rank].append(step.lasted_s[rank])
-            cpu[rank].append(step.cpu_s[rank])
-            queued[rank].append(step.queued_s[rank])
-            others[rank].append(step.others_queued_s[rank])
             for axis, seconds in hidden_s(step.timeline, rank).items():
                 hidden[rank][axis] += seconds / len(steps)
         _charge(step, clocks, records, charged, len(steps))
-    assert step is not None
     return MeasuredSteps(
         steps=tuple(steps),
         records=records,
         rows=rows,
-        lasted_s={rank: statistics.fmean(values) for rank, values in lasted.items()},
-        cpu_s={rank: tuple(values) for rank, values in cpu.items()},
-        queued_s={rank: tuple(values) for rank, values in queued.items()},
-        others_queued_s={rank: tuple(values) for rank, values in others.items()},
+        lasted_s={rank: statistics.fmean(step.lasted_s[rank] for step in each) for rank in records},
+        cpu_s={rank: tuple(step.cpu_s[rank] for step in each) for rank in records},
+        queued_s={rank: tuple(step.queued_s[rank] for step in each) for rank in records},
+        others_queued_s={rank: tuple(step.others_queued_s[rank] for step in each) for rank in records},
         hidden=hidden,
         charges=tuple(
             sorted(
@@ -182,8 +172,8 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
             )
         ),
         clocks=clocks,
-        last=step,
-        timelines=timelines,
+        last=each[-1],
+        timelines={step.step: step.timeline for step in each},
         missing=tuple(_missing(records, steps)),
     )
 
