@@ -229,7 +229,7 @@ class DataTable(Table):
                 raise JobError(
                     "job-keys-conflict",
                     f"{key} has {len(values)} numbers, and images have {self.image_channels} "
-                    f"channel{'s' * (self.image_channels > 1)}: 1 number works{', or 3' * (self.image_channels == 3)}",
+                    f"channel{'s' * (self.image_channels > 1)}. Use 1 number{', or 3' * (self.image_channels == 3)}",
                 )
         if self.augment and not self.source.startswith("images:"):
             raise JobError(

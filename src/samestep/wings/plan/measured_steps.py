@@ -109,7 +109,7 @@ def _refuse_machines(steps: Sequence[TimedStep]) -> None:
     first = {step.hardware: step.origin for step in reversed(steps) if step.hardware}
     if len(first) > 1:
         names = ", ".join(f"{name} ({origin})" for name, origin in first.items())
-        raise InputError("measured-steps", f"the steps are of several machines: {names}; a file for each of them works")
+        raise InputError("measured-steps", f"the steps are of several machines: {names}. Use a file for each of them")
 
 
 def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
@@ -218,7 +218,7 @@ def _refuse_unsaid(cells: Mapping[str, str], job: Job | None) -> None:
 def _layout_of(cells: Mapping[str, str]) -> Layout:
     words = {name: cells[name] for name in _WORDS if name in cells}
     if "layout" in cells and words:
-        raise InputError("command-options", f"layout and {next(iter(words))} both say the layout: one of them works")
+        raise InputError("command-options", f"layout and {next(iter(words))} both say the layout. Use one of them")
     if "layout" in cells:
         return Layout(cells["layout"])
     if not words:

@@ -195,9 +195,9 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
 
 def _message(number: int, turn_value: Any) -> Message:
     """Return a message with all its keys that have a value, and its content, which may be null where it has tool calls."""
-    right = 'a list of {"role": "user", "content": "text"} works'
+    right = 'Use a list of {"role": "user", "content": "text"}'
     if not isinstance(turn_value, Mapping) or not isinstance(turn_value.get("role"), str):
-        raise DataError("conversation-form", f"message {number} has no role and content that are text; {right}")
+        raise DataError("conversation-form", f"message {number} has no role and content that are text. {right}")
     role, content = turn_value["role"], turn_value.get("content")
     message = {key: value for key, value in turn_value.items() if value is not None}
     if role == "assistant" and message.get("weight", 1) not in (0, 1):
@@ -212,7 +212,7 @@ def _message(number: int, turn_value: Any) -> Message:
             return {**message, "content": None}
         raise DataError(
             "conversation-form",
-            f"message {number} has no role and content that are text; {right}, or tool_calls without content",
+            f"message {number} has no role and content that are text. {right}, or tool_calls without content",
         )
     if not isinstance(content, list):
         raise DataError(

@@ -118,8 +118,8 @@ def wanted_of(
     if spec is not None and spec.world_size != num_nodes * each:
         raise LayoutError(
             "devices-and-ranks",
-            f"layout {str(spec)!r} has {spec.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}: "
-            f"a layout with degrees that multiply to {num_nodes * each} works, such as dp={num_nodes * each}",
+            f"layout {str(spec)!r} has {spec.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}. Use "
+            f"a layout with degrees that multiply to {num_nodes * each}, such as dp={num_nodes * each}",
         )
     called = name or (Path(job).stem if job else "default")
     return LaunchRequest(

@@ -212,7 +212,7 @@ def _ssh(request: LaunchRequest) -> str:
     if len(hosts) != request.nodes:
         raise InputError(
             "launch-nodes",
-            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts; --nodes {len(hosts)} works",
+            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts. Use --nodes {len(hosts)}",
         )
     notes = ("The folder it is run in, and its Python, must be there on every host.",)
     words = [*request.train_words(), "--nodes", ",".join(hosts)]
