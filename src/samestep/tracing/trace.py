@@ -62,12 +62,12 @@ from samestep.tracing.backward import (
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
-from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.operations import Analysis, Events
+from samestep.tracing.stage_events import with_crossings, with_cut_crossings
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
 
