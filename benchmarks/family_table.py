@@ -43,15 +43,16 @@ def kept() -> Outcomes:
 
 def counts() -> str:
     """Return how many families are equal to one device, refused or not built, in each layout."""
-    found = Counter((layout, kind) for (_, layout), (kind, _, _) in kept().items())
+    outcomes = kept()
+    found = Counter((layout, kind) for (_, layout), (kind, _, _) in outcomes.items())
     lines = ["| layout | " + " | ".join(("equal", *OUTCOMES[1:4], "without experts", "not built")) + " |"]
     lines.append("| --- |" + " ---: |" * len(OUTCOMES))
     lines += [
         f"| `{_short(layout)}` | " + " | ".join(str(found[layout, kind]) for kind in OUTCOMES) + " |"
         for layout in COLUMNS
     ]
-    codes = Counter(code for _, _, code in kept().values()).most_common()
-    everywhere = [family for family in {name for name, _ in kept()} if _is_everywhere(family)]
+    codes = Counter(code for _, _, code in outcomes.values()).most_common()
+    everywhere = [family for family in {name for name, _ in outcomes} if _is_everywhere(family, outcomes)]
     lines += [
         "",
         f"Equal in every layout that applies: {len(everywhere)}.",
@@ -61,10 +62,9 @@ def counts() -> str:
     return "\n".join(lines)
 
 
-def _is_everywhere(family: str) -> bool:
+def _is_everywhere(family: str, outcomes: Outcomes) -> bool:
     """Return whether a family is equal to one device in every layout that it has something for."""
-    outcomes = [kept().get((family, layout), ("", "", ""))[0] for layout in LAYOUTS]
-    return set(outcomes) <= {"proven", "absent"}
+    return {outcomes.get((family, layout), ("", "", ""))[0] for layout in LAYOUTS} <= {"proven", "absent"}
 
 
 def table() -> str:

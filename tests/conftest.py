@@ -96,7 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (given := config.getoption("--shard")) is not None:
         nightly = [item for item in left if item.get_closest_marker("nightly")]
         left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.number_of(given))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
+    chosen = set(left)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = left
 
 

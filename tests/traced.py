@@ -177,14 +177,14 @@ def _digest(source: Source, job: Job, example: Any) -> str | None:
 
 @contextmanager
 def specs_here() -> Iterator[None]:
-    """Let the catalog trace models of transformers and of samestep in this process: a new one imports torch for 3 s to do it.
+    """Let the catalog trace models of transformers, of samestep and of examples in this process: a new one imports torch for 3 s to do it.
 
     Code of a user is traced in a process of its own, as always; so are all models in commands that a test starts as new processes.
     """
     elsewhere = catalog._trace_elsewhere
 
     def trace(job: Job) -> str:
-        if not job.model.source.startswith(("hf:", "samestep.")) or model_folder(job) is not None:
+        if not job.model.source.startswith(("hf:", "samestep.", "examples.")) or model_folder(job) is not None:
             return elsewhere(job)
         return to_json(workload.trace_job(job).spec)
 

@@ -14,8 +14,13 @@ from tests import small
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ports"
 KINDS = ("ddp", "accelerate", "trainer", "fabric", "nanogpt")
-LAYOUTS = ("dp=2", "dp=2 zero=3 microbatch=2", "tp=2", "pp=2 microbatch=4")
-DAILY = {("ddp", LAYOUTS[1]), ("nanogpt", LAYOUTS[3])}
+SAMPLES = {"ddp": 64, "accelerate": 64, "trainer": 8, "fabric": 64, "nanogpt": 8}
+LAYOUTS = {
+    kind: ("dp=2", f"dp=2 zero=3 microbatch={samples // 4}", "tp=2", "pp=2 microbatch=4")
+    for kind, samples in SAMPLES.items()
+}
+"""The layouts of each kind by the samples of its steps: each rank has two micro-batches where weights are sharded."""
+DAILY = {("ddp", LAYOUTS["ddp"][1]), ("nanogpt", LAYOUTS["nanogpt"][3])}
 MOST_LINES = 12
 """Changed lines of a port: those of a port to Accelerate."""
 
@@ -52,7 +57,7 @@ def test_a_port_has_the_losses_of_the_script(kind: str, tmp_path: Path, monkeypa
     [
         pytest.param(kind, layout, marks=() if (kind, layout) in DAILY else pytest.mark.nightly)
         for kind in KINDS
-        for layout in LAYOUTS
+        for layout in LAYOUTS[kind]
     ],
 )
 def test_a_port_has_the_same_losses_in_each_layout(

@@ -1,13 +1,18 @@
 """Collections leave out what there is behind the first step of a training, and afterwards nothing stays left out.
 
-Each case runs in an interpreter of its own, since a collection of what a session of tests holds takes a second.
+Each case runs in a fork of one new interpreter, since a collection of what a session of tests holds takes a second.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
+import os
 import subprocess
 import sys
+import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,24 +21,14 @@ import pytest
 
 from samestep.training.rank_part import collect_after_steps
 
+ENDS = ("break", "error", "one step")
+
 
 class Loop:
     """An object that only a collection frees."""
 
     def __init__(self) -> None:
         self.me = self
-
-
-def in_new_interpreter(case: Callable[..., None], *words: str) -> None:
-    code = f"from {case.__module__} import {case.__name__} as case; case(*{words!r})"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def freezes_once() -> None:
@@ -72,19 +67,6 @@ def leaves_what_is_frozen() -> None:
     assert gc.get_freeze_count() >= count - 100 > 0  # what has no more references is freed at once
 
 
-def test_objects_are_frozen_once_behind_the_first_step_and_freed_at_the_end() -> None:
-    in_new_interpreter(freezes_once)
-
-
-@pytest.mark.parametrize("ends", ["break", "error", "one step"])
-def test_however_a_training_ends_nothing_stays_frozen(ends: str) -> None:
-    in_new_interpreter(ends_with_nothing_frozen, ends)
-
-
-def test_what_somebody_else_has_frozen_stays() -> None:
-    in_new_interpreter(leaves_what_is_frozen)
-
-
 def collects_in_agreed_steps() -> None:
     found: list[tuple[int, int]] = []
     now, before = 0, gc.get_threshold()
@@ -120,6 +102,53 @@ def leaves_collections_off() -> None:
     assert not gc.isenabled()
 
 
-@pytest.mark.parametrize("case", [collects_in_agreed_steps, leaves_it_to_the_user, leaves_collections_off])
-def test_garbage_is_collected_after_agreed_steps_unless_the_user_decides(case: Callable[..., None]) -> None:
-    in_new_interpreter(case)
+CASES: dict[str, Callable[[], None]] = {
+    "objects are frozen once behind the first step and freed at the end": freezes_once,
+    **{f"nothing stays frozen after {ends}": functools.partial(ends_with_nothing_frozen, ends) for ends in ENDS},
+    "what somebody else has frozen stays": leaves_what_is_frozen,
+    "garbage is collected after agreed steps": collects_in_agreed_steps,
+    "a threshold of the user stays": leaves_it_to_the_user,
+    "collections that are off stay off": leaves_collections_off,
+}
+
+
+def run_all() -> None:
+    """Run each case in a fork of this process, and print what each has raised as one line of JSON."""
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    raised: dict[str, str] = {}
+    for name, case in CASES.items():
+        reads, writes = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                case()
+            except BaseException:
+                os.write(writes, traceback.format_exc().encode())
+                os._exit(1)
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads, "rb") as said:
+            raised[name] = said.read().decode()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        raised[name] = raised[name] or ("" if status == 0 else f"it ended with {status}")
+    print(json.dumps(raised))
+
+
+@pytest.fixture(scope="module")
+def raised() -> dict[str, str]:
+    """What each case has raised."""
+    code = f"from {__name__} import run_all; run_all()"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_garbage_is_left_out_or_collected_as_agreed(case: str, raised: dict[str, str]) -> None:
+    assert raised[case] == ""

@@ -14,6 +14,7 @@ is the same in all three, such as a table of classes, belongs to all samples (`d
 | nothing, twice | a loss that keeps something between its calls |
 | outputs moved a little, and far | what couples samples where outputs are equal, as behind a head of zeros; limits of sums |
 | the labels, masks or values of one half | a count or sum that is guarded: a part in which nothing counts; a factor that a value selects |
+| as many samples as one device has, which are these repeated | a factor or count that a number of samples selects |
 | other outputs before | a loss with a running mean |
 
 A count that is guarded against zero counts what it was before (`loss_watch.py`). Outputs or batches that cannot be divided so are no
@@ -26,13 +27,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss_result import UNNAMED, VALUES, Loss, LossResult, is_same_count, loss_result
 from samestep.building.named_tensors import cast_floating
@@ -56,6 +56,8 @@ _KEEPS_OF_PART = (
     "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others: "
     "one of samestep.batch_mean or batch_sum works, or samestep.whole_batch(loss)"
 )
+_MOST_ELEMENTS = 2**21
+"""Samples with more elements are not repeated."""
 _GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
@@ -87,17 +89,19 @@ def judge(
     keeping: Loss | None = None,
     *,
     is_new: bool = True,
+    num_samples: int = 0,
 ) -> LossTrial:
     """Return whether a loss is a sum over samples, of some that were run as one and as two halves.
 
     `graded` says through which tensors of the outputs a backward goes; by default through all but weights. What the loss keeps
     between calls, or the function `keeping` of the user's that it calls, is as before afterwards. Every rank of a tensor cut calls it
     alike, since the loss may communicate over the cut. Values around the numbers in the code of a loss are tried if it `is_new`.
+    One device computes the loss of `num_samples` at once: so many are tried too, of these repeated, if they are few elements.
     """
     ways = divisions(whole, halves, graded)
     if not ways:
         return LossTrial("no dimension of its outputs holds the samples", is_indivisible=True)
-    outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0)
+    outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0, num_samples)
     has_own = None in ways[0].places[: ways[0].num_outputs]  # which differs by roundings
     return replace(outcome, is_indivisible=True) if outcome.reason and has_own else outcome
 
@@ -108,12 +112,14 @@ def judge_tokens(loss: Loss, samples: Samples, length: int, keeping: Loss | None
     return replace(outcome, of_tokens=True)
 
 
-def _first_that_passes(loss: Loss, ways: Sequence[DividedSamples], keeping: Loss, num_numbers: int | None) -> LossTrial:
+def _first_that_passes(
+    loss: Loss, ways: Sequence[DividedSamples], keeping: Loss, num_numbers: int | None, num_samples: int = 0
+) -> LossTrial:
     """Return the first outcome without a reason; `num_numbers` is None if the parts are those of tokens."""
     outcomes = []
     try:
         for some in ways:
-            outcomes.append(_judge_division(loss, some, keeping, num_numbers))
+            outcomes.append(_judge_division(loss, some, keeping, num_numbers, num_samples))
             if not outcomes[-1].reason:
                 return outcomes[-1]
     except torch.OutOfMemoryError:
@@ -121,14 +127,17 @@ def _first_that_passes(loss: Loss, ways: Sequence[DividedSamples], keeping: Loss
     return outcomes[0]
 
 
-def _judge_division(loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None) -> LossTrial:
+def _judge_division(
+    loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None, num_samples: int
+) -> LossTrial:
     with preserve_function(keeping) as before:
         outcome = _compare_sums(loss, some)
         if outcome.judged and not outcome.reason:
             outcome = _try_moved(loss, some, outcome)
         if outcome.judged and not outcome.reason and num_numbers is not None:
             numbers = sorted(before.numbers, key=abs)[:num_numbers]
-            outcome = replace(outcome, reason=_try_other_half(loss, some, numbers))
+            reason = _try_other_half(loss, some, numbers) or _try_more(loss, some, numbers, num_samples)
+            outcome = replace(outcome, reason=reason)
     if outcome.judged and not outcome.reason:
         outcome = replace(outcome, reason=_memory_of_others(loss, some, keeping))
     return outcome
@@ -257,17 +266,39 @@ def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) 
     for changed in some.with_other_half(numbers):
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                whole, *halves = [values.evaluate(loss, changed, part, _WAYS[0]) for part in PARTS]
+                whole, *halves = [values.evaluate(loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
             continue
         if reason := _compare_halves(whole, halves, raised=True).reason:
+            if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
+                return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
                 f"{reason}, one with other labels or values, so a part in which little or nothing counts would count otherwise, or a value of "
                 "all samples selects a number: a plain sum and count work, also behind n.clamp(min=1), which is the count of the whole "
                 "step then, or samestep.whole_batch(loss)"
             )
+    return ""
+
+
+def _try_more(loss: Loss, some: DividedSamples, numbers: Sequence[float], num_samples: int) -> str:
+    """Return the reason against a loss that does not add up over more samples than were run, as one that a count of them changes; up to
+    `num_samples`. A loss that is not defined for them was tried on fewer.
+    """
+    while sum(some.sizes) < num_samples and some.num_elements <= _MOST_ELEMENTS:
+        outcomes = [(twice, _compare_sums(loss, twice)) for twice in some.doubled()]
+        defined = next(((twice, outcome) for twice, outcome in outcomes if not outcome.is_indivisible), None)
+        if defined is None:
+            return ""
+        some, outcome = defined
+        if outcome.reason:
+            return (
+                f"{outcome.reason}, for {sum(some.sizes)} samples, of which a layout gives each rank or micro-batch a part, so the number of "
+                "samples, or of those that count, selects a number: samestep.whole_batch(loss) is given all samples at once"
+            )
+        if some.is_small and (reason := _try_other_half(loss, some, numbers)):
+            return reason
     return ""
 
 
@@ -307,10 +338,14 @@ class _Way:
     """In float64, or as it is."""
     graph: bool
     """With a graph, for its gradients or a loss that differentiates its outputs."""
+    gradients: bool = True
+    """Whether the gradients of its sums are computed where there is a graph."""
 
 
 _WAYS = tuple(_Way(raised, graph) for graph in (True, False) for raised in (True, False))
 """The best first."""
+_WITHOUT_GRADIENTS = _Way(raised=True, graph=True, gradients=False)
+"""Where sums and counts alone are compared, of as many values as a loss has numbers: a backward takes as long as the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +377,12 @@ def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossVa
     leaves = cast_floating(some.tensors[WHOLE], torch.float64) if way.raised else some.tensors[WHOLE]
     if way.graph:
         leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
-    with disable_current_modes(), torch.set_grad_enabled(way.graph), _in_float64() if way.raised else nullcontext():
-        result = loss_result(loss(*some.part(leaves, part, raised=way.raised)))
-        gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if way.graph and some.graded else {}
+    with disable_current_modes(), torch.set_grad_enabled(way.graph):
+        outputs, batch = some.part(leaves, part, raised=way.raised)
+        with _InFloat64() if way.raised else nullcontext():
+            result = loss_result(loss(outputs, batch))
+            is_graded = way.graph and way.gradients and len(some.graded) > 0
+            gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
     is_float64 = all(total.dtype is torch.float64 for total, _ in result.terms.values())
     went_back = way.graph and any(leaf.grad is not None for leaf in leaves)
     amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in result.amounts.items()}
@@ -411,17 +449,17 @@ class _ValuesOfWhole:
         return found
 
 
-class _InFloat64(TorchFunctionMode):
+class _InFloat64(RaiseIslands):
     """A function mode in which every floating tensor is float64: those that the loss holds itself are raised."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
         if name == "__get__":
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         raised = cast_floating(args, torch.float64)
-        result = func(*raised, **cast_floating(kwargs, torch.float64))
+        result = super().__torch_function__(func, types, raised, cast_floating(kwargs, torch.float64) if kwargs else {})
         if not _writes(name) or raised[0] is args[0]:
             return result
         args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
@@ -432,14 +470,3 @@ def _writes(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
     in_place = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
     return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-@contextmanager
-def _in_float64() -> Iterator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _InFloat64(), RaiseIslands():
-            yield
-    finally:
-        torch.set_default_dtype(default)
