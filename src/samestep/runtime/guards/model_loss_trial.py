@@ -11,6 +11,7 @@ is read off the forward's call of `cross_entropy` (`counted_labels.py`). Tensors
 counts: some ones are left out too, and where no other rule fits, that one is left. Each forward runs as in training, with the masks that the step draws, and what
 it writes is put back. All ranks run as many.
 
+More samples than a rank or a micro-batch has follow, since their number may select a factor or a count.
 A count behind a guard against zero is taken before it; all labels of a part are masked for such a count. And what the forward detaches gets
 other values in one more trial, since a loss such as `s / s.detach()` adds up in its values alone.
 """
