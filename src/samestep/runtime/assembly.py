@@ -268,7 +268,7 @@ def _prepare_model(
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         of_loss=of_loss,
         first_of_loss=FirstState.of(of_loss, {}),
-        replaced=ReplacedWeights.of(model, written, program),
+        replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
         remarks=waived,

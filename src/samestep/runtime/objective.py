@@ -63,13 +63,13 @@ class LossPart:
     left_out: frozenset[int]
     """The ids of the weights that the backward reaches, though the loss does not need them."""
 
-    def numbers(self, found: LossResult, names: LossNames, like: Tensor) -> Tensor:
+    def numbers(self, result: LossResult, names: LossNames, like: Tensor) -> Tensor:
         """Return the total and its count, followed by the sum and the count of each named term and value that the loss found.
 
         The tensor [2 + `StepSpec.num_reported`] has the dtype and the device of `like`.
         """
         both = as_number(self.total.detach(), like), as_number(self.count, like)
-        return torch.stack([*both, *found.numbers(names, like)])
+        return torch.stack([*both, *result.numbers(names, like)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +214,12 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
     return first_watched
 
 
-def _values_of(held: nn.Module, model: nn.Module) -> dict[str, Any]:
+def _values_of(reached: nn.Module, model: nn.Module) -> dict[str, Any]:
     """Return the tensors and numbers in attributes of the parts of a model that a loss holds."""
     parts = {part: path for path, part in model.named_modules()}
     return {
         f"{parts[part]}.{name}".lstrip("."): value
-        for part in held.modules()
+        for part in reached.modules()
         if part in parts
         for name, value in set_attributes(part).items()
         if isinstance(value, _VALUES)
