@@ -170,7 +170,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     if not common:
         loss.returns_sum = known[0][0]
         return known[0][2]
-    present = None if loss.rule is None else _plain(loss.rule, loss.labels)
+    present = [] if loss.rule is None else _plain(loss.rule, loss.labels)
     word, place, ignored = present if present in common else common[0]
     loss.rule, loss.labels, loss.returns_sum = Rule(word), Labels(place, ignored), known[0][0]
     return ""
