@@ -53,9 +53,7 @@ def as_text(plan: Plan) -> str:
         lines.append(
             f"the search ended after it had simulated {MOST_PLAYED} layouts: one of the others may be faster than those shown"
         )
-    lines.append(
-        f"model: {plan.labels['model']}; profile {plan.hardware.name}: {plan.labels['hardware']}"
-    )
+    lines.append(f"model: {plan.labels['model']}; profile {plan.hardware.name}: {plan.labels['hardware']}")
     lines += describe_accuracy(plan.hardware, plan.devices)
     rejected = [f'  "{next(group.layouts())}" {group.reason}' for group in examples(plan.fallen)]
     lines += ["rejected layouts, one for each reason:", *rejected] if rejected else []

@@ -217,7 +217,7 @@ def _message(number: int, turn_value: Any) -> Message:
     if not isinstance(content, list):
         raise DataError(
             "conversation-form",
-            f"the content of message {number} is {type(content).__name__}, not text; {right}",
+            f"the content of message {number} is {type(content).__name__}, not text. {right}",
         )
     return {**message, "content": [_part(number, part) for part in content]}
 
