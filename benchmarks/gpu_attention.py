@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
 from samestep.building.attention.carriers import Asked, carrier_of
-from samestep.randomness.mask_source import dropped_weights
+from samestep.randomness.masks import dropped_weights
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.processes.join import resolve_device
 

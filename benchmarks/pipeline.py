@@ -45,8 +45,8 @@ from samestep.datasets import batches
 from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.runtime.axes.pipeline.stage import Stage
-from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.launch_info import LOOPBACK
 from samestep.runtime.processes.worker import die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver

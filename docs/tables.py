@@ -205,7 +205,7 @@ TECHNIQUES = (
     ("context parallelism", "strategies/context.py runtime/axes/context/slicing.py independence/token_slices.py"),
     (
         "ring attention",
-        "runtime/axes/context/ring_attention.py runtime/axes/context/ring_operation.py program/ring_visits.py",
+        "runtime/axes/context/ring_attention.py runtime/axes/context/block_exchanges.py program/ring_visits.py",
     ),
     ("pipelines", "strategies/pipeline.py runtime/axes/pipeline/stage.py runtime/axes/pipeline/stage_messages.py"),
     ("schedules of pipelines", "schedules.py runtime/axes/weight_gradients.py"),
@@ -225,7 +225,7 @@ TECHNIQUES = (
     ),
     ("packed states (8-bit optimizer states)", "runtime/optimizers/packed_states.py program/update_rules.py"),
     ("compiled blocks", "runtime/axes/compiled_blocks.py runtime/axes/graph_compiler.py"),
-    ("packed documents", "wings/readers/documents.py building/packed_positions.py building/attention/by_document.py"),
+    ("packed documents", "wings/readers/documents.py building/packed_positions.py building/attention/fused.py"),
     (
         "attention",
         "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py kernels/flash_dropout.py runtime/axes/context/ring_attention.py",

@@ -47,7 +47,7 @@ COPIES = "transformers_modules"
 
 _BY_SUBPROCESS = ("subprocess.Popen", "os.posix_spawn")  # the latter too from Python 3.13 on
 MAY = {
-    "building/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
+    "datasets/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
     "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "wings/cluster/hosts/ssh.py": _BY_SUBPROCESS,
     "wings/cluster/engines/scripts.py": _BY_SUBPROCESS, "training/launch.py": ("exec", "import"),
     **dict.fromkeys(("wings/cluster/engines/ray_job.py", "wings/cluster/engines/ray_worker.py"), ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS)),

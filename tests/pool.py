@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError
 from samestep.examination.traced_model import TracedModel
-from samestep.runtime.processes import host_names, join, worker
+from samestep.runtime.processes import join, launch_info, worker
 from tests import traced
 from tests.device import real_gpu
 
@@ -209,7 +209,7 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Con
     worker.die_with_parent(parent_pid)
     gc.freeze()  # what was inherited stays: no collection looks through it, nor copies its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
-    os.environ["GLOO_SOCKET_IFNAME"] = host_names.LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = launch_info.LOOPBACK
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(f"{folder}/store", world)

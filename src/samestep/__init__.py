@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from samestep.wings.plan.simulation.simulate import Prediction
 
     __version__: str
-    from samestep.building.loss_scope import whole_batch
     from samestep.building.model_loss import model_loss
-    from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum
+    from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum, whole_batch
     from samestep.building.torch_losses import mean_over
     from samestep.datasets import batches
     from samestep.enumeration.legality import layouts
@@ -113,7 +112,7 @@ _LAZY = {
     "train": "samestep.training.train",
     "verify": "samestep.proof.verify",
     "write_submission": "samestep.training.launch",
-    "whole_batch": "samestep.building.loss_scope",
+    "whole_batch": "samestep.building.over_samples",
 }
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from samestep.building.loss_result import IGNORED_LABEL, Amount
-from samestep.building.loss_scope import whole_batch
+from samestep.building.over_samples import whole_batch
 from samestep.errors import JobError
 
 __all__ = ["contrastive", "distillation", "dpo", "pairwise", "sequence_log_probs", "token_entropy", "token_log_probs"]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.building.loss_scope import whole_batch
 from samestep.building.model_loss import model_loss
+from samestep.building.over_samples import whole_batch
 from tests.code.rows import Equal, entered, equal, refused
 from tests.code.vectors import VECTORS, sgd
 from tests.code.vectors import loss as classes

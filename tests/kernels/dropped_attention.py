@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
-from samestep.building.attention import AttentionSpec, dropped_flash
+from samestep.building.attention import AttentionSpec, fused
 from samestep.building.attention.carriers import Asked, carrier_of
-from samestep.building.attention.dropped_flash import attend_dropped, fits_dropped_flash
 from samestep.building.attention.formula import Gradients, Sum, attend_by_formula
+from samestep.building.attention.fused import attend_dropped, fits_dropped_flash
 from samestep.kernels import flash_launches
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.masks import MaskCuts
@@ -239,9 +239,9 @@ def test_kernels_that_differ_from_the_formula_on_a_device_do_not_run(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cpu")
-    assert dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
+    assert fused.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
     backward = flash_launches.backward
     monkeypatch.setattr(flash_launches, "backward", lambda *given: (*backward(*given)[:2], torch.zeros(2, 2, 40, 24)))
-    assert not dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
+    assert not fused.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
     monkeypatch.setattr(flash_launches, "forward", lambda *given: 1 / 0)
-    assert not dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
+    assert not fused.agrees.__wrapped__(device, torch.float32, (16, 24), causal)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.loss import loss_from
+from samestep.building.model_loss import moves_labels
 from samestep.building.optimizer import optimizer_of
-from samestep.building.own_loss import moves_labels
 from samestep.datasets import Batch, batches, open_dataset
 from samestep.datasets.labels import LabelBatch, convention_of, with_next_labels
 from samestep.datasets.source import Mixture

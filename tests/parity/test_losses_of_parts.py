@@ -292,6 +292,14 @@ def assert_equal(found: list[Any], losses: list[float], weights: dict[str, Tenso
             assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
 
 
+def times(factor: Callable[[Any], float]) -> Callable[[Tensor, Any], Any]:
+    """Return a loss with a factor that a number of samples selects, which is larger than a micro-batch."""
+    return lambda outputs, batch: (each(outputs, batch).sum() * factor(batch), len(outputs))
+
+
+REFUSED["a factor of many samples"] = times(lambda b: 0.5 if len(b["y"]) > B - 2 else 1.0), 0, SUM
+REFUSED["a factor of many groups"] = times(lambda b: 1.0 if len(b["groups"].unique()) < 3 else 2.0), 0, SUM
+REFUSED["a factor of many labels"] = times(lambda b: 3.0 if int((b["y"] >= 0).sum()) > B - 2 else 1.0), 0, SUM
 LAYOUTS = ("dp=1 microbatch=4", "dp=2", "dp=2 zero=3", "pp=2 microbatch=4")
 ROWS = [("dp=1 microbatch=4", name) for name in EQUAL]
 ROWS += [(layout, name) for layout in LAYOUTS[1:] for name in ("clamp", "max and int", "terms", "terms of numbers")]
@@ -489,6 +497,47 @@ def test_a_measure_is_a_sum_or_refused(layout: str, name: str) -> None:
         held = {key: torch.cat([batch_of(step)[key] for step in range(STEPS)]) for key in batch_of(0)}
         total, count = measure(forward(build(), held), held)[name]
         assert (value, error) == (pytest.approx(float(total) / float(count), rel=1e-12), "")
+
+
+def right(outputs: Tensor, batch: Any) -> Any:
+    return {"right": ((outputs.argmax(-1) == batch["y"]).sum(), len(outputs))}
+
+
+def caught(rank: int, world: int, layout: str, what: str) -> tuple[str, float]:
+    """Go on after an error that the loop has caught."""
+
+    def fails_on_one(outputs: Tensor, batch: Any) -> Any:
+        if rank == 1:
+            raise ValueError("no such file")
+        return right(outputs, batch)
+
+    run = samestep.parallelize(build, "cross_entropy", optimizer, layout=layout, job=JOB, forward=forward)
+    held = {**batch_of(0), "labels": batch_of(0)["y"]}
+    run.step(held)
+    text = ""
+    try:
+        if what == "a measure":
+            run.evaluate(held, fails_on_one)
+        else:
+            run.step({**held, "x": held["x"][:, :5]})
+    except (RuntimeError, JobError) as error:
+        text = str(error)
+    return text, run.evaluate(held, right)["right"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "words"),
+    [
+        ("dp=2 zero=3", "a step", "shapes cannot be multiplied"),
+        ("tp=2", "a step", "shapes cannot be multiplied"),
+        ("tp=2", "a measure", "no such file"),
+    ],
+)
+def test_an_error_that_the_loop_catches_leaves_no_rank_behind(layout: str, what: str, words: str) -> None:
+    (text, first), (other, second) = pool(2).run(caught, layout, what)
+    assert words in text
+    assert words in other
+    assert first == second
 
 
 # -- cross_entropy ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.runtime.axes.mixed_products import MixedProducts
+from samestep.runtime.axes.precision import MixedProducts
 from tests.pool import pool
 
 WIDTH = 8

@@ -28,8 +28,8 @@ from transformers import (
 
 import samestep
 from samestep.building import model as calls
-from samestep.building.attention import DocumentMask, by_document
-from samestep.building.attention.by_document import lengths_of
+from samestep.building.attention import DocumentMask, fused
+from samestep.building.attention.fused import lengths_of
 from samestep.building.model import call_model
 from samestep.datasets.batch import example_of
 from samestep.errors import ModelError
@@ -56,10 +56,8 @@ def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observ
     """The steps of a run, and in its notes the attentions of single documents."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        attend = by_document.attend_each
-        patch.setattr(
-            by_document, "attend_each", lambda *given, **how: (seen.append("attended"), attend(*given, **how))[1]
-        )
+        attend = fused.attend_each
+        patch.setattr(fused, "attend_each", lambda *given, **how: (seen.append("attended"), attend(*given, **how))[1])
         found = follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
     return Observed(**{**vars(found), "notes": seen})
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.building.imported import loaded_sources
 from samestep.datasets import batches, open_dataset, stamps
+from samestep.datasets.imported import loaded_sources
 from samestep.errors import DataError, LayoutError, SamestepError, UnprovenError
 from samestep.runtime.checkpoints.prepared_run import TrainedData
 from samestep.runtime.processes import messages

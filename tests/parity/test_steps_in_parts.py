@@ -340,7 +340,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "option": (_of_an_option, r"run.update gives bs to Adam.step, which does not take it"),
     "over the batch": (_over_the_batch, r"the loss of the run is a sum over samples, so that nothing is exchanged for it"),
     "method": (_method, r"run.call: Adam has no method 'update_hessian'"),
-    "mean": (_of_a_mean, r"\(sum, count\) works"),
+    "mean": (_of_a_mean, r"use samestep\.mean_over.* return \(sum, count\)"),
     "clipped in the module": (_clipped_in_the_module, r"\.grad of run.model was changed between run.backward and run.update, .*run.gradients\(\) works"),
     "another gradient": (_another_gradient, r"\.grad of run.model was replaced between run.backward and run.update"),
     "forgotten in the module": (_forgotten_in_the_module, r"\.grad of run.model was replaced between run.backward and run.backward"),

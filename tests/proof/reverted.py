@@ -32,8 +32,8 @@ from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.randomness import mode as dropout
 from samestep.runtime import assembly
-from samestep.runtime.axes import expert, recompute, weight_gradients
-from samestep.runtime.axes.pipeline import recorded_flows, stage, whole_model
+from samestep.runtime.axes import applied_axes, expert, recompute, weight_gradients
+from samestep.runtime.axes.pipeline import recorded_flows, stage
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source, optimizer_step, used_weights, whole_optimizer
 from samestep.runtime.optimizers.update_rule import UpdateRule
@@ -142,7 +142,7 @@ def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
 
 
 def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
-    patch.setattr(whole_model, "call_model", call)
+    patch.setattr(applied_axes, "call_model", call)
     patch.setattr(watched_forward, "call_model", call)
 
 

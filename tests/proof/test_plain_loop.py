@@ -24,7 +24,7 @@ from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
 from samestep.runtime import stepper
-from samestep.runtime.axes.pipeline import whole_model
+from samestep.runtime.axes import applied_axes
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.stepper import Stepper
@@ -207,7 +207,7 @@ def a_key_of_the_batch_is_dropped(patch: Patch) -> None:
     def called(original: Any, model: nn.Module, batch: Any) -> Any:
         return original(model, {**batch, "weights": torch.ones_like(batch["weights"])})
 
-    around(patch, whole_model, "call_model", called)
+    around(patch, applied_axes, "call_model", called)
 
 
 def nothing_is_clipped(patch: Patch) -> None:

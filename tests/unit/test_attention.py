@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.building.attention import AttentionSpec, DroppedWeights, attend, by_document, carriers, formula
+from samestep.building.attention import AttentionSpec, DroppedWeights, attend, carriers, formula, fused
 from samestep.building.attention.carriers import CARRIERS, Asked, carrier_of
 from samestep.randomness.mode import Draw, DropoutMode
 
@@ -196,12 +196,12 @@ def test_documents_on_gpus_of_variable_length_have_their_offsets_from_the_host(m
         output, lse = attend(*(one.transpose(0, 1)[None] for one in (q, k, v)), spec)
         return output[0].transpose(0, 1), lse[0]
 
-    monkeypatch.setattr(by_document, "variable_length", kernel)
+    monkeypatch.setattr(fused, "variable_length", kernel)
     tensors = [drawn(2, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
     for window in (None, 2):
         spec = AttentionSpec(True, window, documents, lengths=[[3, 2, 2], [1, 6]])
-        found = with_gradients(by_document.attend_by_length, tensors, spec, torch.float64)
+        found = with_gradients(fused.attend_by_length, tensors, spec, torch.float64)
         compare(found, with_gradients(written_out, tensors, spec, torch.float64), 1e-9)
     offsets = [0, 3, 5, 7, 8, 14]
     assert seen == [(offsets, 6, (-1, 0)), (offsets, 6, (1, 0))]

@@ -18,8 +18,8 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ring_visits import SlicePlacement
+from samestep.runtime.axes.context.block_exchanges import RingPlace, attend_around
 from samestep.runtime.axes.context.ring_attention import Ring
-from samestep.runtime.axes.context.ring_operation import RingPlace, attend_around
 from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share, trial_place
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

@@ -20,7 +20,6 @@ from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import masks, row_hashes
 from samestep.randomness.dropout_state import recompute_contexts
-from samestep.randomness.mask_source import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
     drop_mask,
@@ -28,6 +27,7 @@ from samestep.randomness.masks import (
     hash_bits,
     hash_positions,
     mix,
+    named_modules,
     positions,
     row_halves,
 )

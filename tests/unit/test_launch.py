@@ -32,8 +32,8 @@ from samestep.building import drawn_rows
 from samestep.errors import JobError, WorkerError
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, workers
-from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
+from samestep.runtime.processes.launch_info import LOOPBACK
 from samestep.runtime.processes.this_host import keep_freed_memory
 from samestep.runtime.processes.workers import run_workers
 from tests import audit

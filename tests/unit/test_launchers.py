@@ -16,9 +16,8 @@ from torch.distributed import HashStore
 
 from samestep.errors import JobError, LayoutError, WorkerError
 from samestep.layout import Layout
-from samestep.runtime.processes import host_names, join
-from samestep.runtime.processes.host_names import LOOPBACK, check_interfaces
-from samestep.runtime.processes.launch_info import LaunchInfo
+from samestep.runtime.processes import join, launch_info
+from samestep.runtime.processes.launch_info import LOOPBACK, LaunchInfo, check_interfaces
 from samestep.runtime.processes.launchers import discover
 from samestep.runtime.processes.rank_variables import _first_host, _read_srun, _tasks_per_node
 from samestep.runtime.processes.this_host import agreed_name
@@ -418,7 +417,7 @@ def test_a_variable_that_names_an_interface_of_another_host_is_named(
     variable: str, value: str, is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(host_names.socket, "if_nameindex", lambda: [(1, LOOPBACK), (2, "ens3")])
+    monkeypatch.setattr(launch_info.socket, "if_nameindex", lambda: [(1, LOOPBACK), (2, "ens3")])
     if is_here:
         check_interfaces(variable)
         return

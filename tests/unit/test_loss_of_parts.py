@@ -20,6 +20,7 @@ from samestep.runtime.guards.loss_of_parts import LossTrial, judge, judge_tokens
 from samestep.trees import parts_of, with_parts
 
 B, T, V = 6, 4, 5
+NUM_OF_STEP = 40  # of which a rank or a micro-batch has B
 _draw = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(B, T, V, generator=_draw)
 IDS = torch.randint(0, V, (B, T), generator=_draw)
@@ -58,7 +59,7 @@ def judged(loss: Any, outputs: Any, batch: Any, rows: list[int] | None = None) -
     rows = [*range(B)] if rows is None else rows
     half = len(rows) // 2
     whole, *halves = (run(outputs, batch, some) for some in (rows, rows[:half], rows[half:]))
-    return judge(loss, whole, (halves[0], halves[1]))
+    return judge(loss, whole, (halves[0], halves[1]), num_samples=NUM_OF_STEP)
 
 
 @dataclass
@@ -309,6 +310,44 @@ def test_what_couples_samples_does_not_pass(case: str) -> None:
 @pytest.mark.parametrize("case", ["mean", "contrastive", "ranking", "constant count"])
 def test_what_couples_samples_does_not_pass_with_two_samples(case: str) -> None:
     assert judged(*COUPLED[case], [3, 5]).reason
+
+
+def of_counted(outputs: Any, batch: Any) -> Any:
+    """Of groups: a sum over those that the batch has, which is another with other ids alone."""
+    ids = batch["ids"]
+    of_group = torch.zeros(int(ids.max()) + 1).index_add(0, ids, outputs.square().sum(1))
+    sizes = torch.bincount(ids).clamp(min=1)
+    return (of_group / sizes).sum(), len(ids.unique())
+
+
+def test_groups_that_stay_together_pass_for_more_samples() -> None:
+    ids = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert judged(of_counted, ROWS, {"ids": ids}, [0, 1, 2, 3]) == LossTrial()
+
+
+MANY = {
+    "samples": lambda out, batch: (2 if len(out) > 24 else 1, len(out)),
+    "labels that count": lambda out, batch: (torch.where((batch["labels"] > 0).sum() > 20, 2.0, 1.0), len(out)),
+    "ids": lambda out, batch: (0.5 if len(batch["ids"].unique()) > 15 else 1.0, len(out)),
+    "the true": lambda out, batch: (1 if int(batch["mask"].sum()) < 30 else 3, len(out)),
+    "a count that has a largest value": lambda out, batch: (1.0, batch["mask"].sum().clamp(max=9)),
+    "a count that has a least value": lambda out, batch: (1.0, max(len(out), 32)),
+}
+"""Factors and counts that a number of samples selects, which no few samples reach."""
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_what_more_samples_select_does_not_pass(case: str) -> None:
+    ids = torch.arange(B)
+    batch = {"labels": ids % 3, "ids": ids, "mask": ids > 1}
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        factor, count = MANY[case](outputs, batch)
+        return outputs.square().sum() * factor, count
+
+    trial = judged(loss, ROWS, batch)
+    assert trial.judged
+    assert trial.reason.startswith("its ")
 
 
 def test_a_sum_over_samples_may_be_none_over_tokens() -> None:

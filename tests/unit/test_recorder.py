@@ -31,8 +31,7 @@ from samestep.program.recorded import Kernel, RankRecord, RecordedStep, StepKern
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes import join
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.device_readings import ProcessorTime
-from samestep.runtime.recording.record_window import ANOTHER
+from samestep.runtime.recording.record_window import ANOTHER, ProcessorTime
 from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.recording.sums import sums_of
 from samestep.runtime.step_observer import StepObserver

@@ -37,12 +37,11 @@ from samestep.building.named_tensors import (
     unwrapped_name,
     unwrapped_prefixes,
 )
-from samestep.building.owned_model import OwnedModel
+from samestep.building.outside_reads import stale
+from samestep.building.owned_model import OwnedModel, PlainForm
 from samestep.building.parameter_marks import TAKEN, ParameterMarks, take_marks, tensors_of_hooks
-from samestep.building.plain_form import PlainForm
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.replay import Ref, Slice, replay
-from samestep.building.stale_weights import stale
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Tape, contiguous

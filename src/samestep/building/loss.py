@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.imported import import_function
 from samestep.building.loss_result import IGNORED_LABEL as IGNORED_LABEL
 from samestep.building.loss_result import Amount, Loss, LossResult, describe_form, loss_result, measured
-from samestep.building.loss_scope import scoped
 from samestep.building.model_loss import model_loss
+from samestep.building.over_samples import scoped
 from samestep.building.predictions import at_least_float32, prediction_of, target_of
 from samestep.building.torch_losses import TorchLoss, torch_loss
+from samestep.datasets.imported import import_function
 from samestep.errors import DataError, JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.trees import tree_leaves

@@ -1,4 +1,4 @@
-"""The changes that a job makes to a model once it is built: frozen weights, adapters, and weights that are held in fewer bits.
+"""The changes that a job makes to a model once it is built: frozen weights, adapters, weights that are held in fewer bits; its mode of training.
 
     model.freeze = ["model.embed_tokens.*", "*norm*"]      parameters of these names ask for no gradient
     model.lora = { targets = ["q_proj", "v_proj"] }        adapters, which the wing `adapters` puts into the model
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep import wings
-from samestep.errors import JobError, did_you_mean
+from samestep.building.several_models import Models
+from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import LoraTable
 
 _MARK = "held_as"
@@ -159,3 +160,43 @@ def multiply_all_packed(model: nn.Module, weights: Iterable[str], is_transposed:
     for name in weights:
         module = model.get_submodule(name.rpartition(".")[0])
         format_of(held_as(module)).multiply_packed(module, is_transposed(module))
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Refuse a model with a part that `torch.jit` has compiled.
+
+    Raises:
+        ModelError: it has one.
+    """
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                "tensor-form",
+                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
+                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it',
+            )
+
+
+def set_training(model: nn.Module) -> None:
+    """Let a model train as a loop's `model.train()` does; in one that trains already, a part in evaluation mode is intended.
+
+    A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
+    """
+    if isinstance(model, Models):
+        for one in model.trained():
+            set_training(one)
+        return
+    modes = {part: part.training for part in model.modules()}
+    is_loaded_for_inference = not model.training
+    if is_loaded_for_inference or any(type(part).train is not nn.Module.train for part in modes):
+        model.train()
+    for part, trains in modes.items() if not is_loaded_for_inference else ():
+        part.training &= trains
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
+            part.training = modes[path]

@@ -14,14 +14,16 @@ as the forward counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samestep.building.families import facts_of
 from samestep.building.loss_result import IGNORED_LABEL, LEAST, UNNAMED, LossResult
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
@@ -183,3 +185,62 @@ def target_in(batch: Any) -> Any:
 def name_in(batch: Any, tensor: Tensor | None) -> str:
     """Return the key of a tensor in a batch that is a dict; empty if it has none."""
     return next((str(key) for key, one in batch.items() if one is tensor), "") if isinstance(batch, Mapping) else ""
+
+
+_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
+_UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
+"""Classes of language models whose loss takes the labels unshifted."""
+
+
+def moves_labels(module: nn.Module) -> bool:
+    """Return whether a model is one of transformers that predicts the next token, or holds one, as an adapter's wrapper does."""
+    return any(_is_causal(model) for model in _outermost(module))
+
+
+def settle_own_loss(module: nn.Module, loss: object, example: Any) -> None:
+    """Let a model that returns its loss settle by the labels of a batch like `example` which loss that is."""
+    if isinstance(loss, ModelLoss):
+        settle_problem_type(module, target_in(example))
+
+
+def settle_problem_type(module: nn.Module, labels: Any) -> None:
+    """Let classifiers of transformers know what their loss is before the first forward, which would write it into their configuration.
+
+    It follows from the number of labels and from their dtype, as in those models' own code.
+    """
+    for model in _outermost(module):
+        config, number = model.config, getattr(model, facts_of(model).classes_field, None)
+        if number is None or getattr(config, "problem_type", "") is not None or not isinstance(labels, Tensor):
+            continue
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        config.problem_type = "regression" if number == 1 else several
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """Yield the models of transformers in a module that are no part of another one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    if isinstance(module, modeling.PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _is_causal(model: Any) -> bool:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - the model is one of transformers
+
+    names = {kind.__name__ for kind in type(model).__mro__}
+    if not names.isdisjoint(_UNMOVED):
+        return False
+    known: set[str] = set()
+    for classes in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        for one in classes.values():
+            known.update((one,) if isinstance(one, str) else one)
+    return not names.isdisjoint(known) or getattr(model, "loss_type", None) in _CAUSAL

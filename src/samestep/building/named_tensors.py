@@ -1,4 +1,4 @@
-"""Every tensor of a module by its full name: parameters, buffers, and tensors in plain attributes.
+"""Every tensor of a module by its full name: parameters, buffers, and tensors in plain attributes; and the attributes that code sets.
 
 A wrapper (`torch.compile`, `nn.DataParallel`, ...) adds a component to the names of what it wraps. What depends on a name,
 such as a first value, takes the name without it, so that a wrapped module computes what the module alone does.
@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from samestep.building.module_copies import deep_copy
 from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
 from samestep.trees import map_tensors, replace_tensors, tensors_in
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The names of what torch itself keeps in every module."""
+
+
+def set_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that code has set on one module, by name, as they are now."""
+    return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.imported import import_function
+from samestep.datasets.imported import import_function
 from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.optimizer_tables import OptimizerTable, matches

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.attention.by_document import lengths_of
 from samestep.building.attention.document_mask import DocumentMask
+from samestep.building.attention.fused import lengths_of
 from samestep.errors import ModelError
 
 _MODULE, _ATTENTION = "transformers.masking_utils", "transformers.integrations.sdpa_attention"

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss_result import IGNORED_LABEL, Amount, Loss
-from samestep.building.loss_scope import num_samples
 from samestep.building.model_loss import ModelLoss, labels_of
+from samestep.building.over_samples import num_samples
 from samestep.building.predictions import at_least_float32, prediction_of, target_of
 from samestep.errors import JobError
 

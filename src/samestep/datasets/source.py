@@ -31,7 +31,7 @@ from samestep import wings
 from samestep.datasets.batch import Dataset, FileSamples, check_map_style
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.files import Split, name_of_part, part_of
-from samestep.datasets.module_search import looked_in, make_importable
+from samestep.datasets.imported import looked_in, make_importable
 from samestep.datasets.order import permute_positions
 from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.datasets.token_files import looked_at

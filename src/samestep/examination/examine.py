@@ -23,11 +23,11 @@ from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel, give_labels
+from samestep.building.model_changes import refuse_scripts, set_training
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.over_samples import IGNORING
 from samestep.building.owned_model import OwnedModel
-from samestep.building.training_modules import refuse_scripts, set_training
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.plan_search import ProvenPlan

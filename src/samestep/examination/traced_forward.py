@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.attention import DroppedWeights
-from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss_result import Loss
 from samestep.building.named_tensors import cast_batch
+from samestep.building.outside_reads import FirstRead
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets import blame_samples
 from samestep.datasets.values import first_of

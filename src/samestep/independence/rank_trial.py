@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
 from samestep.errors import ModelError
 from samestep.independence.dimension_maps import FILLS
 from samestep.independence.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from samestep.building.loss_scope import mark_of
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
-from samestep.building.over_samples import within
+from samestep.building.over_samples import mark_of, within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets.values import has_items
 from samestep.errors import ModelError

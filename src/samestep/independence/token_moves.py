@@ -14,7 +14,7 @@ What a function returns has at most a row more for each token of its margins, as
     conv1d with zeros before and behind    T + P rows, of which code keeps the first T
     pad                                    T + P + Q rows, of which code reads T in a row, from each place up to P + Q
 
-A form is found by `form_of` in a trace (`traced_moves.py`), and again by ranks that carry it out (`runtime/axes/context/neighbour_tokens.py`).
+A form is found by `form_of` in a trace (`traced_moves.py`), and again by ranks that carry it out (`runtime/axes/context/neighbours.py`).
 `Extend` returns an operand with tokens of neighbours in front of and behind its own; on the first rank and on the last one there are
 what the code has put there, or around the sequence the tokens of the other end.
 """

@@ -31,9 +31,9 @@ from samestep.building import drawn_rows
 from samestep.building.families import facts_of
 from samestep.building.loss_result import is_plain_sum, loss_result, whole_loss
 from samestep.building.model import call_model, give_labels
+from samestep.building.model_changes import set_training
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
-from samestep.building.training_modules import set_training
 from samestep.datasets import Batch, Dataset, batches
 from samestep.examination.examine import Source
 from samestep.program.codecs import CODECS, PLAIN, is_factored

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from samestep.building.imported import installed_folders, own_sources
+from samestep.datasets.imported import installed_folders, own_sources
 from samestep.job import Job
 from samestep.job_files import model_folder
 from samestep.layout import Layout

@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from samestep import calls
 from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_from, loss_of
-from samestep.building.loss_scope import scoped
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
+from samestep.building.over_samples import scoped
 from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.enumeration import legality
 from samestep.errors import InputError, JobError, ModelError, WorkerError

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.masks import MaskSource
 
 _BITS = {torch.bfloat16: 8, torch.float16: 11}
 """Bits of a uniform number in dtypes that cannot hold 24."""

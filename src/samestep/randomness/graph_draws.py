@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, DroppedWeights
-from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.masks import MaskSource
 from samestep.randomness.replacements import DROPPING, HANDLERS
 
 

@@ -38,13 +38,15 @@ from samestep.errors import ModelError
 from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
 from samestep.randomness.graph_draws import report_uncompiled
-from samestep.randomness.mask_source import DRAWING_NOTHING, MaskSource, named_modules
 from samestep.randomness.masks import (
+    DRAWING_NOTHING,
     HashedPositions,
     MaskCuts,
     MaskSlice,
+    MaskSource,
     hash_positions,
     mix,
+    named_modules,
     positions,
 )
 from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName, Watch

@@ -34,7 +34,7 @@ from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.torch_seams import Replaced, is_transformed
 from samestep.kernels import kernel_choice
 from samestep.randomness.distributions import DRAWS
-from samestep.randomness.mask_source import MaskSource, dropped_weights
+from samestep.randomness.masks import MaskSource, dropped_weights
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, which alpha_dropout puts in place of a dropped element
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
+from samestep.building.model_loss import settle_own_loss
 from samestep.building.optimizer import learning_rate_factor
 from samestep.building.over_samples import IGNORING
-from samestep.building.own_loss import settle_own_loss
-from samestep.building.plain_form import PlainForm
+from samestep.building.owned_model import PlainForm
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
@@ -40,14 +40,7 @@ from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.randomness.dropout_state import DropoutState
 from samestep.runtime import memory_limits
-from samestep.runtime.axes import (
-    batch_norm,
-    exchanging_calls,
-    forward_state,
-    host_weights,
-    precision,
-    recompute,
-)
+from samestep.runtime.axes import batch_norm, exchanging_calls, forward_state, host_weights, precision, recompute
 from samestep.runtime.axes.applied_axes import AppliedAxes, Parallel
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks
 from samestep.runtime.axes.pipeline import recorded_flows
@@ -275,7 +268,7 @@ def _prepare_model(
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         of_loss=of_loss,
         first_of_loss=FirstState.of(of_loss, {}),
-        replaced=ReplacedWeights.of(model, written, program),
+        replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
         remarks=waived,

@@ -18,7 +18,7 @@ from samestep.building.loss import values_of
 from samestep.building.loss_result import UNNAMED, VALUES, Amount, LossResult, as_number, loss_result
 from samestep.building.named_tensors import cast_batch
 from samestep.datasets.values import are_by_sample, joined
-from samestep.errors import DataError
+from samestep.errors import DataError, RunError
 from samestep.examination.examine import Loss
 from samestep.randomness.mode import Draw
 from samestep.runtime import microbatches
@@ -61,10 +61,20 @@ class Measure:
 
     def __init__(self, measure: Loss) -> None:
         self._measure, self._sums, self.watch = measure, values_of(measure), LossWatch()
+        self.failure: Exception | None = None
+        """The first error of the measure, which all ranks raise together."""
 
     def __call__(self, outputs: Any, samples: Any) -> LossResult:
         """Return the sums and counts of some samples."""
         return self.watch.result(self._measure, lambda: self._sums(outputs, samples), "the measure")
+
+    def terms(self, outputs: Any, samples: Any) -> Mapping[str, Amount]:
+        """Return the sums and counts of some samples by name; none if the measure fails, which is kept."""
+        try:
+            return self(outputs, samples).terms
+        except Exception as error:  # of the user's own code
+            self.failure = self.failure or error
+            return {}
 
 
 def is_parted(assembly: Assembly, batch: StepBatch) -> bool:
@@ -139,7 +149,7 @@ def _values(assembly: Assembly, outputs: Any, samples: Any, measure: Measure | N
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
     # The loss of a layout with loss_chunk is that of whole logits, where these exist.
     given = outputs if program.step.layout.loss_chunk is None else whole
-    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure(whole, samples).terms}
+    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure.terms(whole, samples)}
 
 
 def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
@@ -152,13 +162,23 @@ def _means(assembly: Assembly, totals: Mapping[str, Tensor], used: Measure | Non
     """Return the means over all ranks by name, or None if one has given a forward up.
 
     Ranks of other stages than the last, and without samples, know no names of a measure.
+
+    Raises:
+        RunError: the measure failed on another rank; on this one its own error is raised.
     """
     mesh, least = assembly.parallel.mesh, {**assembly.objective.watch.agreed}
     names = [*totals]
     if used is not None:
-        everyone = gather_values((names, used.watch.least), mesh.size("world"))
-        names = [*dict.fromkeys(name for listed, _ in everyone for name in listed)]
-        least |= {name: number for _, one in everyone for name, number in one.items()}
+        failure = used.failure
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        everyone = gather_values((names, used.watch.least, text), mesh.size("world"))
+        if failure is not None:
+            raise failure
+        if texts := {rank: text for rank, (*_, text) in enumerate(everyone) if text}:
+            rank = min(texts)
+            raise RunError("worker-error", f"the measure of run.evaluate failed on rank {rank}: {texts[rank]}")
+        names = [*dict.fromkeys(name for listed, *_ in everyone for name in listed)]
+        least |= {name: number for _, one, _ in everyone for name, number in one.items()}
     like = next(iter(totals.values()))
     sums = torch.stack([totals.get(name, torch.zeros_like(like)) for name in names])
     if mesh.size("world") > 1:

@@ -24,7 +24,7 @@ from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
+from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss_result import LEAST, NUMBER, UNNAMED, VALUES, Loss, LossResult, loss_result
 from samestep.building.over_samples import IGNORING, within
+from samestep.errors import DataError
 from samestep.models.spec import LossNames
 from samestep.state.snapshot import preserve_function, preserve_generators
 
@@ -145,6 +146,8 @@ class LossWatch(TorchFunctionMode):
             has_zero |= one.__class__ in _NUMBERS and not one
         self.pairs.add((self._last, func, has_zero))
         self._last, name = func, getattr(func, "__name__", "")
+        if name == "ctc_loss":
+            _check_labels_of_ctc(args, kwargs or {})
         if name in _NOTED:
             before = args[0].clone() if name in _IN_PLACE else args[0] if args else None
             found = func(*args, **(kwargs or {}))
@@ -178,6 +181,28 @@ class LossWatch(TorchFunctionMode):
             numbers = [1.0] if name in _ONES else [one for one in (*args[::-1], *kwargs.values()) if _is_number(one)]
             if numbers:
                 vars(found)[NUMBER] = float(numbers[0])
+
+
+def _check_labels_of_ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the labels that torch's CTC loss reads, since its kernels for CPUs check none, and a label outside the classes ends Python.
+
+    Raises:
+        DataError: a label is no class.
+    """
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    log_probs, labels, _, lengths = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names))
+    if not isinstance(log_probs, Tensor) or not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        return
+    if labels.dim() == 2:
+        lengths = torch.as_tensor(lengths).reshape(-1, 1)
+        labels = labels[torch.arange(labels.shape[1]) < lengths]
+    outside = labels[(labels < 0) | (labels >= log_probs.shape[-1])]
+    if outside.numel():
+        raise DataError(
+            "label-out-of-range",
+            f"ctc_loss: a label is {int(outside[0])}, and the classes are 0 to {log_probs.shape[-1] - 1}. Use target_lengths that end before "
+            "labels that do not count, or remove these labels",
+        )
 
 
 def _before(guarded: dict[str, tuple[Any, float]], name: str, count: Tensor) -> Tensor:

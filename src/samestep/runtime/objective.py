@@ -29,18 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.first_read import FirstRead
 from samestep.building.loss import RunFunction, check_results_of, cross_entropy, is_known_sum, with_graph
 from samestep.building.loss_result import LossResult, as_number
-from samestep.building.loss_scope import mark_of
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
+from samestep.building.outside_reads import FirstRead
+from samestep.building.over_samples import mark_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.examination.traced_model import TracedModel
 from samestep.models.spec import LossNames
 from samestep.program.program import Program
 from samestep.runtime.axes import expert, forward_state, loss_terms, tensor, whole_batch
-from samestep.runtime.axes.joined_exchanges import BackwardExchanges
+from samestep.runtime.axes.exchanging_calls import BackwardExchanges
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import parameter_hooks
@@ -63,13 +63,13 @@ class LossPart:
     left_out: frozenset[int]
     """The ids of the weights that the backward reaches, though the loss does not need them."""
 
-    def numbers(self, found: LossResult, names: LossNames, like: Tensor) -> Tensor:
+    def numbers(self, result: LossResult, names: LossNames, like: Tensor) -> Tensor:
         """Return the total and its count, followed by the sum and the count of each named term and value that the loss found.
 
         The tensor [2 + `StepSpec.num_reported`] has the dtype and the device of `like`.
         """
         both = as_number(self.total.detach(), like), as_number(self.count, like)
-        return torch.stack([*both, *found.numbers(names, like)])
+        return torch.stack([*both, *result.numbers(names, like)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +214,12 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
     return first_watched
 
 
-def _values_of(held: nn.Module, model: nn.Module) -> dict[str, Any]:
+def _values_of(reached: nn.Module, model: nn.Module) -> dict[str, Any]:
     """Return the tensors and numbers in attributes of the parts of a model that a loss holds."""
     parts = {part: path for path, part in model.named_modules()}
     return {
         f"{parts[part]}.{name}".lstrip("."): value
-        for part in held.modules()
+        for part in reached.modules()
         if part in parts
         for name, value in set_attributes(part).items()
         if isinstance(value, _VALUES)

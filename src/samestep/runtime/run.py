@@ -12,9 +12,9 @@ A run is a facade over few parts. Its steps stand here; its other methods with w
 ```
 step                       ─► RunBatches    what a loop hands over, as a batch         run_batches.py
                            ─► Stepper       one step                                   stepper.py
-backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
+backward, update           ─► RunMethods    the two halves of a step, in any order     run_methods.py, own_steps/
 save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
-evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
+evaluate, predict          ─► RunMethods    forwards without gradients                 run_methods.py, evaluation.py
 record                     ─► RecordedRun   where the time of steps goes               recording/step_recorder.py
 ```
 """
@@ -36,8 +36,7 @@ from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.loss import loss_from
-from samestep.building.loss_scope import scoped
-from samestep.building.over_samples import IGNORING
+from samestep.building.over_samples import IGNORING, scoped
 from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.errors import JobError, LayoutError, ModelError
@@ -47,7 +46,6 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.saved_run import RunState, SavedRun
-from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
@@ -56,7 +54,6 @@ from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.optimizers_by_name import for_loops
-from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order, whereabouts
 from samestep.runtime.processes.join import RankInfo
@@ -64,6 +61,7 @@ from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.recording.step_recorder import RecordedRun, StepRecorder
 from samestep.runtime.run_batches import RunBatches
+from samestep.runtime.run_methods import RunMethods
 from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
@@ -73,7 +71,7 @@ from samestep.runtime.weights.weights_in_loops import computing
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
+class Run(RunMethods, SavedRun, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective

@@ -22,10 +22,9 @@ from typing import Any
 
 from torch import nn
 
-from samestep.building.batch_dim import BatchDim
 from samestep.building.loss import cross_entropy
-from samestep.building.model_loss import ModelLoss
-from samestep.building.own_loss import moves_labels
+from samestep.building.model import BatchDim
+from samestep.building.model_loss import ModelLoss, moves_labels
 from samestep.datasets.batch import GivenBatch
 from samestep.datasets.labels import (
     LOOKED_AT,

@@ -128,11 +128,11 @@ def flag_slots(raised: Mapping[StepFlag, bool | Tensor], device: torch.device) -
     """Return one rank's flags in their slots (float64): filled on the device, since a copy would hold the host."""
     slots = torch.zeros(FLAG_SLOTS, dtype=torch.float64, device=device)
     for flag, value in raised.items():
-        slot, one = FLAG_PLACES[flag]
+        slot, unit = FLAG_PLACES[flag]
         if isinstance(value, Tensor):
-            slots[slot].add_(value, alpha=one)
+            slots[slot].add_(value, alpha=unit)
         elif value:
-            slots[slot].add_(one)
+            slots[slot].add_(unit)
     return slots
 
 
@@ -140,9 +140,9 @@ def _flags_in(slots: Sequence[float]) -> dict[StepFlag, float]:
     """Return the number of ranks that raise each flag."""
     shared = FLAG_PLACES[StepFlag.RECORD][1]
     asked = slots[StepFlag.SAVE]
-    found: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
-    found[StepFlag.RECORD], found[StepFlag.SAVE] = asked // shared, asked % shared
-    return found
+    counts: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
+    counts[StepFlag.RECORD], counts[StepFlag.SAVE] = asked // shared, asked % shared
+    return counts
 
 
 _IN_SLOTS = [flag for flag in StepFlag if flag not in (StepFlag.RECORD, StepFlag.SAVE)]
@@ -165,8 +165,8 @@ class SummedScalars:
         """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
         if not least:
             return self
-        replicas = tuple([replace(one, count=max(one.count, least)) for one in self.agreed.replicas])
-        count = sum(one.count for one in replicas)
+        replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.agreed.replicas])
+        count = sum(replica.count for replica in replicas)
         return replace(self, agreed=replace(self.agreed, count=count, replicas=replicas))
 
     @classmethod
@@ -200,9 +200,10 @@ class StepNumbers:
     @classmethod
     def of(cls, agreed: StepScalars, numerator: float) -> StepNumbers:
         """Return the numbers of a step whose gradients are scaled by the count over `numerator`."""
-        scales = [numerator / one.count if one.count else None for one in agreed.replicas]
+        scales = [numerator / replica.count if replica.count else None for replica in agreed.replicas]
         norms = [
-            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
+            math.sqrt(replica.norm_squared) * (scale or 0.0)
+            for replica, scale in zip(agreed.replicas, scales, strict=True)
         ]
         loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
         norm = math.hypot(*norms) / math.sqrt(len(norms))

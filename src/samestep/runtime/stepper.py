@@ -35,9 +35,8 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.open_step import WHOLE, OpenStep, Progress, ReadStep, StepBackward, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
-from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart
+from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
-from samestep.runtime.optimizers.whole_optimizer import Closure
 from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, SummedScalars, flag_slots
 from samestep.runtime.step_report import StepReport, forget_peak, peaks_of

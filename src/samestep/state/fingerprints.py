@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.families import facts_of
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
 from samestep.building.optimizer import CombinedOptimizer
 
 _PLAIN = (type(None), bool, int, float, str)

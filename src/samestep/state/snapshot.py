@@ -29,24 +29,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import OF_TORCH
-from samestep.building.named_tensors import address
+from samestep.building.named_tensors import OF_TORCH, address
 from samestep.building.torch_seams import set_versions
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
-from samestep.state.named_variables import SEARCHED, Home, Variable, home_of, variables_of
+from samestep.state.named_variables import OF_USER, SEARCHED, Variable, home_of, variables_of
 from samestep.state.writes import version_of
 from samestep.trees import have_same_values
 
-_DEPTH = 5
+DEPTH = 5
+"""Levels of objects and containers that are looked into."""
 _LARGEST_COPY = 2**24
 _LARGEST = 4096
 """Containers of more items are compared by their length alone."""
 _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
 
 _SINGLE = (bool, int, float, complex, str, bytes, type(None))
-HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
+_HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
 """Classes of Python whose objects hold attributes like those of a user's class."""
-_PLAIN = (*_SINGLE, *HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
+_PLAIN = (*_SINGLE, *_HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Values of variables that are state, besides objects of the user's classes."""
 _LARGEST_NUMBER = 2**53
 _EXACT = frozenset((dict, OrderedDict))
@@ -87,6 +87,9 @@ class Snapshot:
     `root` is a model, or a function such as a loss. While a run holds a model's weights, hooks and modes (`weights=False`),
     what torch itself keeps in every module is left alone, but for the buffers.
     """
+
+    homes = OF_USER
+    """The origins of code that is searched for names, and of objects in variables that are state."""
 
     def __init__(self, root: nn.Module | Callable[..., Any], *, weights: bool = True) -> None:
         self._weights = weights
@@ -140,8 +143,12 @@ class Snapshot:
             return
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches.append((value, value.cache_info()))
-        for variable in variables_of(name, value):
+        for variable in variables_of(name, value, self.homes):
             self._variable(variable)
+
+    def _is_state(self, value: Any) -> bool:
+        """Return whether the content of a variable is state."""
+        return isinstance(value, _PLAIN) or home_of(type(value).__module__) in self.homes
 
     def _variable(self, variable: Variable) -> None:
         """Note a variable of which the value is state; search what else it holds; a number that nobody can set is a constant."""
@@ -150,7 +157,7 @@ class Snapshot:
             self._meet(name, value)
         elif holder is None and isinstance(value, _SINGLE):
             self._note(value)
-        elif isinstance(value, _PLAIN) or home_of(type(value).__module__) is Home.USER:
+        elif self._is_state(value):
             place = (id(value), "") if holder is None else (id(holder), key)
             if place not in self._places:
                 self._places.add(place)
@@ -207,7 +214,7 @@ class Snapshot:
     def _value(self, name: str, value: Any) -> Content:
         tensors: list[Tensor] = []
         before = len(self.generators)
-        skeleton = self._skeleton(name, value, tensors, _DEPTH)
+        skeleton = self._skeleton(name, value, tensors, DEPTH)
         self._alive += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
         generators = {id(generator) for generator, _ in self.generators[before:]}
         return Content(skeleton, tensors, list(map(address, tensors)), generators)
@@ -260,7 +267,7 @@ class Snapshot:
             return type(value).__name__
         self._meet(type(value).__name__, type(value))
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        slots = dict(slots_of(value)) if home_of(type(value).__module__) is Home.USER else {}
+        slots = dict(slots_of(value)) if home_of(type(value).__module__) in self.homes else {}
         self._put_back += [partial(object.__setattr__, value, key, item) for key, item in slots.items()]
         if not isinstance(fields, dict) and not slots:
             return type(value).__name__

@@ -11,111 +11,84 @@ A trial of the optimizer reads thresholds and counters here, and puts back what 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.state.named_variables import SEARCHED, Home, Variable, home_of, variables_of
-from samestep.state.snapshot import HOLDERS, copied_items, items_of, put_items, slots_of
+from samestep.state.named_variables import Home, Variable
+from samestep.state.snapshot import DEPTH, Snapshot
 
 _INNER, _GROUP = "inner.", "group."
 _OWN = ("state", "param_groups")
-_MOST = 20_000
-"""Objects that are looked into at most."""
-_MOST_ITEMS = 4096
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor)
-"""Values that hold no others."""
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_HOMES = frozenset([Home.USER, Home.PACKAGE])
 
 
-class StepCode:
-    """The optimizers and tensors that an optimizer's step reaches, and the places outside of its state that it may change."""
+class StepCode(Snapshot):
+    """A snapshot of what an optimizer's step reaches, without its weights and their states."""
+
+    homes = frozenset([Home.USER, Home.PACKAGE])
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.optimizers: list[Any] = []
         """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
-        self.tensors: set[int] = set()
+        super().__init__(optimizer, weights=False)  # type: ignore[arg-type]
+        self.tensors = {id(tensor) for content in self.values.values() for tensor in content.tensors}
         """Ids of the tensors that its code reaches, in a closure as in an attribute."""
-        self.places: list[Variable] = []
-        """Where numbers stand that the step may read: closures, variables, attributes."""
-        self._containers: list[Any] = []
-        self._follow(Variable("", None, "", optimizer))
-        self._containers.append(vars(optimizer))
 
-    def _follow(self, first: Variable) -> None:
-        """Look into a value and what it holds, each once, in the order in which code holds them."""
-        seen: dict[int, Any] = {}  # so that no id is given to another object
-        rest = [iter([first])]
-        while rest:
-            variable = next(rest[-1], None)
-            if variable is None:
-                rest.pop()
-                continue
-            self._note(variable)
-            value = variable.value
-            if id(value) not in seen and len(seen) <= _MOST and not isinstance(value, _LEAVES):
-                seen[id(value)] = value
-                rest.append(self._within(variable.name, value))
+    def _is_state(self, value: Any) -> bool:
+        return isinstance(value, Optimizer) or super()._is_state(value)
 
-    def _note(self, variable: Variable) -> None:
-        """Note a number or a tensor, and where it can be set."""
-        value = variable.value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if isinstance(value, Tensor):
-            self.tensors.add(id(value))
-            is_number = value.numel() == 1
-        if is_number and variable.holder is not None and isinstance(variable.key, str):
-            self.places.append(variable)
+    def _items(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:
+        """Return the skeleton of a container or an object; of an optimizer that of its attributes and of the options of its groups."""
+        if not isinstance(value, Optimizer):
+            return super()._items(name, value, tensors, depth)
+        self.optimizers.append(value)
+        self._meet(type(value).__name__, type(value))
+        attributes = {key: item for key, item in vars(value).items() if key not in _OWN}
+        groups = [
+            {key: option for key, option in group.items() if key not in ("params", "param_names")}
+            for group in value.param_groups
+        ]
+        self._undo += [(items, dict(items)) for items in (vars(value), *value.param_groups)]
+        return [
+            self._skeleton(f"{name}.{key}", item, tensors, DEPTH)
+            for items in (attributes, *groups)
+            for key, item in items.items()
+        ]
 
-    def _within(self, name: str, value: Any) -> Iterator[Variable]:
-        """Yield what a value holds."""
-        if isinstance(value, Optimizer):
-            self.optimizers.append(value)
-            yield from (variable for variable in _of_object(name, value) if variable.key not in _OWN)
-            for group in value.param_groups:
-                options = ((key, option) for key, option in group.items() if key not in ("params", "param_names"))
-                yield from (Variable(name, group, key, option) for key, option in options)
-        elif isinstance(value, SEARCHED):
-            yield from variables_of(name, value, _HOMES)
-        elif isinstance(value, _CONTAINERS):
-            if not isinstance(value, tuple | frozenset):
-                self._containers.append(value)
-            if isinstance(value, dict):
-                yield from (Variable(name, value, *item) for item in list(items_of(value).items())[:_MOST_ITEMS])
-            else:
-                yield from (Variable(name, None, "", item) for item in list(islice(value, _MOST_ITEMS)))
-        elif isinstance(value, HOLDERS) or home_of(type(value).__module__) in _HOMES:
-            yield from _of_object(name, value)
+    @property
+    def places(self) -> list[Variable]:
+        """Where numbers stand that the step may read: closures, variables, attributes, items of dicts."""
+        held = (
+            Variable("", container, key, item)
+            for container, items in self.containers
+            if isinstance(container, dict)
+            for key, item in items.items()
+            if isinstance(key, str)
+        )
+        variables = (variable for variable in self.variables.values() if variable.holder is not None)
+        return [variable for variable in (*held, *variables) if _is_number(variable.value)]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
-        numbers = [(place, _value_of(place.present)) for place in self.places]
-        containers = [(container, copied_items(container)) for container in self._containers]
+        snapshot = StepCode(self.optimizer)
+        numbers = [(place, _value_of(place.value)) for place in snapshot.places]
         try:
             yield
         finally:
-            for container, items in containers:
-                put_items(container, items)
-            for place, before in numbers:
-                write(place, before)
+            snapshot.restore(generators=False)
+            for place, number in numbers:
+                write(place, number)
 
 
-def _of_object(name: str, value: Any) -> Iterator[Variable]:
-    """Yield the class of an object, and its attributes."""
-    yield Variable(type(value).__name__, None, "", type(value))
-    yield from (Variable(f"{name}.{key}", None, "", item) for key, item in slots_of(value))
-    attributes = getattr(value, "__dict__", {})
-    yield from (
-        Variable(f"{name}.{key}", attributes, key, item) for key, item in list(attributes.items())[:_MOST_ITEMS]
-    )
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value_of(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
 from samestep.tracing.meta_tensors import NeedsValuesError, is_mask
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 

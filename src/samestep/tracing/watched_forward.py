@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.amp import autocast_mode
 
 from samestep.building.attention import AttentionCall, DocumentMask
-from samestep.building.attention.by_document import lengths_of
+from samestep.building.attention.fused import lengths_of
 from samestep.building.model import call_model, why_unfit
 from samestep.building.over_samples import Keeping, within
 from samestep.building.surface import process_randomness

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from samestep.datasets import module_search
+from samestep.datasets import imported
 from samestep.datasets.source import SOURCES
 from samestep.errors import CheckpointError
 from samestep.job import Job
@@ -103,7 +103,7 @@ def _file_of(word: str, folder: str | None) -> str:
         found = getattr(sys.modules[root], "__file__", None)
         return str(Path(found).resolve()) if found else ""
     with contextlib.suppress(ImportError, ValueError, AttributeError):
-        spec = module_search.spec_of(root, folder)
+        spec = imported.spec_of(root, folder)
         if spec is not None and spec.origin:
             return str(Path(spec.origin).resolve())
     return ""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from samestep.building.imported import import_function
+from samestep.datasets.imported import import_function
 from samestep.errors import JobError, SamestepError, failures_of
 from samestep.job import Job
 from samestep.output.durable_files import write_whole

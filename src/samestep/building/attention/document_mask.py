@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.attention.attention_call import AttentionCall
-from samestep.building.attention.by_document import dense_mask
-from samestep.building.attention.carriers import output_of
+from samestep.building.attention.carriers import AttentionCall, output_of
+from samestep.building.attention.fused import dense_mask
 from samestep.building.torch_seams import DisableTorchFunctionSubclass
 from samestep.trees import tree_map_only
 

@@ -11,36 +11,83 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.chunked_cross_entropy import Chunking
 from samestep.building.loss import RunFunction
+from samestep.building.model import call_model
 from samestep.building.model_changes import multiply_all_packed
+from samestep.building.torch_seams import disable_compiler, is_compiled
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
+from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.program.step import repeats_in_graphs
 from samestep.randomness import dropout_state
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.randomness.masks import MaskSlice
-from samestep.runtime.axes import batch_norm, chunked_mlp, expert, folded_hooks, precision, recompute, tensor
+from samestep.runtime.axes import (
+    batch_norm,
+    chunked_mlp,
+    expert,
+    folded_hooks,
+    own_backwards,
+    precision,
+    recompute,
+    tensor,
+)
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.forward_state import RepeatedState
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
-from samestep.runtime.axes.pipeline.whole_model import WholeModel
-from samestep.runtime.axes.shared_samples import SharedSamples
-from samestep.runtime.axes.step_part import PartOfStep
+from samestep.runtime.axes.step_part import PartOfStep, SharedSamples
 from samestep.runtime.axes.tensor import cuts_logits
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.pending_logits import PendingHead
+
+
+class WholeModel:
+    """The counterpart of `Stage` in a layout without a pipeline: it has all layers, and sends nothing."""
+
+    num_chunks = 1
+
+    def __init__(self, model: nn.Module, running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._model, self._running = model, running
+
+    def is_last(self, chunk: int) -> bool:
+        """Return whether a chunk ends the model, and so has the loss: the only one does."""
+        return True
+
+    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
+        """Run all layers on a micro-batch; return the model's outputs."""
+        if self._running is nullcontext:
+            return call_model(self._model, samples)
+        with self._running():
+            return call_model(self._model, samples)
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of the whole model."""
+        assert loss is not None
+        loss.backward()
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Do nothing: nothing was postponed."""
+
+    def finish_forward(self) -> None:
+        """Do nothing: nothing was kept."""
+
+    def from_last(self, outputs: Any) -> Any:
+        """Return the outputs: this is the last stage."""
+        return outputs
+
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -124,7 +171,7 @@ class AppliedAxes:
         other_stages.mark(traced.module)
         precise = precision.PreciseForwards(program)
         graphs = bool(self.compiled.num_blocks)
-        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred, runs_graphs=graphs)
+        stage = _stage_of(traced, program, mesh, self.slicing, flows, self.deferred, runs_graphs=graphs)
         repeated = (
             precise.recompute_contexts,
             functools.partial(dropout_state.recompute_contexts, traced.module),
@@ -152,6 +199,34 @@ class AppliedAxes:
                 detached=traced.analysis.detached_checkpoints,
             ),
         )
+
+
+def _stage_of(
+    traced: TracedModel,
+    program: Program,
+    mesh: Mesh,
+    slicing: context.Slicing | context.WholeSequences,
+    flows: Flows | None,
+    deferred: Deferred,
+    *,
+    runs_graphs: bool = False,
+) -> pipeline.Stage | WholeModel:
+    """Return the layers that this rank runs, and their exchange with other stages where there are any; `runs_graphs` if the job compiles."""
+    running = nullcontext if runs_graphs else _running_in(program.step.layout, traced.module)
+    running = own_backwards.around(traced.module, running) if traced.spec.differentiates_at else running
+    return (
+        pipeline.Stage(traced, program, mesh, slicing, flows, deferred, running)
+        if mesh.size("pp") > 1
+        else WholeModel(traced.module, running)
+    )
+
+
+def _running_in(layout: Layout, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    """Return the context of forwards of a model that compiles itself: uncompiled where a layout has hooks in its modules, which the
+    compiler would compile too.
+    """
+    has_hooks = layout.zero > 1 or layout.model_ranks * layout.pp * layout.cp * layout.ep > 1
+    return disable_compiler if has_hooks and any(map(is_compiled, model.modules())) else nullcontext
 
 
 def pending_of(

@@ -41,8 +41,7 @@ from samestep.runtime.axes.one_group_norm import (
     OneGroupNorm,
     StatisticsExchange,
 )
-from samestep.runtime.axes.shared_samples import SharedSamples
-from samestep.runtime.axes.step_part import ShapesOf
+from samestep.runtime.axes.step_part import ShapesOf, SharedSamples
 from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.step_observer import StepBatch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
 from samestep.building.torch_seams import disable_current_modes, is_transformed
 from samestep.errors import LayoutError, ModelError
 from samestep.models.spec import is_below

@@ -33,9 +33,9 @@ from torch.overrides import (
     TorchFunctionMode,
 )
 
-from samestep.building.attention import by_document
-from samestep.building.attention.by_document import attend_each
+from samestep.building.attention import fused
 from samestep.building.attention.formula import BLOCK_ELEMENTS
+from samestep.building.attention.fused import attend_each
 from samestep.building.loss import RunFunction, run_uncompiled
 from samestep.building.torch_seams import (
     current_function_mode,
@@ -52,13 +52,12 @@ from samestep.models.spec import MaskSpec, ModelAnalysis, is_below
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, repeats_in_graphs
 from samestep.randomness import graph_draws
-from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.masks import MaskSource
 from samestep.runtime.axes import rank_crossings
-from samestep.runtime.axes.context.ring_operation import attend_around
+from samestep.runtime.axes.context.block_exchanges import attend_around
 from samestep.runtime.axes.context.slicing import Exchanging, GraphAttentions
 from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
-from samestep.runtime.axes.mixed_products import MixedProducts
-from samestep.runtime.axes.precision import RaiseIslands
+from samestep.runtime.axes.precision import MixedProducts, RaiseIslands
 
 InGraph = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _ISLAND = "samestep keeps it outside of the graph"
@@ -350,7 +349,7 @@ def _prepare_compiler() -> None:
     # Run by itself between two graphs, it would be one of the function that it was given first, and serve others.
     for mode in (GraphAttentions, RaiseIslands):
         dynamo().eval_frame.skip_code(mode.__torch_function__.__code__)
-    by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
+    fused.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
 
 
 def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:

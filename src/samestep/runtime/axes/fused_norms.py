@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
 from samestep.building.torch_seams import DispatchMode
 
 Call = Callable[[nn.Module, Tensor], Tensor]

@@ -27,7 +27,7 @@ from samestep.building.torch_seams import (
 )
 from samestep.models.spec import is_below
 from samestep.randomness import graph_draws
-from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.masks import MaskSource
 from samestep.runtime.axes import rank_crossings
 from samestep.trees import tensors_in
 

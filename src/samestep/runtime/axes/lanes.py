@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.batch_dim import BatchDim
 from samestep.building.initial_values import Blueprint
+from samestep.building.model import BatchDim
 from samestep.building.module_copies import deep_copy
 from samestep.building.named_tensors import cast_floating
 from samestep.building.several_models import as_one

@@ -41,7 +41,7 @@ from samestep.program.program import Program
 from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
 from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
-from samestep.runtime.axes.context import ring_operation  # noqa: F401 (it defines that of a ring)
+from samestep.runtime.axes.context import block_exchanges  # noqa: F401 (it defines that of a ring)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks

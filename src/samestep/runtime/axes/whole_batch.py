@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss import with_graph
 from samestep.building.loss_result import Amount, Loss, LossResult, loss_result
-from samestep.building.loss_scope import OverBatch, of_rows
-from samestep.building.over_samples import within
+from samestep.building.over_samples import OverBatch, of_rows, within
 from samestep.errors import JobError
 from samestep.independence.roundings import limit_of_values
 from samestep.program.program import Program

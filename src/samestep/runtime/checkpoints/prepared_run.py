@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from samestep.datasets import stamps
-from samestep.datasets.stamps import Stamp
 from samestep.errors import CheckpointError, DataError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -27,19 +26,6 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch
 from samestep.state.snapshot import preserve_generators
-
-
-class NotedData(Protocol):
-    """The data that a run is trained on: a `trained_data.TrainedData`."""
-
-    def stamp(self) -> Stamp:
-        """Return its stamp on rank 0."""
-
-    def stream_state(self, steps_taken: int) -> Any:
-        """Return the state of the stream that is trained on, on rank 0."""
-
-    def resumes_from(self, folder: Path, step: int, stamp: Stamp) -> tuple[str, ...]:
-        """Hold it against the stamp in a checkpoint."""
 
 
 class PreparedRun(Protocol):
@@ -56,7 +42,7 @@ class PreparedRun(Protocol):
         """The layout of the program."""
 
     @property
-    def data(self) -> NotedData:
+    def data(self) -> TrainedData:
         """The data that the run is trained on."""
 
     @property

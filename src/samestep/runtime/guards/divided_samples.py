@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from samestep.building.loss import IGNORED_LABEL
 from samestep.building.named_tensors import cast_floating
 from samestep.independence.roundings import is_let_go, limit_of_values, relative_deviation
 from samestep.tracing import pending_logits
-from samestep.trees import map_tensors
+from samestep.trees import map_tensors, tree_leaves
 
 _FAR, _BESIDE = 1000.0, 0.01
 """Other values are so many times the mean size, or differ by this part from a number."""
@@ -62,6 +62,16 @@ class SamplePlace:
         counts = self.of_half, tensor.shape[self.dim] - self.of_half
         return tensor.narrow(self.dim, (half - 1) * self.of_half, counts[half - 1])
 
+    def twice(self, tensor: Tensor, number: int, shift: int) -> Tensor:
+        """Return the rows of so many samples twice, the second time larger by `shift`."""
+        if self.dim is None:
+            return tensor
+        again = tensor + shift if shift else tensor
+        if not self.is_stacked:
+            return torch.cat([tensor, again], self.dim)
+        views = [rows.unflatten(self.dim, (-1, number)) for rows in (tensor, again)]
+        return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class DividedSamples:
@@ -78,6 +88,16 @@ class DividedSamples:
     """Number of samples of each half, or of tokens."""
     graded: tuple[int, ...] = ()
     """The numbers of the tensors through which a backward goes."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the whole."""
+        return sum(leaf.numel() for leaf in self.tensors[WHOLE])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether many other values can be tried."""
+        return self.num_elements <= _LARGE
 
     def part(self, tensors: Sequence[Tensor], part: int, *, raised: bool) -> tuple[Any, Any]:
         """Return outputs and batch of one of `PARTS`, with the values of `tensors` of the whole; a loss may write into them."""
@@ -108,7 +128,7 @@ class DividedSamples:
         """Yield the samples with other values in a tensor of the first half: with which a label or mask does not count, or does; and values
         around `numbers`, those of the code of the loss, and far from all others, by which a loss may choose a factor.
         """
-        is_large = sum(leaf.numel() for leaf in self.tensors[WHOLE]) > _LARGE
+        is_large = not self.is_small
         for index, place in enumerate(self.places):
             leaf = self.tensors[WHOLE][index]
             is_output = index < self.num_outputs
@@ -119,10 +139,51 @@ class DividedSamples:
             values = _other_values(first, second, numbers_here, is_output=is_output)
             far = [_moved(first, by) for by in (_FAR, -_FAR)] if first.is_floating_point() else []
             for other in (*map(leaf.new_tensor, values), *far):
-                changed = [*self.tensors[WHOLE]]
-                changed[index] = leaf.clone()
-                place.take(changed[index], 1, self.sizes).copy_(other)
-                yield replace(self, tensors=(changed, *self.tensors[1:]))
+                changed = leaf.clone()
+                place.take(changed, 1, self.sizes).copy_(other)
+                yield self._with(index, changed)
+                if not (is_large or is_output or other.dim() or _may_be_ids(first, second)):  # so many, as no half has
+                    yield self._with(index, torch.zeros_like(leaf).copy_(other))
+
+    def _with(self, index: int, leaf: Tensor) -> DividedSamples:
+        """Return the samples with another tensor in the place of one of the whole."""
+        whole = [leaf if place == index else tensor for place, tensor in enumerate(self.tensors[WHOLE])]
+        return replace(self, tensors=(whole, *self.tensors[1:]))
+
+    def doubled(self) -> list[DividedSamples]:
+        """Return twice these samples, which are each half of them then; none if they cannot be repeated.
+
+        Whole numbers that the halves do not share may be ids of groups, or classes: others in the second half first, and then the same.
+        """
+        if None in self.places or any(map(is_let_go, self.tensors[WHOLE])) or len({*map(_words_of, self.trees)}) > 1:
+            return []
+        number, places = sum(self.sizes), [cast("SamplePlace", place) for place in self.places]
+        ways = [
+            [place.twice(leaf, number, by) for leaf, place, by in zip(self.tensors[WHOLE], places, shifts, strict=True)]
+            for shifts in self._shifts()
+        ]
+        places_twice: list[SamplePlace | None] = [
+            place if place.dim is None else replace(place, of_half=leaf.shape[place.dim])
+            for leaf, place in zip(self.tensors[WHOLE], places, strict=True)
+        ]
+        return [
+            replace(self, trees=self.trees[:1] * 3, tensors=(leaves,) * 3, places=places_twice, sizes=(number, number))
+            for leaves in ways
+        ]
+
+    def _shifts(self) -> list[list[int]]:
+        """Return by how much the numbers of each tensor are others in the second half of twice the samples; none on an accelerator if
+        they are, since an index beyond a table ends its context.
+        """
+        shifts = []
+        for leaf, place in zip(self.tensors[WHOLE], self.places, strict=True):
+            halves = (
+                [] if place is None or place.dim is None else [place.take(leaf, half, self.sizes) for half in PARTS[1:]]
+            )
+            shifts.append(int(leaf.max() - leaf.min()) + 1 if halves and _may_be_ids(*halves) else 0)
+        is_on_host = all(leaf.device.type == "cpu" for leaf in self.tensors[WHOLE])
+        plain = [0] * len(shifts)
+        return [plain] if shifts == plain else [shifts, plain] if is_on_host else []
 
 
 def _other_values(first: Tensor, second: Tensor, numbers: Collection[float], *, is_output: bool) -> list[float]:
@@ -140,8 +201,14 @@ def _other_values(first: Tensor, second: Tensor, numbers: Collection[float], *, 
     both, info = torch.cat([first.flatten(), second.flatten()]), torch.iinfo(first.dtype)
     is_on_host = first.device.type == "cpu" or not both.numel()
     least, most = (info.min, info.max) if is_on_host else (int(both.min()), int(both.max()))
-    others = set() if bool(torch.isin(first.flatten(), second.flatten()).any()) else set(second.flatten().tolist())
+    others = set(second.flatten().tolist()) if _may_be_ids(first, second) else set()
     return [value for value in values if least <= value <= most and value not in others]
+
+
+def _may_be_ids(first: Tensor, second: Tensor) -> bool:
+    """Return whether two halves share none of their whole numbers, as ids of groups that stay together."""
+    is_whole = not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool)
+    return is_whole and first.numel() > 0 and not bool(torch.isin(first, second).any())
 
 
 def _moved(tensor: Tensor, by: float) -> Tensor:
@@ -250,6 +317,11 @@ def _distance(tensor: Tensor, expected: Tensor) -> float:
     if tensor.is_complex():
         tensor, expected = torch.view_as_real(tensor), torch.view_as_real(expected)
     return relative_deviation(expected, tensor) if tensor.shape == expected.shape else 0.0
+
+
+def _words_of(tree: Any) -> str:
+    """Return what a tree holds beside tensors: names or numbers of each sample are others in each half."""
+    return repr([leaf for leaf in tree_leaves(tree) if not isinstance(leaf, Tensor)])
 
 
 # -- nested tensors --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ is the same in all three, such as a table of classes, belongs to all samples (`d
 | nothing, twice | a loss that keeps something between its calls |
 | outputs moved a little, and far | what couples samples where outputs are equal, as behind a head of zeros; limits of sums |
 | the labels, masks or values of one half | a count or sum that is guarded: a part in which nothing counts; a factor that a value selects |
+| as many samples as one device has, which are these repeated | a factor or count that a number of samples selects |
 | other outputs before | a loss with a running mean |
 
 A count that is guarded against zero counts what it was before (`loss_watch.py`). Outputs or batches that cannot be divided so are no
@@ -55,6 +56,8 @@ _KEEPS_OF_PART = (
     "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others: "
     "one of samestep.batch_mean or batch_sum works, or samestep.whole_batch(loss)"
 )
+_MOST_ELEMENTS = 2**21
+"""Samples with more elements are not repeated."""
 _GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
@@ -86,17 +89,19 @@ def judge(
     keeping: Loss | None = None,
     *,
     is_new: bool = True,
+    num_samples: int = 0,
 ) -> LossTrial:
     """Return whether a loss is a sum over samples, of some that were run as one and as two halves.
 
     `graded` says through which tensors of the outputs a backward goes; by default through all but weights. What the loss keeps
     between calls, or the function `keeping` of the user's that it calls, is as before afterwards. Every rank of a tensor cut calls it
     alike, since the loss may communicate over the cut. Values around the numbers in the code of a loss are tried if it `is_new`.
+    One device computes the loss of `num_samples` at once: so many are tried too, of these repeated, if they are few elements.
     """
     ways = divisions(whole, halves, graded)
     if not ways:
         return LossTrial("no dimension of its outputs holds the samples", is_indivisible=True)
-    outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0)
+    outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0, num_samples)
     has_own = None in ways[0].places[: ways[0].num_outputs]  # which differs by roundings
     return replace(outcome, is_indivisible=True) if outcome.reason and has_own else outcome
 
@@ -107,12 +112,14 @@ def judge_tokens(loss: Loss, samples: Samples, length: int, keeping: Loss | None
     return replace(outcome, of_tokens=True)
 
 
-def _first_that_passes(loss: Loss, ways: Sequence[DividedSamples], keeping: Loss, num_numbers: int | None) -> LossTrial:
+def _first_that_passes(
+    loss: Loss, ways: Sequence[DividedSamples], keeping: Loss, num_numbers: int | None, num_samples: int = 0
+) -> LossTrial:
     """Return the first outcome without a reason; `num_numbers` is None if the parts are those of tokens."""
     outcomes = []
     try:
         for some in ways:
-            outcomes.append(_judge_division(loss, some, keeping, num_numbers))
+            outcomes.append(_judge_division(loss, some, keeping, num_numbers, num_samples))
             if not outcomes[-1].reason:
                 return outcomes[-1]
     except torch.OutOfMemoryError:
@@ -120,14 +127,17 @@ def _first_that_passes(loss: Loss, ways: Sequence[DividedSamples], keeping: Loss
     return outcomes[0]
 
 
-def _judge_division(loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None) -> LossTrial:
+def _judge_division(
+    loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None, num_samples: int
+) -> LossTrial:
     with preserve_function(keeping) as before:
         outcome = _compare_sums(loss, some)
         if outcome.judged and not outcome.reason:
             outcome = _try_moved(loss, some, outcome)
         if outcome.judged and not outcome.reason and num_numbers is not None:
             numbers = sorted(before.numbers, key=abs)[:num_numbers]
-            outcome = replace(outcome, reason=_try_other_half(loss, some, numbers))
+            reason = _try_other_half(loss, some, numbers) or _try_more(loss, some, numbers, num_samples)
+            outcome = replace(outcome, reason=reason)
     if outcome.judged and not outcome.reason:
         outcome = replace(outcome, reason=_memory_of_others(loss, some, keeping))
     return outcome
@@ -262,11 +272,33 @@ def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) 
         except Exception:  # of the user's own code, which need not be defined for such values
             continue
         if reason := _compare_halves(whole, halves, raised=True).reason:
+            if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
+                return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
                 f"{reason}, one with other labels or values, so a part in which little or nothing counts would count otherwise, or a value of "
                 "all samples selects a number: a plain sum and count work, also behind n.clamp(min=1), which is the count of the whole "
                 "step then, or samestep.whole_batch(loss)"
             )
+    return ""
+
+
+def _try_more(loss: Loss, some: DividedSamples, numbers: Sequence[float], num_samples: int) -> str:
+    """Return the reason against a loss that does not add up over more samples than were run, as one that a count of them changes; up to
+    `num_samples`. A loss that is not defined for them was tried on fewer.
+    """
+    while sum(some.sizes) < num_samples and some.num_elements <= _MOST_ELEMENTS:
+        outcomes = [(twice, _compare_sums(loss, twice)) for twice in some.doubled()]
+        defined = next(((twice, outcome) for twice, outcome in outcomes if not outcome.is_indivisible), None)
+        if defined is None:
+            return ""
+        some, outcome = defined
+        if outcome.reason:
+            return (
+                f"{outcome.reason}, for {sum(some.sizes)} samples, of which a layout gives each rank or micro-batch a part, so the number of "
+                "samples, or of those that count, selects a number: samestep.whole_batch(loss) is given all samples at once"
+            )
+        if some.is_small and (reason := _try_other_half(loss, some, numbers)):
+            return reason
     return ""
 
 

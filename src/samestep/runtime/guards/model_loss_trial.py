@@ -27,8 +27,7 @@ from torch import Tensor
 
 from samestep.building.loss_result import LEAST, UNNAMED
 from samestep.building.model import loss_within
-from samestep.building.model_loss import Labels, ModelLoss, Rule, name_in, returned_loss
-from samestep.building.own_loss import moves_labels
+from samestep.building.model_loss import Labels, ModelLoss, Rule, moves_labels, name_in, returned_loss
 from samestep.independence.roundings import limit_of_values
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.randomness.mask_source import named_modules
+from samestep.randomness.masks import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values

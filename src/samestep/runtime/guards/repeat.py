@@ -291,7 +291,10 @@ class Repeat(NamedSamples):
         if run.whole.outputs is None:
             return LossTrial()
         loss, of_user = tried.loss, self._loss_of_user
-        trial = loss_of_parts.judge(loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new)
+        number = 0 if self._assembly.parallel.program.step.layout.cp > 1 else self._batch.num_samples
+        trial = loss_of_parts.judge(
+            loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
+        )
         if self._assembly.parallel.program.step.layout.cp == 1 or trial.reason or not trial.judged:
             return trial
         length = target_of(run.whole.batch).shape[1]

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from samestep.building.training_modules import copy_modes
+from samestep.building.model_changes import copy_modes
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Loss
 from samestep.runtime import evaluation

@@ -359,7 +359,8 @@ class StepTrials:
             )
             return
         one = "cp=1 works" if trial.of_tokens else "one rank with the whole batch as its micro-batch works"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}; (sum over {what}, their number) works, and {one}")
+        sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum'), works"
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}; {sums}, and {one}")
 
     def _settle_loss(self, watch: LossWatch) -> None:
         """Note that the loss needs no trial."""

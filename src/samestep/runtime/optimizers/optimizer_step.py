@@ -52,7 +52,7 @@ from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer, check_scale
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.moving_averages import WeightAverages
-from samestep.runtime.weights.pieces import Piece, UpdatedInPlace, gradients_of, live_weights
+from samestep.runtime.weights.pieces import LiveWeights, Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import StepCode, optimizers_with_states, rows_in_group
 
@@ -70,7 +70,7 @@ class Updater:
     loss_scale: LossScale
     rates: GroupRates
     """The learning rates of its groups."""
-    live: UpdatedInPlace
+    live: LiveWeights
     """The weights that the forward reads."""
     chunks: Chunks
     """The pieces that are updated together, and how they are held between two updates."""
@@ -137,7 +137,7 @@ class Updater:
             loss_scale=loss_scale,
             rates=rates,
             chunks=chunks_of(pieces, optimizer, packing, splits_masters=splits_masters),
-            live=live_weights(pieces),  # after the chunks: to split masters writes their targets
+            live=LiveWeights(pieces),  # after the chunks: to split masters writes their targets
             offload=Offload([piece.value for piece in pieces]),
             packing=packing,
             averages=averages,

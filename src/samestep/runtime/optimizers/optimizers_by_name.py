@@ -20,7 +20,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from torch.optim import Optimizer
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import InputError, ModelError
-from samestep.runtime.optimizers.skeletons import alone
+from samestep.runtime.optimizers.skeletons import alone, rejoined
 from samestep.runtime.optimizers.update_trial import TRIED
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.writes import Marks, exact_norms, marks_of
 
 Named = list[tuple[str, Tensor]]
 Names = tuple[str | int, ...]
@@ -148,8 +150,8 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     names = names_in(optimizer)
     if not names:
         return
-    held = {id(param) for param in _params_of(optimizer)}
-    if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
+    ids = {id(param) for param in _params_of(optimizer)}
+    if left := next((name for name, weight in weights.items() if id(weight) not in ids), ""):
         raise ModelError(
             "optimizer-weights",
             f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
@@ -190,14 +192,44 @@ def sources_by_name(
 # -- the members of an update ----------------------------------------------------------------------
 
 
-class Reevaluation(Protocol):
-    """A closure of an update: a `closures.Closure`."""
+@dataclass(slots=True)
+class Closure:
+    """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
+
+    pieces: list[Piece]
+    evaluate: Callable[[], tuple[float, float]]
+    """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
+    loss: float
+    """The loss of the step's own backward."""
+    _first: tuple[list[int], Marks] | None = None
+    """The ids of the lent gradients at the beginning of the update, and the marks of the weights and of these."""
 
     def begin(self) -> None:
-        """Note the weights and gradients with which the update begins."""
+        """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
+        self._first = self._present()
 
+    @torch.enable_grad()
     def __call__(self) -> Tensor:
-        """Return the loss at the present weights, which then have its gradients."""
+        """Return the loss at the present weights, whose gradients the pieces then have.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        first, (ids, marks) = self._first, self._present()
+        if first is None or first[0] != ids or any(marks.since(first[1])):
+            with rejoined():
+                self.loss, factor = self.evaluate()
+            for piece in self.pieces:
+                gradient = piece.gradient()
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+        self._first = None
+        return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
+
+    def _present(self) -> tuple[list[int], Marks]:
+        values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
+        tensors = [*values, *(gradient for gradient in gradients if gradient is not None)]
+        return [*map(id, gradients)], marks_of(tensors, norms=exact_norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +241,7 @@ class UpdatedPart:
     options: Mapping[str, Any] = field(default_factory=dict)
     evaluating: frozenset[int] = frozenset()
     """The members whose step is given the closure."""
-    closure: Reevaluation | None = None
+    closure: Closure | None = None
 
 
 ALL = UpdatedPart()
@@ -231,6 +263,50 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
         )
         raise ModelError("run-call-arguments", f"{method}({name!r}): the run has {known}; no name stands for all")
     return (names.index(name),)
+
+
+def members_in(optimizer: Optimizer | None, part: UpdatedPart) -> list[Optimizer]:
+    """Return the members of an optimizer that a part has; none where a rank has no optimizer."""
+    members = enumerate(members_of(optimizer) if optimizer is not None else ())
+    return [member for index, member in members if part.members is None or index in part.members]
+
+
+def check_options(optimizer: Optimizer | None, part: UpdatedPart) -> None:
+    """Refuse options that the step of an optimizer does not take.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for member in members_in(optimizer, part) if part.options else ():
+        try:
+            inspect.signature(type(member).step).bind(member, **part.options)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
+                "options of the optimizer's own step work",
+            ) from None
+
+
+def check_method(
+    optimizer: Optimizer | None, part: UpdatedPart, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a method that an optimizer does not have, or arguments that it does not take.
+
+    Raises:
+        ModelError: it is one.
+    """
+    for member in members_in(optimizer, part):
+        function = getattr(member, method, None)
+        if not callable(function):
+            raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.call: {type(member).__name__}.{method} does not take its arguments ({error})",
+            ) from None
 
 
 def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> None:
@@ -282,7 +358,7 @@ def for_loops(optimizer: Optimizer) -> Optimizer:
         methods = {name: functools.partialmethod(_refuse_method, name) for name in names}
     else:
         return optimizer
-    step = functools.wraps(kind.step)(lambda _, *args, **given: kind.step(optimizer, *args, **given))
+    step = functools.wraps(kind.step)(lambda _, *args, **kwargs: kind.step(optimizer, *args, **kwargs))
     view: Optimizer = object.__new__(
         type(kind.__name__, (kind,), {**methods, "step": step, "__module__": kind.__module__})
     )

@@ -55,10 +55,10 @@ class alone:  # noqa: N801  # a context, entered in every update: a generator ta
 
     def __enter__(self) -> None:
         """Hide the process group of all ranks, if there is one."""
-        found = dist.group.WORLD if dist.is_available() else None
-        if found is not None:
+        group = dist.group.WORLD if dist.is_available() else None
+        if group is not None:
             dist.group.WORLD = None
-            _LEFT.append(found)
+            _LEFT.append(group)
             self._is_left = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -109,12 +109,12 @@ def skeleton(
 
 def over_values(
     source: OptimizerSource,
-    whole: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     marks: Mapping[str, Mapping[str, Any]],
     values: Mapping[str, Tensor],
 ) -> StepCode:
     """Return the code of the optimizer of whole weights over `values` of some of them, which may have other shapes."""
-    optimizer, weights = skeleton(source, whole, marks)
+    optimizer, weights = skeleton(source, shapes, marks)
     code = StepCode(optimizer)
     placed = None if any(optimizer.state for optimizer in code.optimizers) else put_in_place(code, weights, values)
     return placed or StepCode(source(list(values.items())))
@@ -131,13 +131,15 @@ def put_in_place(code: StepCode, weights: Mapping[str, Tensor], others: Mapping[
     for optimizer in code.optimizers:
         for group in [group for group in optimizer.param_groups if id(group["params"]) not in done]:
             done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
-            held = [names[id(param)] for param in group["params"] if id(param) in names]
-            group["params"][:] = [others[name] for name in held if name in others]
+            members = [names[id(param)] for param in group["params"] if id(param) in names]
+            group["params"][:] = [others[name] for name in members if name in others]
             if "param_names" in group:
-                group["param_names"] = [name for name in held if name in others]
+                group["param_names"] = [name for name in members if name in others]
         _move_state(optimizer, weights, others)
-    kept = [value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    attributes = [
+        value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")
+    ]
+    tensors = [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, Tensor)]
     copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
     placed = StepCode(code.optimizer)
     reached = {id(leaf) for leaf in tensors} | placed.tensors
@@ -176,10 +178,10 @@ _MAKING = (*_OF_DATA, torch.zeros, torch.ones, torch.full, torch.empty)
 
 def like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     """Return a tensor without values of another shape, a parameter with the attributes of one."""
-    made = torch.empty(shape, dtype=tensor.dtype, device=device)
+    empty = torch.empty(shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
-        return made
-    param = nn.Parameter(made)
+        return empty
+    param = nn.Parameter(empty)
     param.__dict__.update(tensor.__dict__)
     return param
 

@@ -12,11 +12,11 @@ moved meanwhile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import OptimizerSource, class_names, members_of
@@ -35,51 +35,9 @@ from samestep.runtime.optimizers.optimizer_source import (
     updates_in_chunks,
 )
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
-from samestep.runtime.optimizers.skeletons import alone, over_values, rejoined, skeleton, small_shape
+from samestep.runtime.optimizers.skeletons import alone, over_values, skeleton, small_shape
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.update_trial import TRIED
-from samestep.runtime.weights.pieces import Piece
-from samestep.state.writes import Marks, exact_norms, marks_of
-
-
-@dataclass(slots=True)
-class Closure:
-    """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
-
-    pieces: list[Piece]
-    evaluate: Callable[[], tuple[float, float]]
-    """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
-    loss: float
-    """The loss of the step's own backward."""
-    _first: tuple[list[int], Marks] | None = None
-    """The ids of the lent gradients at the beginning of the update, and the marks of the weights and of these."""
-
-    def begin(self) -> None:
-        """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
-        self._first = self._present()
-
-    @torch.enable_grad()
-    def __call__(self) -> Tensor:
-        """Return the loss at the present weights, whose gradients the pieces then have.
-
-        Collective over the world, see [Note: collective calls].
-        """
-        first, (ids, marks) = self._first, self._present()
-        if first is None or first[0] != ids or any(marks.since(first[1])):
-            with rejoined():
-                self.loss, factor = self.evaluate()
-            for piece in self.pieces:
-                gradient = piece.gradient()
-                if factor != 1.0:
-                    gradient.mul_(factor)
-                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
-        self._first = None
-        return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
-
-    def _present(self) -> tuple[list[int], Marks]:
-        values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
-        tensors = [*values, *(gradient for gradient in gradients if gradient is not None)]
-        return [*map(id, gradients)], marks_of(tensors, norms=exact_norms)
 
 
 def members_that_evaluate(source: OptimizerSource, whole_weights: WholeWeights) -> frozenset[int]:

@@ -40,7 +40,7 @@ class _Part(NamedTuple):
     """Whether a rank has a part that no DTensor describes."""
 
 
-def of_whole_weights(held: Assembly, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def of_whole_weights(assembly: Assembly, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a rank's gradients as those of whole weights, which share their memory, with those of other stages of a pipeline, in the
     order of the model's parameters: a loop may draw a number for each in turn.
 
@@ -49,17 +49,17 @@ def of_whole_weights(held: Assembly, gradients: Mapping[str, Tensor]) -> dict[st
 
     Collective over `pp`, see [Note: collective calls].
     """
-    parts = {name: _part_of(held, name, gradient) for name, gradient in gradients.items()}
-    if held.parallel.program.step.layout.pp > 1 and all(type(part.local) is Tensor for part in parts.values()):
-        parts = _of_all_stages(held, parts)
+    parts = {name: _part_of(assembly, name, gradient) for name, gradient in gradients.items()}
+    if assembly.parallel.program.step.layout.pp > 1 and all(type(part.local) is Tensor for part in parts.values()):
+        parts = _of_all_stages(assembly, parts)
     is_cut = any(part.dim >= 0 for part in parts.values())
-    over_tp = functools.cache(functools.partial(_mesh_over, held.parallel.mesh, "tp")) if is_cut else None
-    in_order = [name for name in dict.fromkeys(held.model.state_names.values()) if name in parts]
-    found = {name: _joined(parts[name], over_tp) for name in dict.fromkeys([*in_order, *parts])}
-    for name, gradient in found.items():
+    over_tp = functools.cache(functools.partial(_mesh_over, assembly.parallel.mesh, "tp")) if is_cut else None
+    in_order = [name for name in dict.fromkeys(assembly.model.state_names.values()) if name in parts]
+    joined = {name: _joined(parts[name], over_tp) for name in dict.fromkeys([*in_order, *parts])}
+    for name, gradient in joined.items():
         if type(gradient) is not Tensor:
             gradient.numpy = functools.partial(_refuse_numpy, name)  # type: ignore[method-assign]
-    return found
+    return joined
 
 
 def _refuse_numpy(name: str, **_: Any) -> Any:
@@ -83,13 +83,13 @@ def _part_of(assembly: Assembly, name: str, gradient: Tensor) -> _Part:
 def _of_all_stages(assembly: Assembly, parts: Mapping[str, _Part]) -> dict[str, _Part]:
     """Return the gradients of all stages; those of this rank are the tensors that it was given."""
     mesh = assembly.parallel.mesh
-    found: dict[str, _Part] = {}
+    received: dict[str, _Part] = {}
     with outside_step():
         for stage in mesh.members("pp"):
-            mine = {name: [*part] for name, part in parts.items()}
-            theirs = broadcast_from(stage, mine, mesh.groups["pp"], mesh.device)
-            found |= {name: _Part(*part) for name, part in theirs.items()}
-    return {**found, **parts}
+            sent = {name: [*part] for name, part in parts.items()}
+            theirs = broadcast_from(stage, sent, mesh.groups["pp"], mesh.device)
+            received |= {name: _Part(*part) for name, part in theirs.items()}
+    return {**received, **parts}
 
 
 def _joined(part: _Part, mesh_over: Callable[[DeviceMesh | None], DeviceMesh] | None) -> Tensor:
@@ -152,15 +152,15 @@ class LeftGradients:
         self._in_loops: WeightsInLoops | None = None
         self._may_be_written = False
 
-    def note(self, held: Assembly, *, may_be_written: bool = False) -> None:
+    def note(self, assembly: Assembly, *, may_be_written: bool = False) -> None:
         """Note what stands there now, and let its values be refused; `may_be_written` of gradients that the loop was given to change in
         place.
         """
-        self._may_be_written, self._in_loops = may_be_written, held.weights.in_loops
+        self._may_be_written, self._in_loops = may_be_written, assembly.weights.in_loops
         self._in_loops.wait(True)
         self._left = {
             name: _Left(param, param.grad, _version(param.grad))
-            for name, param in held.model.module.named_parameters()
+            for name, param in assembly.model.module.named_parameters()
             if param.requires_grad
         }
 
@@ -300,7 +300,7 @@ class WaitingGradients:
         self.names -= names
         self._fresh -= names
         self._owned -= names
-        self._own = {name: one for name, one in self._own.items() if name not in names}
+        self._own = {name: gradient for name, gradient in self._own.items() if name not in names}
         for index, piece in enumerate(self._store.reduced):
             if piece.name in names:
                 self._kept.pop(index, None)

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.host_names import LOOPBACK, interface_towards
 from samestep.runtime.processes.join import listen_on
-from samestep.runtime.processes.launch_info import LaunchInfo
+from samestep.runtime.processes.launch_info import LOOPBACK, LaunchInfo, interface_towards
 
 _ASK_AGAIN_S = 1.0
 

@@ -30,8 +30,7 @@ from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
 from samestep.runtime.processes import rank_order
-from samestep.runtime.processes.host_names import LOOPBACK, check_interfaces, interface_towards
-from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
+from samestep.runtime.processes.launch_info import LOOPBACK, UNKNOWN, LaunchInfo, check_interfaces, interface_towards
 from samestep.runtime.processes.launchers import discover
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.this_host import agreed_name, bind_near, keep_freed_memory

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.imported import loaded_sources
+from samestep.datasets.imported import loaded_sources
 from samestep.errors import InputError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout

@@ -32,8 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from samestep.building.torch_seams import names_of_groups
 from samestep.errors import JobError, LayoutError, WorkerError
 from samestep.layout import Layout
-from samestep.runtime.processes.host_names import host_of
-from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
+from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, host_of
 
 _CAME, _PLACE, _REFUSED = "samestep/came", "samestep/place", "samestep/refused"
 _LONGEST_PAUSE_S = 0.5

@@ -29,9 +29,8 @@ from samestep import errors
 from samestep.errors import SamestepError, WorkerError, first_line
 from samestep.output.durable_files import LastingStream
 from samestep.runtime.processes import whereabouts
-from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import become_worker, join, leave
-from samestep.runtime.processes.launch_info import LaunchInfo
+from samestep.runtime.processes.launch_info import LOOPBACK, LaunchInfo
 from samestep.runtime.processes.whereabouts import ParentLink, calls_made
 
 

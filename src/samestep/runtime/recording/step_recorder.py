@@ -32,16 +32,19 @@ from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.device_readings import (
+from samestep.runtime.recording.marks import LayerEvent
+from samestep.runtime.recording.record_window import (
+    KernelProfile,
     MemorySampler,
     ProcessorTime,
+    RecordWindow,
     Sample,
     Stamp,
     clock_of,
+    head_of,
     queued_threads,
+    sent_ops,
 )
-from samestep.runtime.recording.marks import LayerEvent
-from samestep.runtime.recording.record_window import KernelProfile, RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 

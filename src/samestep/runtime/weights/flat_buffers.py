@@ -129,16 +129,16 @@ class FlatBuffer:
                 self.gradients[member.span].zero_()
         self.untouched = set()
 
-    def send(self, op: Op, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def send(self, op: Op, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Issue one collective of the bucket, on all of a buffer or on what this rank still has to reduce.
 
         Collective over `group`, see [Note: collective calls].
         """
         with owned(op.owner) as issue:
-            sent = self.remaining if op.kind is OpKind.ALL_REDUCE else whole
+            sent = self.remaining if op.kind is OpKind.ALL_REDUCE else tensor
             work: dist.Work = issue.sent(start_collective(op.kind, sent, group))
         if op.kind is OpKind.REDUCE_SCATTER:
-            self.chunk = own_part(whole, group)
+            self.chunk = own_part(tensor, group)
         elif op.kind is OpKind.ALL_GATHER:
             self.chunk = None
         return work

@@ -27,7 +27,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.pieces import Piece, live_weights
+from samestep.runtime.weights.pieces import LiveWeights, Piece
 from samestep.runtime.weights.placement import WeightSlice, part_at
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.strategies.whole_update import GRADIENTS, WEIGHTS
@@ -60,7 +60,7 @@ class Owning:
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
         self.settle, self.calls, self.local = store.settle, store.calls, store.local
         taken = {id(piece) for piece in pieces}
-        self._lent = live_weights([piece for piece in store.pieces if id(piece) not in taken])
+        self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
     @property
     def reduced(self) -> list[Piece]:

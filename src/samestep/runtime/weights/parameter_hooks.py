@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
+from samestep.building.outside_reads import FirstRead
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.errors import LayoutError, ModelError, first_line

@@ -4,7 +4,7 @@ However a layout cuts the weights, a rank updates a list of `Piece`s: runs of on
 in master precision: see [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`.
 
 The forward reads the masters, or targets in another dtype or on another device: these are published from masters, and compared with what
-was published (`CopiedWeights`). What a user or a forward writes into a target between two updates is taken over by its master.
+was published (`LiveWeights`). What a user or a forward writes into a target between two updates is taken over by its master.
 
 [Note: split masters]
 
@@ -22,7 +22,7 @@ On a GPU the list has a fixed length, since the host must not wait for a count: 
 among random numbers, and for 4096 more. Were there more than that, their masters would be one last place of float32 lower.
 
 The masters are joined in one buffer for an update, and split again after it: on GPUs a kernel finds remainders and halfway masters in one
-pass (`kernels/remainder_bits.py`). Code that writes into a weight leaves its remainder as it is; `CopiedWeights.take_over` says how the
+pass (`kernels/remainder_bits.py`). Code that writes into a weight leaves its remainder as it is; `LiveWeights.take_over` says how the
 master is then set.
 """
 
@@ -34,7 +34,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class SplitMasters:
             return
         self._buffer = torch.empty(self._remainders.numel(), dtype=torch.float32, device=self._remainders.device)
         places = zip(self._starts, self._numels, self.absent, strict=True)
-        self._windows = [self._buffer[start : start + numel].view(one.shape) for start, numel, one in places]
+        self._windows = [self._buffer[start : start + numel].view(absent.shape) for start, numel, absent in places]
 
     def _split(self, bits: Tensor) -> Tensor:
         """Hold the lower halves of masters; return the positions of those that are halfway and rounded down, of which the largest int16
@@ -127,10 +127,10 @@ class SplitMasters:
             rows = self._remainders.view(-1, _ROW)
             places = (rows.amin(dim=1) == -_TOP).nonzero().flatten()
             at = (rows[places] == -_TOP).nonzero()
-            found = places[at[:, 0]] * _ROW + at[:, 1]
-            found = found[(bits[found] & 2 * _TOP) == 0]
-            self._remainders[found] = _TOP - 1
-            return found
+            positions = places[at[:, 0]] * _ROW + at[:, 1]
+            positions = positions[(bits[positions] & 2 * _TOP) == 0]
+            self._remainders[positions] = _TOP - 1
+            return positions
         is_halfway = _is_halfway(bits)
         self._remainders.masked_fill_(is_halfway, _TOP - 1)
         return self._positions(is_halfway)
@@ -237,12 +237,12 @@ class Piece:
 
 def gradients_of(pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the gradient of each piece; a window of a buffer or the `grad` of a weight is found without a call."""
-    held = [piece.window if piece.holder is None else piece.holder.grad for piece in pieces]
-    if not any(map(_is_none, held, itertools.repeat(None))) and {*map(_layout_of, held)} <= {torch.strided}:
-        return held  # type: ignore[return-value]
+    gradients = [piece.window if piece.holder is None else piece.holder.grad for piece in pieces]
+    if not any(map(_is_none, gradients, itertools.repeat(None))) and {*map(_layout_of, gradients)} <= {torch.strided}:
+        return gradients  # type: ignore[return-value]
     return [
         piece.gradient() if gradient is None or gradient.is_sparse else gradient
-        for piece, gradient in zip(pieces, held, strict=True)
+        for piece, gradient in zip(pieces, gradients, strict=True)
     ]
 
 
@@ -250,52 +250,18 @@ _is_none = operator.is_
 _layout_of = cast("Any", Tensor.layout).__get__
 
 
-def live_weights(pieces: Sequence[Piece]) -> UpdatedInPlace:
-    """Return the weights that the forward reads of some pieces."""
-    copied = [piece for piece in pieces if piece.target is not None]
-    return CopiedWeights(copied) if copied else UpdatedInPlace()
+class LiveWeights:
+    """The weights that the forward reads of some pieces: the targets of those that have one.
 
-
-class UpdatedInPlace:
-    """Weights that the forward reads where the optimizer updates them: nothing is copied, and what is written there is kept."""
-
-    are_copied: ClassVar[bool] = False
-    """Whether the forward reads copies of the masters."""
-
-    def publish(self) -> None:
-        """Copy updated values to the tensors that the forward reads."""
-
-    def reread(self) -> None:
-        """Set the masters to what a user or a forward has written into the targets since `publish`."""
-
-    def take_over(self) -> None:
-        """Set the elements of masters whose targets differ from what `publish` wrote."""
-
-    def was_written(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        return torch.zeros((), dtype=torch.float64, device=device)
-
-    def begin_step(self, device: torch.device) -> None:
-        """Ask the device whether a target was written since `publish`, for `was_written_early`."""
-
-    def was_written_early(self) -> bool:
-        """Return whether a target was written before the step, or in it by an operation that torch counts."""
-        return False
-
-    def was_written_unseen(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written in the step and `was_written_early` does not say so, else 0 (float64 [])."""
-        return torch.zeros((), dtype=torch.float64, device=device)
-
-
-class CopiedWeights(UpdatedInPlace):
-    """The targets of some pieces, at least one."""
-
-    are_copied: ClassVar[bool] = True
+    Where all pieces are updated in place, nothing is copied, and what is written there is kept.
+    """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        held = [(piece, piece.target) for piece in pieces if piece.target is not None]
-        held.sort(key=lambda one: not _is_small(one[1]))
-        self._pieces, self._targets = [piece for piece, _ in held], [target for _, target in held]
+        copied = [(piece, piece.target) for piece in pieces if piece.target is not None]
+        copied.sort(key=lambda pair: not _is_small(pair[1]))
+        self.are_copied = bool(copied)
+        """Whether the forward reads copies of the masters."""
+        self._pieces, self._targets = [piece for piece, _ in copied], [target for _, target in copied]
         self._small = [target.view(-1) for target in self._targets if _is_small(target)]
         """The first targets, whose squares are summed in one pass."""
         self._numels = torch.tensor([target.numel() for target in self._small])
@@ -306,8 +272,10 @@ class CopiedWeights(UpdatedInPlace):
     @torch.no_grad()
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads; those of split masters are there."""
-        whole = zip(self._pieces, self._targets, strict=True)
-        host_copies.publish([(piece.value, target) for piece, target in whole if piece.split is None])
+        if not self.are_copied:
+            return
+        pairs = zip(self._pieces, self._targets, strict=True)
+        host_copies.publish([(piece.value, target) for piece, target in pairs if piece.split is None])
         self._published = self._state()
 
     @torch.no_grad()
@@ -318,7 +286,7 @@ class CopiedWeights(UpdatedInPlace):
         element keeps its remainder, so a written one is off by up to half a last place of its bfloat16, and a written zero
         is exact. From then on the master of that weight is held whole, and later writes are exact.
         """
-        if self.was_written(self._targets[0].device).item():
+        if self.are_copied and self.was_written(self._targets[0].device).item():
             self.take_over()
 
     @torch.no_grad()
@@ -345,6 +313,8 @@ class CopiedWeights(UpdatedInPlace):
 
     def begin_step(self, device: torch.device) -> None:
         """Ask the device whether a target was written since `publish`, for `was_written_early`."""
+        if not self.are_copied:
+            return
         self._early = self.was_written(device)
         self._early_there = Reading(self._early.view(1))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,135 +34,112 @@ class _ModulePlace:
     items: dict[str, Any]
     """The module's `_parameters` or `_modules`, which every way of assigning the attribute changes."""
     key: str
-    held: Any
+    content: Any
     owner: nn.Module
     name: str
     """The full name of the weight or the module."""
 
 
-class _Places:
-    """The attributes of all modules that hold weights, or submodules. As long as all hold what they held, one comparison shows it."""
-
-    def __init__(self, places: list[_ModulePlace], items: list[dict[str, Any]]) -> None:
-        self.places, self._items = places, items
-        self._where = [one for one in items for _ in one]
-        self._keys = [key for one in items for key in one]
-        self._seen = [one[key] for one, key in zip(self._where, self._keys, strict=True)]
-
-    def are_as_seen(self) -> bool:
-        """Return whether every attribute holds what it held, and none is new."""
-        if sum(map(len, self._items)) != len(self._seen):
-            return False
-        return all(map(operator.is_, map(dict.get, self._where, self._keys), self._seen))
-
-    def changed(self) -> list[_ModulePlace]:
-        """Return the places that hold something else."""
-        if self.are_as_seen():
-            return []
-        changed = [place for place in self.places if place.items.get(place.key) is not place.held]
-        # Stand-ins are of weights that are being gathered, and of modules of other stages.
-        return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
-
-
-@dataclass(slots=True)
 class ReplacedWeights:
-    """The attributes that hold a rank's weights, and the tensors that code has assigned to them."""
+    """The attributes of modules that hold a rank's weights or submodules, and the tensors that code has assigned to them."""
 
-    model: nn.Module
-    weights: _Places
-    modules: _Places
-    owners: list[tuple[str, nn.Module]]
-    first_names: dict[str, str]
-    """The first name of each weight, by all of its names."""
-    known: frozenset[str]
-    """Weights that a forward writes, as the trace has shown, and that it may write in this layout."""
-    program: Program
-    _new: dict[str, Tensor] = field(default_factory=dict)
-    """The new tensor for each weight until the weight takes over its values, by first names."""
-    _gradients: dict[str, list[None]] = field(default_factory=dict)
-    """An item for each gradient of a weight since it was replaced."""
+    def __init__(self, model: nn.Module, known: Sequence[str], program: Program) -> None:
+        """Record the weights and submodules of a filled model.
 
-    @classmethod
-    def of(cls, model: nn.Module, known: Sequence[str], program: Program) -> ReplacedWeights:
-        """Record the weights and submodules of a filled model."""
-        owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
-        weights = [
-            _ModulePlace(owner._parameters, key, param, owner, f"{path}{key}")
-            for path, owner in owners
-            for key, param in owner._parameters.items()
+        `known` are the weights that a forward writes, as the trace has shown, and that it may write in this layout.
+        """
+        self._model, self._known, self._program = model, frozenset(known), program
+        self._owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
+        self._tables = [table for _, owner in self._owners for table in (owner._parameters, owner._modules)]
+        self._places = [
+            _ModulePlace(table, key, content, owner, f"{path}{key}")
+            for path, owner in self._owners
+            for table in (owner._parameters, owner._modules)
+            for key, content in table.items()
+            if content is not None or table is owner._parameters
         ]
-        modules = [
-            _ModulePlace(owner._modules, key, child, owner, f"{path}{key}")
-            for path, owner in owners
-            for key, child in owner._modules.items()
-            if child is not None
-        ]
-        first: dict[int, str] = {}
-        names = {
-            place.name: first.setdefault(id(place.held), place.name) for place in weights if place.held is not None
+        self._weights = {place.name: place for place in self._places if place.items is place.owner._parameters}
+        # As long as all attributes hold what they held, one comparison shows it.
+        self._holders = [table for table in self._tables for _ in table]
+        self._keys = [key for table in self._tables for key in table]
+        self._contents = list(map(dict.get, self._holders, self._keys))
+        first = dict[int, str]()
+        self._first_names = {
+            name: first.setdefault(id(place.content), name)
+            for name, place in self._weights.items()
+            if place.content is not None
         }
-        return cls(
-            model,
-            _Places(weights, [owner._parameters for _, owner in owners]),
-            _Places(modules, [owner._modules for _, owner in owners if owner._modules]),
-            owners,
-            names,
-            frozenset(known),
-            program,
-        )
+        """The first name of each weight, by all of its names."""
+        self._new: dict[str, Tensor] = {}
+        """The new tensor for each weight until the weight takes over its values, by first names."""
+        self._gradients: dict[str, list[None]] = {}
+        """An item for each gradient of a weight since it was replaced."""
 
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
-        if not self.program.step.layout.gathers_weights:  # then the store compares them (`fsdp_units.py`)
-            for place in self.weights.changed():
-                self._put_back(place)
+        if not self._program.step.layout.gathers_weights:  # then the store compares them (`fsdp_units.py`)
+            for place in self._changed():
+                if place.name in self._weights:
+                    self._put_back(place)
 
     def take_over(self, *, inside: bool) -> Iterator[str]:
         """Give weights the values of the tensors that code has assigned in their stead; yield why some are refused.
 
         `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
-        if not (inside and self.program.step.layout.gathers_weights):
-            for place in self.modules.changed():
-                yield from self._other_module(place)
-            if not self.weights.are_as_seen():
-                for place in self.weights.changed():
-                    yield from self._other_tensor(place)
-                yield from self._added_weights()
-        elif not self.weights.are_as_seen():
+        if not self._are_as_seen():
+            gathers = inside and self._program.step.layout.gathers_weights
+            for place in () if gathers else self._changed():
+                yield from self._other_tensor(place) if place.name in self._weights else self._other_module(place)
             yield from self._added_weights()
         for name, new in self._new.items():
-            held = self._weight(name)
-            if reason := self._refusal(name, held, new, inside=inside):
+            weight = self._weights[name].content
+            if reason := self._refusal(name, weight, new, inside=inside):
                 yield reason
-            if new.shape == held.shape and not self._lost:
-                _copy(held, new)
+            if new.shape == weight.shape and not self._lost:
+                _copy(weight, new)
         self._new.clear()
-        for name, found in self._gradients.items():
-            if found:
-                found.clear()
+        for name, gradients in self._gradients.items():
+            if gradients:
+                gradients.clear()
                 yield _explain_untrained(f"a new nn.Parameter was put in the place of {name}", name)
 
     # -- what was changed --------------------------------------------------------------------------
 
+    def _are_as_seen(self) -> bool:
+        """Return whether every attribute holds what it held, and no weight is new."""
+        if sum(map(len, self._tables)) != len(self._keys):
+            return False
+        return all(map(operator.is_, map(dict.get, self._holders, self._keys), self._contents))
+
+    def _changed(self) -> list[_ModulePlace]:
+        """Return the places that hold something else."""
+        if self._are_as_seen():
+            return []
+        changed = [place for place in self._places if place.items.get(place.key) is not place.content]
+        # Stand-ins are of weights that are being gathered, and of modules of other stages.
+        return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
+
     def _other_tensor(self, place: _ModulePlace) -> Iterator[str]:
         """Put a weight back; yield why what was assigned, or deleted, cannot be a weight."""
-        if place.held is None:
-            self.weights.places.remove(place)
+        if place.content is None:
+            self._places.remove(place)
             yield _new_weight(place.name)
         elif isinstance(place.items.get(place.key), Tensor):
             self._put_back(place)
         else:
-            self.weights.places.remove(place)
-            if not any(param is place.held for param in self.model.parameters()):  # a parametrization has it elsewhere
+            self._places.remove(place)
+            if not any(
+                param is place.content for param in self._model.parameters()
+            ):  # a parametrization has it elsewhere
                 yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
 
     def _other_module(self, place: _ModulePlace) -> Iterator[str]:
         """Yield why a module that replaces another one is refused, unless it has the same weights."""
-        now = place.items.get(place.key)
-        theirs = {id(param) for param in now.parameters()} if isinstance(now, nn.Module) else set()
-        self.modules.places.remove(place)
-        if not all(id(param) in theirs for param in place.held.parameters()):
+        module = place.items.get(place.key)
+        weights = {id(param) for param in module.parameters()} if isinstance(module, nn.Module) else set()
+        self._places.remove(place)
+        if not all(id(param) in weights for param in place.content.parameters()):
             yield (
                 f"another module was put in the place of {place.name}, whose weights the run trains on: to write into these "
                 "works, by copy_(...) within torch.no_grad()"
@@ -170,41 +147,36 @@ class ReplacedWeights:
 
     def _added_weights(self) -> Iterator[str]:
         """Yield which weights are new."""
-        if sum(len(owner._parameters) for _, owner in self.owners) <= len(self.weights.places):
-            return
-        known = {place.name for place in self.weights.places}
-        for path, owner in self.owners:
-            for key in owner._parameters:
-                if f"{path}{key}" not in known:
-                    self.weights.places.append(
-                        _ModulePlace(owner._parameters, key, owner._parameters[key], owner, f"{path}{key}")
-                    )
-                    yield _new_weight(f"{path}{key}")
+        for path, owner in self._owners:
+            for key, weight in owner._parameters.items():
+                if (name := f"{path}{key}") not in self._weights:
+                    self._weights[name] = _ModulePlace(owner._parameters, key, weight, owner, name)
+                    yield _new_weight(name)
 
     def _put_back(self, place: _ModulePlace) -> None:
         """Put a weight back, and note the tensor that replaced it, and gradients of the weight from now on."""
-        name = self.first_names[place.name]
+        name = self._first_names[place.name]
         self._new[name] = place.items[place.key]
-        place.items[place.key] = place.held
+        place.items[place.key] = place.content
         if isinstance(place.owner, nn.RNNBase):  # has lists of its weights, which an assignment brings up to date
-            setattr(place.owner, place.key, place.held)
-        if name not in self._gradients and place.held.requires_grad:
+            setattr(place.owner, place.key, place.content)
+        if name not in self._gradients and place.content.requires_grad:
             self._gradients[name] = []
-            place.held.register_hook(functools.partial(_note_gradient, self._gradients[name]))
+            place.content.register_hook(functools.partial(_note_gradient, self._gradients[name]))
 
     # -- what is refused ---------------------------------------------------------------------------
 
-    def _refusal(self, name: str, held: Tensor, new: Tensor, *, inside: bool) -> str:
+    def _refusal(self, name: str, weight: Tensor, new: Tensor, *, inside: bool) -> str:
         """Return why a weight cannot take over the values of the tensor that replaced it; empty if it can."""
         what = f"{'the forward' if inside else 'the loop'} puts a new nn.Parameter in the place of {name}"
         if word := self._lost:
             return f"{what}, of which ranks hold parts under {word}: {word.partition('=')[0]}=1 works"
-        if new.shape != held.shape:
-            return f"{what}, of shape {list(new.shape)} and not {list(held.shape)}: one of the same shape works"
-        tied = next((other for other, first in self.first_names.items() if first == name != other), "")
+        if new.shape != weight.shape:
+            return f"{what}, of shape {list(new.shape)} and not {list(weight.shape)}: one of the same shape works"
+        tied = next((other for other, first in self._first_names.items() if first == name != other), "")
         if tied:
             return f"{what}, which is {tied} too: {name}.copy_(...) within torch.no_grad() writes into both"
-        if inside and self._divides and name not in self.known:
+        if inside and self._divides and name not in self._known:
             return (
                 f"{what}, and {self._divides} divides the batch or repeats the forward: the whole batch in one forward works "
                 "(dp=1 without microbatch)"
@@ -214,19 +186,15 @@ class ReplacedWeights:
     @property
     def _lost(self) -> str:
         """The word of the layout under which this rank holds parts of weights; empty if they are whole."""
-        layout = self.program.step.layout
+        layout = self._program.step.layout
         return f"zero={layout.zero}" if layout.gathers_weights else f"tp={layout.tp}" * (layout.tp > 1)
 
     @property
     def _divides(self) -> str:
         """The word of the layout by which no single forward of a step takes the whole batch; empty if one does."""
-        layout = self.program.step.layout
-        word = forward_state.splits(layout, self.program.step.num_microbatches)
+        layout = self._program.step.layout
+        word = forward_state.splits(layout, self._program.step.num_microbatches)
         return word or (f"recompute={layout.recompute}" if layout.recompute != "none" else "")
-
-    def _weight(self, name: str) -> Tensor:
-        held: Tensor = next(place.held for place in self.weights.places if place.name == name)
-        return held
 
 
 def _new_weight(name: str) -> str:
@@ -245,5 +213,5 @@ def _copy(weight: Tensor, new: Tensor) -> None:
     weight.copy_(new.detach())
 
 
-def _note_gradient(found: list[None], _: Tensor) -> None:
-    found.append(None)
+def _note_gradient(gradients: list[None], _: Tensor) -> None:
+    gradients.append(None)

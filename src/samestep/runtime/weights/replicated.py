@@ -70,15 +70,15 @@ class StandIn(nn.Parameter):
 
     def __new__(cls, param: nn.Parameter, arrive: Callable[[], Tensor]) -> StandIn:
         """Return a stand-in for a weight, which takes no memory."""
-        made: StandIn = super().__new__(cls, torch.empty_like(param, device="meta"), param.requires_grad)
-        made.arrive = arrive
-        return made
+        stand_in: StandIn = super().__new__(cls, torch.empty_like(param, device="meta"), param.requires_grad)
+        stand_in.arrive = arrive
+        return stand_in
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(StandIn, lambda one: one.arrive(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(StandIn, lambda stand_in: stand_in.arrive(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -279,16 +279,16 @@ class Replicated(WeightStore):
             yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), part)
 
     def _piece(
-        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, found: Tensor | Callable[[], Tensor]
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, source: Tensor | Callable[[], Tensor]
     ) -> Piece:
         """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; its gradient is
         the window of a bucket's, or what a function returns."""
-        window, gradient = (found, lambda: found) if isinstance(found, Tensor) else (None, found)
+        window, gradient = (source, lambda: source) if isinstance(source, Tensor) else (None, source)
         if live.dtype == value.dtype and not self._separate:
-            held = live if isinstance(live, nn.Parameter) else live.detach()
-            return Piece(name, start, stop, held, gradient, window=window)
-        held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
-        return Piece(name, start, stop, held, gradient, window=window, target=live.detach())
+            master = live if isinstance(live, nn.Parameter) else live.detach()
+            return Piece(name, start, stop, master, gradient, window=window)
+        master = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
+        return Piece(name, start, stop, master, gradient, window=window, target=live.detach())
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change gradients before they are added to a bucket."""
@@ -364,10 +364,10 @@ class Replicated(WeightStore):
         for flat in flats:
             flat.wait()
 
-    def _send(self, flat: FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
+    def _send(self, flat: FlatBuffer, op: Op, tensor: Tensor) -> dist.Work:
         """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
-        return flat.send(op, whole, self.mesh.groups[op.axis])
+        return flat.send(op, tensor, self.mesh.groups[op.axis])
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
@@ -399,27 +399,27 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
 
     A strong reference from a tensor's hook to the store would never be collected.
     """
-    held = store()
-    if held is None:
+    replicated = store()
+    if replicated is None:
         return
-    flat, found = slot.flat, param.grad
-    if found is not slot.gradient:  # to which autograd adds in its place
-        assert found is not None
-        if slot.found is not None or found.is_sparse:
-            found = flat.added_up(slot, found)
+    flat, gradient = slot.flat, param.grad
+    if gradient is not slot.gradient:  # to which autograd adds in its place
+        assert gradient is not None
+        if slot.found is not None or gradient.is_sparse:
+            gradient = flat.added_up(slot, gradient)
         if slot.found is None:
             flat.arrived.append((slot, param))
-        slot.found = found
+        slot.found = gradient
         if slot.is_cast:
             param.grad = None
         if len(flat.arrived) == len(flat.names):
             flat.take_in()
-    if held._counts and (not held._left_out or id(param) not in held._left_out):
-        held._unused.discard(slot.name)
-    if held._now.finishes_postponed if slot.is_postponed else held._now.finishes:
+    if replicated._counts and (not replicated._left_out or id(param) not in replicated._left_out):
+        replicated._unused.discard(slot.name)
+    if replicated._now.finishes_postponed if slot.is_postponed else replicated._now.finishes:
         flat.missing.discard(slot.name)
-    if not flat.missing and held._now.starts_at_once and not held._waits:
-        held._start_ready()
+    if not flat.missing and replicated._now.starts_at_once and not replicated._waits:
+        replicated._start_ready()
 
 
 class WholeWatch(WeightWatch):

@@ -105,7 +105,7 @@ class Sharded(WeightStore):
         self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
         self.exchange = UnitExchange(program, self.pieces, self.codes)
         allow_whole_writes()
-        _take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
+        _take_single_numbers(slots, {param.name for param in program.step.model.params if not param.shape})
         for running in self._units:
             running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
             running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
@@ -121,7 +121,7 @@ class Sharded(WeightStore):
     def _fill(self, slots: dict[str, ParamSlots], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
-        away = {id(param_at(slots[name][0])) for one in self.program.host_modules for name in one.params}
+        away = {id(param_at(slots[name][0])) for module in self.program.host_modules for name in module.params}
         self.model._apply(
             lambda t: torch.empty_like(t, device="cpu" if id(t) in away else device) if isinstance(t, DTensor) else t
         )
@@ -209,6 +209,11 @@ class Sharded(WeightStore):
         except CalledAgainError as error:
             self.calls.gave_up = error.path
             self.calls.give_up_forward()
+        except Exception:  # after which the loop may go on, as with an evaluation
+            self._order.leave()
+            for unit in self._units:
+                unit.give_up_forward()
+            raise
         self._order.end()
         for unit in units:
             if is_forward(task.body):
@@ -221,8 +226,8 @@ class Sharded(WeightStore):
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
-        made = set[str]().union(*(unit.made for unit in self._units))
-        return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
+        names = set[str]().union(*(unit.made for unit in self._units))
+        return {name: not param.requires_grad for name, param in self._trained.items() if name not in names}
 
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
@@ -248,14 +253,14 @@ class Sharded(WeightStore):
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
         assert op.axis is not None
         gradients = [_gradient(self._params[name]) for name in sizes]
-        whole = torch.zeros(sum(sizes.values()), dtype=gradients[0].dtype, device=gradients[0].device)
+        buffer = torch.zeros(sum(sizes.values()), dtype=gradients[0].dtype, device=gradients[0].device)
         windows = [
             window[: gradient.numel()].view_as(gradient)
-            for window, gradient in zip(whole.split([*sizes.values()]), gradients, strict=True)
+            for window, gradient in zip(buffer.split([*sizes.values()]), gradients, strict=True)
         ]
         torch._foreach_copy_(windows, gradients)
         with owned(op.owner):
-            dist.all_reduce(whole, group=self.mesh.groups[op.axis])
+            dist.all_reduce(buffer, group=self.mesh.groups[op.axis])
         torch._foreach_copy_(gradients, windows)
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
@@ -404,17 +409,17 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     target, *others = args
     if not isinstance(target, DTensor):
-        whole = [_whole(one) for one in others]
+        gathered = [_whole(operand) for operand in others]
         return op(
             target,
             *(
-                one.view(target.shape) if one is not other and one.numel() == target.numel() else one
-                for one, other in zip(whole, others, strict=True)
+                operand.view(target.shape) if operand is not other and operand.numel() == target.numel() else operand
+                for operand, other in zip(gathered, others, strict=True)
             ),
             **kwargs,
         )
     _refuse_lost(target)
-    op(target._local_tensor, *(_rows_of(one, target) for one in others), **kwargs)
+    op(target._local_tensor, *(_rows_of(operand, target) for operand in others), **kwargs)
     return target
 
 
@@ -463,8 +468,8 @@ def _refuse_lost(target: DTensor) -> None:
 def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw a whole tensor of the shape of a sharded one, and return the rows of this rank as a sharded tensor."""
     like = args[0]
-    whole = op(torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device), **kwargs)
-    local = _rows_of(whole, like).contiguous()
+    numbers = op(torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device), **kwargs)
+    local = _rows_of(numbers, like).contiguous()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -115,6 +115,10 @@ class UnitOrder:
         Collective over the axes of the units, see [Note: collective calls].
         """
         self._pass_over(len(self._entries))
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the order of a task, which an error may have ended: what runs next begins its own."""
         self._in_task = self._in_backward = False
 
     # -- forward -----------------------------------------------------------------------------------

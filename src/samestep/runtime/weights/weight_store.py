@@ -94,8 +94,8 @@ class BucketExchange(ReplicaExchange):
         """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
         self._program = program
         self._moved = [
-            _BucketMoves(bucket, codes.exchanges[bucket.name], one)
-            for bucket, one in zip(program.buckets, gradients, strict=True)
+            _BucketMoves(bucket, codes.exchanges[bucket.name], gradient)
+            for bucket, gradient in zip(program.buckets, gradients, strict=True)
             if bucket.name in codes.exchanges
         ]
 
@@ -104,19 +104,19 @@ class BucketExchange(ReplicaExchange):
 
     def start(self, part: int, fill: Callable[[int], None]) -> None:
         """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
-        mine, step = self._of(part), self._program.step
+        moves, step = self._of(part), self._program.step
         is_hidden = step.sharing.delay > 0
-        kept = [moved.gradients.clone() for moved in mine] if is_hidden else []
-        for moved in mine:
+        copies = [moved.gradients.clone() for moved in moves] if is_hidden else []
+        for moved in moves:
             moved.exchange.begin_step()
         for index in range(step.replicas_each):
             fill(index)
-            for moved in mine if index < step.replicas_each - 1 else ():
+            for moved in moves if index < step.replicas_each - 1 else ():
                 moved.exchange.add([moved.gradients])
-        for moved in mine:
+        for moved in moves:
             moved.moves = moved.gradients.clone() if is_hidden else moved.gradients
-        for moved, before in zip(mine, kept, strict=is_hidden):
-            moved.gradients.copy_(before)
+        for moved, gradients in zip(moves, copies, strict=is_hidden):
+            moved.gradients.copy_(gradients)
         self._send(part, Phase.START)
 
     def sum(self, part: int) -> None:
@@ -124,11 +124,11 @@ class BucketExchange(ReplicaExchange):
         self._send(part, Phase.SUM)
 
     def _send(self, part: int, phase: Phase) -> None:
-        mine = {moved.bucket.name: moved for moved in self._of(part)}
+        by_name = {moved.bucket.name: moved for moved in self._of(part)}
         for op in self._program.exchanges[part][phase] if self._program.exchanges else ():
             if op.axis is None:
                 continue
-            moved = mine[op.owner]
+            moved = by_name[op.owner]
             assert moved.moves is not None, "an exchange that has not started"
             moved.wait()
             with owned(op.owner) as issue:
@@ -156,13 +156,13 @@ class UnitExchange(ReplicaExchange):
     def start(self, part: int, fill: Callable[[int], None]) -> None:
         """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
         step = self.program.step
-        mine = [piece.gradient() for piece in self.pieces if step.sharing.part_of(piece.name) == part]
-        kept = [gradient.clone() for gradient in mine] if step.sharing.delay else []
+        gradients = [piece.gradient() for piece in self.pieces if step.sharing.part_of(piece.name) == part]
+        copies = [gradient.clone() for gradient in gradients] if step.sharing.delay else []
         self.codes.begin_part(part)
         fill(0)
         self._send(part, Phase.START)
-        for gradient, before in zip(mine, kept, strict=False):
-            gradient.copy_(before)
+        for gradient, copied in zip(gradients, copies, strict=False):
+            gradient.copy_(copied)
 
     def sum(self, part: int) -> None:
         """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
@@ -224,8 +224,8 @@ class BucketGradients(LocalGradients):
 
     def norm_squared(self, names: Set[str] | None) -> Tensor:
         """Return the squared norm of the unreduced gradients, or of some (float64 []), which shows whether they are finite."""
-        own = [one for name, one in self.unreduced().items() if names is None or name in names]
-        return squared_norm(own, self._mesh.device)
+        gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
+        return squared_norm(gradients, self._mesh.device)
 
     def finished(self) -> dict[str, Tensor]:
         """Return the gradient of each weight; under zero=1 the ranks gather it.
@@ -271,12 +271,12 @@ class ShardedGradients(LocalGradients):
 
 def gradient_or_zero(param: nn.Parameter) -> Tensor:
     """Return the gradient of a weight; zeros where it has none."""
-    found = param.grad
-    if found is None:
-        param.grad = found = torch.zeros_like(param)
-    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
-        param.grad = found = found.to_dense()
-    return found
+    gradient = param.grad
+    if gradient is None:
+        param.grad = gradient = torch.zeros_like(param)
+    elif gradient.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = gradient = gradient.to_dense()
+    return gradient
 
 
 class ModuleCalls:

@@ -11,7 +11,7 @@ The message of a hop is under way while the block that is there is computed. A m
 to one rank alone: NCCL carries it out as one send and one receive, and gloo beside the compute.
 
 A block runs in torch's flash kernel, which returns the log-sum-exp and whose backward takes that of all keys; with dropout on GPUs in
-ours (`building/attention/dropped_flash.py`); else, where there is a mask, a bias, a cap, packed documents or dropout, by the formula of
+ours (`building/attention/fused.py`); else, where there is a mask, a bias, a cap, packed documents or dropout, by the formula of
 `building/attention/formula.py`. A sink is a key that every query
 has seen before the first hop. Sums are in float32 at least.
 
@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention import AttentionSpec
-from samestep.building.attention.dropped_flash import fits_dropped_flash, flash_form
 from samestep.building.attention.formula import (
     AttentionTile,
     Gradients,
@@ -48,13 +47,13 @@ from samestep.building.attention.formula import (
     weights_given,
     weights_of,
 )
-from samestep.building.attention.fused import fits_flash, flash_backward, flash_forward
+from samestep.building.attention.fused import fits_dropped_flash, fits_flash, flash_backward, flash_form, flash_forward
 from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes
 from samestep.kernels import flash_launches
 from samestep.kernels.flash_launches import FlashForm
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
-from samestep.runtime.axes.context.state_chains import shift
+from samestep.runtime.axes.context.neighbours import shift
 from samestep.strategies.context import OF_GRADIENTS
 
 _Given = tuple[Tensor, Tensor, Tensor, Tensor | None]

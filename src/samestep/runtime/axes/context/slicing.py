@@ -30,10 +30,10 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.randomness.mask_source import dropped_weights
+from samestep.randomness.masks import dropped_weights
 from samestep.runtime.axes.context import whole_parts
 from samestep.runtime.axes.context.block_exchanges import BlockExchanges
-from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
+from samestep.runtime.axes.context.neighbours import NeighbourTokens
 from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.context.whole_parts import SharedRows, own_rows, rows_of
 from samestep.runtime.axes.precision import DTYPES

@@ -24,21 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.model import call_model
-from samestep.building.torch_seams import disable_compiler, distributions_unchecked, is_compiled
+from samestep.building.torch_seams import distributions_unchecked
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
-from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.randomness import mode as dropout
-from samestep.runtime.axes import own_backwards
 from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.recorded_flows import shapes_in
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
-from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -402,34 +399,6 @@ def _call_and_send(send: Callable[..., Any], module: nn.Module, args: Any, kwarg
     output = module(*args, **kwargs)
     sent = send(module, args, output)
     return output if sent is None else sent
-
-
-def stage_of(
-    traced: TracedModel,
-    program: Program,
-    mesh: Mesh,
-    slicing: Slicing | WholeSequences,
-    flows: Flows | None,
-    deferred: Deferred,
-    *,
-    runs_graphs: bool = False,
-) -> Stage | WholeModel:
-    """Return the layers that this rank runs, and their exchange with other stages where there are any; `runs_graphs` if the job compiles."""
-    running = nullcontext if runs_graphs else _running_in(program.step.layout, traced.module)
-    running = own_backwards.around(traced.module, running) if traced.spec.differentiates_at else running
-    return (
-        Stage(traced, program, mesh, slicing, flows, deferred, running)
-        if mesh.size("pp") > 1
-        else WholeModel(traced.module, running)
-    )
-
-
-def _running_in(layout: Layout, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
-    """Return the context of forwards of a model that compiles itself: uncompiled where a layout has hooks in its modules, which the
-    compiler would compile too.
-    """
-    has_hooks = layout.zero > 1 or layout.model_ranks * layout.pp * layout.cp * layout.ep > 1
-    return disable_compiler if has_hooks and any(map(is_compiled, model.modules())) else nullcontext
 
 
 @contextmanager

@@ -16,8 +16,7 @@ import psutil
 
 from samestep.errors import JobError
 from samestep.runtime.processes import rank_variables
-from samestep.runtime.processes.host_names import LOOPBACK, host_of, interface_towards
-from samestep.runtime.processes.launch_info import ALONE, LaunchInfo
+from samestep.runtime.processes.launch_info import ALONE, LOOPBACK, LaunchInfo, host_of, interface_towards
 from samestep.runtime.processes.launchers import discover
 
 _FIRST_PORT, _NUM_PORTS, _NUM_SPARE = 20000, 10000, 2

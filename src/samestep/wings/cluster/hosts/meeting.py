@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from samestep.errors import JobError, SamestepError, WorkerError
-from samestep.runtime.processes.host_names import interface_of
+from samestep.runtime.processes.launch_info import interface_of
 from samestep.wings.cluster.hosts.channel import Channel, GreetingError, TokenError, greet, shorten, welcome
 
 _RETRY_S = 0.3

@@ -1,4 +1,4 @@
-"""The methods of a run for loops that take the parts of a step themselves: several optimizers, losses in turn, changed gradients."""
+"""The methods of a run besides `step`: for loops that take the parts of a step themselves, and for forwards without gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from samestep import calls
 from samestep.building.loss import loss_from
+from samestep.datasets.batch import Dataset
+from samestep.datasets.opening import batch_to_evaluate
 from samestep.examination.examine import Loss
-from samestep.runtime.checkpoints.saved_run import RunState
+from samestep.job import Job
+from samestep.runtime.checkpoints.saved_run import Lent, RunState
+from samestep.runtime.evaluation import evaluate, outputs_of, predict
+from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.run_batches import RunBatches
@@ -19,10 +25,15 @@ from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 
+Measure = Callable[[Any, Any], Any]
+"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 
-class StepsByHand:
-    """Backwards and updates of a run, which its loop calls one by one."""
 
+class RunMethods:
+    """Backwards and updates of a run, which its loop calls one by one, and forwards outside of its steps."""
+
+    job: Job
+    _own: HeldAssembly
     _stepper: Stepper
     _parts: StepsInParts
     _batches: RunBatches
@@ -36,10 +47,26 @@ class StepsByHand:
     @abstractmethod
     def _taken(
         self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
-    ) -> tuple[StepReport, StepBatch]: ...
+    ) -> tuple[StepReport, StepBatch]:
+        """Take a step or a backward on a batch; return the report, and that batch as the loss is given it."""
 
     @abstractmethod
-    def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport: ...
+    def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
+        """Return a report as its receivers leave it."""
+
+    @abstractmethod
+    def prepare(self, example: Any) -> None:
+        """Build the model in its layout, unless that is done."""
+
+    @abstractmethod
+    def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
+        """Return what a method of this run was given as a batch."""
+
+    @abstractmethod
+    def labelled(self, batch: StepBatch) -> StepBatch:
+        """Return a batch as the loss is given it."""
+
+    # -- the parts of a step -----------------------------------------------------------------------
 
     def backward(
         self,
@@ -99,7 +126,7 @@ class StepsByHand:
         """
         self._parts.zero_grad(name)
 
-    def call(self, name: str | int | None, method: str, *args: Any, **given: Any) -> Any:
+    def call(self, name: str | int | None, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of an optimizer over the weights of this rank, with the accumulated gradients; return its result.
 
         Use it for `update_hessian` of Sophia, or the two steps of SAM. `name` is the name of the optimizer, or None for the only one. The method
@@ -111,7 +138,7 @@ class StepsByHand:
         """
         self._state.refuse("call")
         with self._computing():
-            return self._parts.call(name, method, args, given)
+            return self._parts.call(name, method, args, kwargs)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the accumulated gradients by weight: summed over all ranks, divided by the counts, not clipped.
@@ -125,3 +152,54 @@ class StepsByHand:
             ModelError: no gradient is accumulated.
         """
         return self._parts.gradients()
+
+    # -- forwards without gradients ----------------------------------------------------------------
+
+    @calls.checked
+    def evaluate(
+        self, batch: StepBatch | Dataset | Any, metrics: Measure | None = None, *, local: bool = False
+    ) -> dict[str, float]:
+        """Return the mean of the loss over a dataset or a batch, as {"loss": ...}, without gradients; each sample counts once.
+
+        `metrics`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of these sums, such as
+        {"accuracy": (right, answers)}. (sum, count) alone has the function's name. Values are taken as by `step`.
+
+        Raises:
+            UnprovenError: a metric is not a sum over samples, and they are evaluated in several parts.
+        """
+        samples = self._to_evaluate(batch, "evaluate", local=local)
+        guards, seed = self._stepper.guards, self.job.train.seed
+        guards.find_loss(self._stepper.held, samples)
+        with self._computing(), self._own.outer():
+            if metrics is None:
+                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
+            with guards.trying_measure(self._stepper.whole_assembly, samples, metrics):
+                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
+
+    @calls.checked
+    def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
+        """Return the model's outputs for all samples of a dataset or a batch, in order, on every rank's CPU, without gradients.
+
+        They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
+        left out. If samples differ in size, it is a list with the outputs of each. Values are taken as by `step`.
+
+        Raises:
+            DataError: an output has no dimension of samples, and is not the same for all of them.
+        """
+        samples = self._to_evaluate(batch, "predict", local=local)
+        with self._computing(), self._own.outer():
+            return predict(self._stepper.whole_assembly, samples, self.job.train.seed)
+
+    def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
+        """Return a data set or a batch that a method is given, as one batch with labels."""
+        self._state.refuse(word, Lent.WHOLE)
+        method = f"run.{word}"
+        batch = batch_to_evaluate(given, method, self.job.train.global_batch, self._batches.dims)
+        return self.labelled(self.batch_of(batch, method, local=local))
+
+    def outputs(self, samples: Any) -> Any:
+        """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
+        self._state.refuse("outputs", Lent.WHOLE)
+        self.prepare(samples)
+        with self._computing(), self._own.outer():
+            return outputs_of(self._stepper.whole_assembly, samples, self.job.train.seed)

@@ -1,20 +1,55 @@
-"""Import of a function that a job names as `module:function`, from the path or the working directory; digests of the code that runs."""
+"""Functions that a job names as `module:function`: the search in the folder of the job file, in the working directory and in the path of
+imports; their import; digests of the code that runs.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
 from importlib import resources
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
-from samestep.datasets.module_search import looked_in, make_importable
 from samestep.errors import InputError, did_you_mean
+
+
+def make_importable(name: str, folder: str | None) -> None:
+    """Put the working directory in front of the path of imports, and a job's folder before it where the module is found there.
+
+    Both stay there, for imports that the module makes later. A folder without the module is left out, so that no other file in it
+    takes the place of an installed module.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    root = name.partition(".")[0]
+    if folder is None or folder in (here, *sys.path) or root in sys.modules:
+        return
+    spec = spec_of(root, folder)
+    files = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    if any(file is not None and Path(folder) in (Path(file).parent, Path(file).parent.parent) for file in files):
+        sys.path.insert(0, folder)
+
+
+def spec_of(root: str, folder: str | None) -> ModuleSpec | None:
+    """Return the module that an import would find at the outermost level, without running it; None where there is
+    none."""
+    importlib.invalidate_caches()
+    return PathFinder.find_spec(root, [*([folder] if folder else []), os.getcwd(), *sys.path])
+
+
+def looked_in(folder: str | None) -> str:
+    """Return the folders in which a job's modules are looked for besides the installed ones, as text."""
+    here = os.getcwd()
+    return here if folder in (None, here) else f"{folder} nor in {here}"
 
 
 def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
