@@ -18,7 +18,7 @@ import logging
 import math
 import operator
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -273,7 +273,7 @@ class Snapshot:
             return type(value).__name__
         items = {}
         if isinstance(fields, dict):
-            items = copied_items(fields)
+            items = items_of(fields)
             self.containers.append((fields, items))
         if len(items) > _LARGEST:
             return len(items)
@@ -303,23 +303,17 @@ def modules_of(function: Callable[..., Any]) -> nn.Module:
     return modules
 
 
-class GivenWeights:
-    """The weights of all modules at one moment, for which a forward may put others."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._weights = [(part._parameters, dict(part._parameters)) for part in root.modules()]
-
-    @contextmanager
-    def given(self) -> Iterator[None]:
-        """Let the modules hold these weights inside, and afterwards again those that they hold now."""
-        now = [(weights, dict(weights)) for weights, _ in self._weights]
-        for weights, items in self._weights:
-            put_items(weights, items)
-        try:
-            yield
-        finally:
-            for weights, items in now:
-                put_items(weights, items)
+@contextmanager
+def holding(weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Let modules hold these weights inside, items for each module's dictionary, and afterwards again those that they hold now."""
+    now = [(held, dict(held)) for held, _ in weights]
+    for held, items in weights:
+        put_items(held, items)
+    try:
+        yield
+    finally:
+        for held, items in now:
+            put_items(held, items)
 
 
 class KeptValues:
@@ -411,13 +405,6 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
                     yield key, slot.__get__(value)
 
 
-def copied_items(container: Any) -> Any:
-    """Return the items of a mutable container, for `put_items`."""
-    if isinstance(container, dict):
-        return items_of(container)
-    return set(container) if isinstance(container, set) else list(container)
-
-
 def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(container, dict):
@@ -428,8 +415,7 @@ def put_items(container: Any, items: Any) -> None:
         for key in now.keys() - items.keys() - of_torch:
             kind.__delitem__(container, key)
         for key, item in items.items():
-            if key not in now or now[key] is not item:
-                kind.__setitem__(container, key, item)
+            kind.__setitem__(container, key, item)
     elif isinstance(container, set):
         container.intersection_update(items)
         container.update(items)

@@ -216,7 +216,7 @@ class Repeat(NamedSamples):
         losses: list[Tensor] = []
         half = len(indices) // 2
         parts = [(few, self._attempt(self.read, few)) for few in (indices, indices[:half], indices[half:])]
-        self._assembly.weights.store.calls.end_forward_only()
+        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
         with self.state.restored():  # what there is now is noted once for all three
             for few, samples in parts:
                 if samples is not None and (found := self._attempt(self.run, few, samples, with_loss=with_loss)):
@@ -230,7 +230,6 @@ class Repeat(NamedSamples):
             return act(*args, **kwargs)
         except FAILURES as error:
             self.failure = self.failure or error
-            return None
 
     def divided(self, indices: Indices) -> HalvedRun | None:
         """Run samples and their halves; those of two micro-batches if the model takes whole micro-batches alone."""
