@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import samestep
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 32,
     "intermediate_size": 64,

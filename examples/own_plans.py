@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class Sums(torch.utils.data.Dataset):
+class Sums(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences in which each word is the sum of the two before it."""
 
     def __len__(self) -> int:

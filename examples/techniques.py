@@ -7,7 +7,7 @@ python examples/techniques.py pipeline 3d  these two
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 import samestep
 
-TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {  # the layout, and what the job says of its numerics
+if TYPE_CHECKING:
+    from samestep.job_keys import NumericsKeys
+
+TECHNIQUES: dict[str, tuple[str, NumericsKeys]] = {  # the layout, and what the job says of its numerics
     "ddp": ("dp=2", {}),  # each rank has all weights and half of the samples
     "zero-1": ("dp=2 zero=1", {}),  # Adam's states are divided
     "fsdp": ("dp=2 zero=3", {}),  # weights, gradients and Adam's states are divided (ZeRO-3)
@@ -140,7 +143,7 @@ class Progressions(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
-def main(place: object, model: type[nn.Module], layout: str, numerics: dict[str, Any]) -> list[float]:
+def main(place: object, model: type[nn.Module], layout: str, numerics: NumericsKeys) -> list[float]:
     job = samestep.Job(train={"global_batch": 8, "steps": 5}, numerics=numerics)
     run = samestep.parallelize(
         model, "cross_entropy", lambda params: torch.optim.AdamW(params, 1e-2), layout=layout, job=job

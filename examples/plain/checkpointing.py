@@ -13,6 +13,8 @@ the same way again, and a counter may not move twice. (Chen et al. 2016, arXiv:1
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,13 +26,13 @@ class Recomputed(torch.autograd.Function):
     """A block of which the forward pass keeps the input alone."""
 
     @staticmethod
-    def forward(ctx: object, block: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
         ctx.block = block
         ctx.save_for_backward(x)
         return block(x)  # autograd records nothing within a Function's forward
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -59,6 +61,7 @@ def train(rank: int, world: int) -> list[float]:
         adam.zero_grad()
         loss.backward()
         for param in model.parameters():
+            assert param.grad is not None
             dist.all_reduce(param.grad)
             param.grad /= count
         adam.step()

@@ -39,19 +39,20 @@ class Buckets:
 
     def begin(self) -> None:
         self.missing = {id(group): len(group) for group in self.groups}
-        self.sent: list[tuple[dist.Work, Tensor, list[torch.nn.Parameter]]] = []
+        self.sent: list[tuple[dist.Work | None, Tensor, list[torch.nn.Parameter]]] = []
 
     def ready(self, group: list[torch.nn.Parameter]) -> None:
         self.missing[id(group)] -= 1
         if self.missing[id(group)] == 0:
-            flat = torch.cat([param.grad.flatten() for param in group])
+            flat = torch.cat([param.grad.flatten() for param in group if param.grad is not None])
             self.sent.append((dist.all_reduce(flat, async_op=True), flat, group))
 
     def finish(self, count: int) -> None:
         for work, flat, group in self.sent:
-            work.wait()
+            if work is not None:
+                work.wait()
             for param, part in zip(group, flat.split([one.numel() for one in group]), strict=True):
-                param.grad.copy_(part.view_as(param) / count)
+                param.grad = part.view_as(param) / count
         self.begin()
 
 

@@ -12,6 +12,8 @@ weights with the activations, and gathers them again in the backward pass: 3 x t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,13 +28,13 @@ class Gather(torch.autograd.Function):
     """All chunks of a vector; the gradient is summed over ranks, and each rank gets its chunk."""
 
     @staticmethod
-    def forward(ctx: object, chunk: Tensor) -> Tensor:
+    def forward(ctx: Any, chunk: Tensor) -> Tensor:
         chunks = [torch.empty_like(chunk) for _ in range(dist.get_world_size())]
         dist.all_gather(chunks, chunk)
         return torch.cat(chunks)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         chunks = list(gradient.contiguous().chunk(dist.get_world_size()))
         chunk = torch.empty_like(chunks[0])
         dist.reduce_scatter(chunk, chunks)
@@ -44,10 +46,10 @@ class Sharded(nn.Module):
 
     def __init__(self, module: nn.Module, rank: int, world: int) -> None:
         super().__init__()
-        self.like = dict(module.named_parameters())
-        self.chunk = nn.Parameter(flat([*self.like.values()], world).detach().chunk(world)[rank].clone())
+        params = dict(module.named_parameters())
+        self.chunk = nn.Parameter(flat([*params.values()], world).detach().chunk(world)[rank].clone())
         self.module = [module.to("meta")]  # in a list, so that its parameters are not those of this module
-        self.like = {name: torch.empty_like(param, device="meta") for name, param in self.like.items()}
+        self.like = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self._forward, x, use_reentrant=False)

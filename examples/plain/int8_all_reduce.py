@@ -58,7 +58,7 @@ class Int8AllReduce:
         wire = encode(gradient.flatten(), self.block, self.lost)
         received = torch.empty_like(wire)
         dist.all_to_all_single(received, wire)  # chunk r of all ranks
-        total = sum(decode(part) for part in received.chunk(self.world))
+        total = torch.stack([decode(part) for part in received.chunk(self.world)]).sum(0)
         wire = encode(total, self.block, self.lost_of_sum)
         gathered = [torch.empty_like(wire) for _ in range(self.world)]
         dist.all_gather(gathered, wire)
@@ -76,6 +76,7 @@ def train(rank: int, world: int) -> list[float]:
         adam.zero_grad()
         loss.backward()
         for param, all_reduce in zip(params, coded, strict=True):
+            assert param.grad is not None
             all_reduce(param.grad)
             param.grad /= count
         adam.step()

@@ -50,10 +50,11 @@ def train(rank: int, world: int) -> list[float]:
         model.zero_grad()
         (loss * (scale / count)).backward()
         for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
+            assert weight.grad is not None
             master.grad = weight.grad.float()
             dist.all_reduce(master.grad)
             master.grad /= scale
-        if all(master.grad.isfinite().all() for master in masters.parameters()):
+        if all(master.grad is not None and master.grad.isfinite().all() for master in masters.parameters()):
             adam.step()
             good += 1
             scale *= 2.0 if good % 2000 == 0 else 1.0

@@ -81,7 +81,7 @@ def step_of(
             x = inputs.pop(index)
             if not stage.is_first:
                 sent.append(dist.isend(x.grad, ranks[place - 1]))
-    for work in sent:
+    for work in filter(None, sent):
         work.wait()
     return total
 
@@ -91,7 +91,8 @@ def train(rank: int, world: int, schedule: str = "gpipe") -> list[float]:
     adam, count = optimizer(stage.parameters()), SAMPLES * TOKENS
     for step in range(STEPS):
         adam.zero_grad()
-        total = step_of(stage, *batch(step), count, schedule, [*range(world)], rank)
+        tokens, labels = batch(step)
+        total = step_of(stage, tokens, labels, count, schedule, [*range(world)], rank)
         adam.step()
         dist.broadcast(total, world - 1)
         losses.append(total.item() / count)

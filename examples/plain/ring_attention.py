@@ -13,23 +13,25 @@ ever has all keys. The adjoint of "send to the next rank" is "send to the one be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiny import SAMPLES, STEPS, TOKENS, Block, batch, build, loss_sum, main, merge_heads, optimizer, split_heads
+from tiny import SAMPLES, STEPS, TOKENS, batch, build, loss_sum, main, merge_heads, optimizer, split_heads
 
 
 class Hop(torch.autograd.Function):
     """Send a tensor to the next rank of the ring and return that of the rank before; backward in the other direction."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return shift(x, 1)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return shift(gradient, -1)
 
 
@@ -41,7 +43,8 @@ def shift(x: Tensor, by: int) -> Tensor:
     )
     work = dist.isend(x.contiguous(), (rank + by) % world)
     dist.recv(received, (rank - by) % world)
-    work.wait()
+    if work is not None:
+        work.wait()
     return received
 
 
@@ -68,7 +71,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class RingBlock(nn.Module):
     """A block on a slice of the tokens."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
         self.block = block
 
@@ -93,6 +96,7 @@ def train(rank: int, world: int) -> list[float]:
         adam.zero_grad()
         loss.backward()
         for param in model.parameters():  # all ranks have all weights: their gradients are sums over tokens
+            assert param.grad is not None
             dist.all_reduce(param.grad)
             param.grad /= count
         adam.step()

@@ -15,12 +15,14 @@ Everything else (embeddings, norms, head) is computed by all ranks alike, with e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiny import SAMPLES, STEPS, TOKENS, Block, batch, build, loss_sum, main, merge_heads, optimizer, split_heads
+from tiny import SAMPLES, STEPS, TOKENS, batch, build, loss_sum, main, merge_heads, optimizer, split_heads
 
 Group = dist.ProcessGroup | None
 
@@ -29,12 +31,12 @@ class Copy(torch.autograd.Function):
     """The same tensor; its gradient is the sum over the ranks that use it."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
@@ -44,20 +46,27 @@ class Add(torch.autograd.Function):
     """The sum over ranks; each summand has the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
 class ParallelBlock(nn.Module):
     """A rank's part of a block: some heads, and some features of the MLP."""
 
-    def __init__(self, block: Block, rank: int, world: int, group: Group = None) -> None:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    up: Tensor
+    down: Tensor
+
+    def __init__(self, block: Any, rank: int, world: int, group: Group = None) -> None:
         super().__init__()
         self.norm1, self.norm2, self.group = block.norm1, block.norm2, group
         for name in ("q", "k", "v", "up"):  # a weight is [out, in]: its rows are the columns of x W

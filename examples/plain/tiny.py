@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing.spawn as spawn
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from samestep.job_keys import NumericsKeys
+
 VOCABULARY, WIDTH, HEADS, TOKENS, SAMPLES, STEPS = 32, 32, 4, 16, 8, 3
 LEARNING_RATE = 1e-2
+Train = Callable[[int, int], list[float]]  # of the rank and the number of ranks
 
 
 class Block(nn.Module):
@@ -82,11 +88,11 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def optimizer(params: object) -> torch.optim.AdamW:
+def optimizer(params: Iterable[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=LEARNING_RATE)
 
 
-def by_samestep(layout: str, numerics: dict[str, object]) -> list[float]:
+def by_samestep(layout: str, numerics: NumericsKeys) -> list[float]:
     """The losses of the same training by samestep in a layout; every rank calls it."""
     import samestep  # noqa: PLC0415 - what comes before needs torch alone
 
@@ -96,15 +102,13 @@ def by_samestep(layout: str, numerics: dict[str, object]) -> list[float]:
     return [run.step(batch(step)).loss for step in range(STEPS)]
 
 
-def main(train: object, layout: str, ranks: int = 2, **numerics: object) -> None:
+def main(train: Train, layout: str, ranks: int = 2, **numerics: Any) -> None:
     """Print the losses of a file's `train(rank, world)` beside the losses of samestep in the same ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _rank, (train, layout, ranks, numerics, folder), nprocs=ranks, start_method="fork"
-        )
+        spawn.start_processes(_rank, (train, layout, ranks, numerics, folder), nprocs=ranks, start_method="fork")
 
 
-def _rank(rank: int, train: object, layout: str, ranks: int, numerics: dict[str, object], folder: str) -> None:
+def _rank(rank: int, train: Train, layout: str, ranks: int, numerics: Any, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     plain = train(rank, ranks)

@@ -12,6 +12,8 @@ weights) and does 1/R of the update. (Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +27,7 @@ def flat(tensors: list[Tensor], world: int) -> Tensor:
     return torch.nn.functional.pad(vector, (0, -len(vector) % world))
 
 
-def unflatten(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that a vector of `flat` holds, as views."""
     used = vector[: sum(tensor.numel() for tensor in like)]
     parts = used.split([tensor.numel() for tensor in like])

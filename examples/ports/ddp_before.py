@@ -10,7 +10,7 @@ dataset = Spirals()
 model = DistributedDataParallel(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-sampler = DistributedSampler(dataset, shuffle=False)
+sampler: DistributedSampler[tuple[torch.Tensor, torch.Tensor]] = DistributedSampler(dataset, shuffle=False)
 loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
 for epoch in range(2):
     sampler.set_epoch(epoch)

@@ -8,7 +8,7 @@ data = Text(256).tokens.flatten()
 generator = torch.Generator().manual_seed(0)
 
 
-def get_batch(size):
+def get_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     ix = torch.randint(len(data) - block_size, (size,), generator=generator).tolist()
     x = torch.stack([data[i : i + block_size] for i in ix])
     y = torch.stack([data[i + 1 : i + 1 + block_size] for i in ix])

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 
 class Net(nn.Sequential):
@@ -15,7 +16,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
 
 
-class Spirals(torch.utils.data.Dataset):
+class Spirals(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Two spirals that no straight line parts."""
 
     def __init__(self, num_samples: int = 512) -> None:
@@ -33,7 +34,7 @@ class Spirals(torch.utils.data.Dataset):
         return self.points[index], self.labels[index]
 
 
-class Text(torch.utils.data.Dataset):
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Rows of tokens with themselves as labels; short rows end with labels that do not count."""
 
     def __init__(self, num_rows: int = 64, length: int = 16) -> None:
@@ -101,3 +102,7 @@ class GPT(nn.Module):
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
+def small_llama() -> LlamaConfig:
+    return LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)

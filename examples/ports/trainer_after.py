@@ -1,13 +1,12 @@
 import torch
-from project import Text
+from project import Text, small_llama
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import samestep
 
 torch.manual_seed(0)
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(**sizes))
+model = LlamaForCausalLM(small_llama())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 job = samestep.Job(train={"global_batch": 8, "steps": 8}, optimizer={"clip_norm": 1.0})
 run = samestep.parallelize(model, "model", optimizer, job=job)

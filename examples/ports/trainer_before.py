@@ -1,10 +1,9 @@
 import torch
-from project import Text
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from project import Text, small_llama
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 torch.manual_seed(0)
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(**sizes))
+model = LlamaForCausalLM(small_llama())
 arguments = TrainingArguments(
     "trained",
     per_device_train_batch_size=4,

@@ -71,14 +71,16 @@ def loop(place: Any, dataset: torch.utils.data.Dataset[Any]) -> float:
             model, loss, torch.optim.SGD(model.parameters(), lr=0.1), layout=str(layout), job=job
         )
     samestep.track(run, "progress", samestep.EarlyStopping(dataset, metrics=accuracy, monitor="accuracy", mode="max"))
+    losses = []
     for batch in samestep.batches(dataset, job, first_step=run.steps_taken):
-        given: samestep.Batch = batch
-        report: samestep.StepReport = run.step(given)
+        values: samestep.Batch = batch
+        report: samestep.StepReport = run.step(values)
+        losses.append(report.loss)
     run.save("folder")
     newest = samestep.latest("folder")
     run.load(newest if newest is not None else "folder")
     weights: Mapping[str, Tensor] = run.state_dict()
-    return report.loss + len(weights) + run.evaluate(dataset, accuracy)["accuracy"]
+    return sum(losses) + len(weights) + run.evaluate(dataset, accuracy)["accuracy"]
 
 
 def commands() -> list[str]:

@@ -81,7 +81,7 @@ def _run(words: Sequence[str]) -> Result | VerbFailure:
     try:
         words, script_arguments = _split_at_script(words)
         given = _parser().parse_args(words, Namespace(arguments=script_arguments))
-        for flag in ("json", "trace", "html", "emit_file"):
+        for flag in ("json", "trace", "html", "to_file", "write"):
             path = getattr(given, flag, None)
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)

@@ -91,6 +91,7 @@ class Layout:
             LayoutError: an option is unknown or given twice, or a value cannot be used.
         """
         named = _options_in(text)
+        options = {_ALIASES.get(name, name): value for name, value in options.items()}
         if twice := [name for name in options if name in named]:
             raise LayoutError(
                 "layout-option-twice", f"{twice[0]!r} is given twice, in {text!r} and as a keyword; give it once"
@@ -213,9 +214,9 @@ _WORDS_OF_OTHERS = {
     "zero3": "zero=3",
     "mp": "tp=N",
     "sp": "sequence_parallel",
-    "ulysses": "cp=N exchange=heads",
-    "ring": "cp=N exchange=ring",
-    "usp": "cp=N exchange=hybrid",
+    "ulysses": "cp=N cp_method=ulysses",
+    "ring": "cp=N cp_method=ring",
+    "usp": "cp=N cp_method=usp",
     "micro_batch": "microbatch=N",
     "micro_batch_size": "microbatch=N",
     "mbs": "microbatch=N",
@@ -240,6 +241,8 @@ _VALUES_OF_OTHERS = {
     "interleaved1f1b": "interleaved",
 }
 """Names that other frameworks have for a value, and the value."""
+_ALIASES = {"cp_method": "exchange"}
+"""Options with a second name."""
 
 
 def _options_in(text: Any) -> dict[str, Any]:
@@ -251,6 +254,7 @@ def _options_in(text: Any) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for word in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*=\s*", "=", text))):
         name, equals, value = word.partition("=")
+        name = _ALIASES.get(name, name)
         if name in options:
             raise LayoutError("layout-option-twice", f"{name!r} is given twice in {text!r}; give it once")
         options[name] = value if equals else True

@@ -26,7 +26,8 @@ MOST_LINES = 12
 
 
 def losses(said: str) -> list[float]:
-    return [float(one) for one in re.findall(r"\bloss'?:? '?([\d.]+)", said)]
+    """Return the losses that a script printed, on rank 0 of several."""
+    return [float(loss) for loss in re.findall(r"^(?!rank \d).*\bloss'?:? '?([\d.]+)", said, re.MULTILINE)]
 
 
 def of_script(name: str, folder: Path) -> list[float]:

@@ -95,6 +95,22 @@ def test_text_commas_and_keywords_are_one(dp: int, zero: int, tp: int) -> None:
     assert layout == Layout(f"dp={dp}", zero=zero, tp=tp) == replace(layout)
 
 
+@pytest.mark.parametrize(
+    ("method", "exchange"), [("ulysses", "heads"), ("ring", "ring"), ("usp", "hybrid"), ("auto", "auto")]
+)
+def test_the_method_of_cp_has_the_names_of_papers(method: str, exchange: str) -> None:
+    layout = Layout(cp=4, exchange=exchange)
+    assert (
+        layout
+        == Layout(f"cp=4 cp_method={method}")
+        == Layout("cp=4", cp_method=method)
+        == Layout(cp=4, exchange=method)
+    )
+    for words, options in ((f"cp_method={method} exchange=ring", {}), (f"cp_method={method}", {"exchange": "ring"})):
+        with pytest.raises(LayoutError, match="given twice"):
+            Layout(words, **options)
+
+
 @pytest.mark.parametrize("options", [{"dp": 2.5}, {"dp": None}, {"microbatch": "many"}, {"tp": 0}, {"dpp": 2}])
 def test_a_keyword_that_cannot_be_used_is_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):
@@ -105,7 +121,7 @@ def test_a_keyword_that_cannot_be_used_is_rejected(options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("word", "option"),
-    [("fsdp=2", "dp=N zero=3"), ("DDP=2", "dp=N"), ("ulysses=2", "cp=N exchange=heads"), ("sp", "sequence_parallel"),
+    [("fsdp=2", "dp=N zero=3"), ("DDP=2", "dp=N"), ("ulysses=2", "cp=N cp_method=ulysses"), ("sp", "sequence_parallel"),
      ("micro_batch=2", "microbatch=N"), ("zero3", "zero=3"), ("gradient-checkpointing", "recompute=full")],
 )  # fmt: skip
 def test_words_of_other_frameworks_are_known(word: str, option: str) -> None:

@@ -494,7 +494,7 @@ def test_mistakes_of_simulate(
     assert complaint.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--json", "--trace", "--html"])
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--html", "--to-file"])
 def test_what_cannot_be_written_is_said_before_any_work(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import io
 import os
 import pdb
 import pickle
+import pty
 import re
 import resource
 import signal
@@ -274,6 +275,22 @@ def test_only_rank_0_speaks_and_quiet_silences_it(capfd: pytest.CaptureFixture[s
         assert "warning 1" not in err
         run_workers(_speak, ranks=2, timeout_s=60, quiet=True)
         assert "".join(capfd.readouterr()) == ""
+
+
+def _speak_in_lines(place: RankInfo) -> None:
+    print(f"half of {place.rank}", end=" ", flush=True)
+    print("a line")
+    print("problem", file=sys.stderr)
+    dist.barrier()
+    if place.rank:
+        print("unfinished", end="")
+
+
+def test_launch_shows_what_every_rank_prints_and_names_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    workers.launch(_speak_in_lines, ranks=2, device="cpu")
+    out, err = capfd.readouterr()
+    assert {*out.splitlines()} >= {"half of 0 a line", "rank 1: half of 1 a line", "rank 1: unfinished"}
+    assert {*err.splitlines()} >= {"problem", "rank 1: problem"}
 
 
 _PIECES = 2000
@@ -558,5 +575,41 @@ def _stops_to_look(place: RankInfo, in_rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_debugger_without_a_terminal_says_how_to_debug(rank: int) -> None:
-    with pytest.raises(WorkerError, match=r"breakpoint\(\) needs a terminal.* without launch, in layout dp=1"):
+    with pytest.raises(WorkerError, match=r"breakpoint\(\) needs a terminal.* without launch in layout dp=1"):
         run_workers(_stops_to_look, (rank,), ranks=2)
+
+
+_STOPS = """
+import samestep
+def main(place):
+    answer = 41
+    if place.rank == 0:
+        breakpoint()
+    print("answer", answer, input("more? ") if place.rank == 0 else "")
+if __name__ == "__main__":
+    samestep.launch(main, ranks=2, device="cpu")
+    print("end", input("last? "))
+"""
+
+
+def test_rank_0_has_the_terminal_for_a_debugger_and_gives_it_back(tmp_path: Path) -> None:
+    script = tmp_path / "stops.py"
+    script.write_text(_STOPS)
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, str(script)])
+    shown, questions = (
+        b"",
+        [(b"(Pdb) ", b"answer += 1\n"), (b"(Pdb) ", b"c\n"), (b"more? ", b"yes\n"), (b"last? ", b"bye\n")],
+    )
+    for question, answer in questions:
+        while not shown.endswith(question):
+            shown += os.read(terminal, 4096)
+        os.write(terminal, answer)
+    with contextlib.suppress(OSError):  # the other end of the terminal is closed
+        while new := os.read(terminal, 4096):
+            shown += new
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    lines = shown.decode().splitlines()
+    assert {*lines} >= {"answer 42 yes", "rank 1: answer 41 ", "end bye"}

@@ -187,7 +187,7 @@ class LocalWorkers:
         self._asked: set[int] = set()
         """Ranks that have not answered yet how far they have come."""
         self._memory_kills = count()
-        self._copies: tuple[_Copy, ...] = ()
+        self._copies: list[_Copy] = []
 
     def start(self) -> None:
         """Start all workers.
@@ -199,8 +199,10 @@ class LocalWorkers:
         method = start_method(options.device_type, options.threads, (self._main, self._args))
         if method == "fork" and not options.quiet and not (_is_of_a_file(sys.stdout) and _is_of_a_file(sys.stderr)):
             options = dataclasses.replace(options, quiet=True)
-            files = {"0.out": sys.stdout, "0.err": sys.stderr}
-            self._copies = tuple(_Copy(self._folder / name, stream) for name, stream in files.items() if stream)
+            self._copy_output_of(0)
+        for rank in self.ranks if options.shows_all else ():
+            if rank:
+                self._copy_output_of(rank, f"rank {rank}: ")
         context: Any = multiprocessing.get_context(method)
         defaults = interface_variables(options.interface) | allocator_variables(options.device_type)
         defaults |= temporary_folder.compiler_cache()
@@ -228,6 +230,11 @@ class LocalWorkers:
                 finally:
                     theirs.close()
                 self._processes.append(process)
+
+    def _copy_output_of(self, rank: int, name: str = "") -> None:
+        """Show what a rank writes to its files in the streams of this process."""
+        files = {f"{rank}.out": sys.stdout, f"{rank}.err": sys.stderr}
+        self._copies += [_Copy(self._folder / file, stream, name) for file, stream in files.items() if stream]
 
     def sources(self) -> list[Any]:
         """Return the pipes of the workers, which can be waited for."""
@@ -297,32 +304,39 @@ class LocalWorkers:
         for process in self._processes:
             process.join(_LEAVE_GRACE_S)
         for copy in self._copies:
-            copy.go_on()
+            copy.go_on(is_last=True)
         for pipe in self._pipes:
             pipe.close()
         temporary_folder.remove(self._folder)
 
 
 class _Copy:
-    """A copy of what rank 0 writes, to a stream of this process that is not a file, such as a notebook's.
+    """A copy of a rank's output to a stream of this process: of rank 0 to one that is not a file, such as a notebook's, of another rank
+    in complete lines after the name of the rank.
 
-    A forked worker could not write to such a stream itself: it leads to a buffer of this process, or to a socket for each
+    A forked worker could not write to a notebook's stream itself: it leads to a buffer of this process, or to a socket for each
     piece of text, in whatever order they arrive.
     """
 
-    def __init__(self, written: Path, stream: TextIO) -> None:
-        self._written, self._stream, self._read_bytes = written, stream, 0
+    def __init__(self, written: Path, stream: TextIO, name: str) -> None:
+        self._written, self._stream, self._name, self._read_bytes = written, stream, name, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
 
-    def go_on(self) -> None:
-        """Copy what was written since the last time."""
+    def go_on(self, is_last: bool = False) -> None:
+        """Copy the text written since the last time."""
         if not self._written.exists():
             return
         with self._written.open("rb") as file:
             file.seek(self._read_bytes)
             new = file.read()
         self._read_bytes += len(new)
-        if text := self._decoder.decode(new):
+        text = self._unfinished + self._decoder.decode(new)
+        if self._name:
+            lines, _, self._unfinished = text.rpartition("\n")
+            lines, self._unfinished = (text, "") if is_last else (lines, self._unfinished)
+            text = "".join(f"{self._name}{line}\n" for line in lines.splitlines())
+        if text:
             self._stream.write(text)
             self._stream.flush()
 

@@ -9,6 +9,7 @@ import bdb
 import contextlib
 import ctypes
 import faulthandler
+import io
 import multiprocessing
 import os
 import re
@@ -70,6 +71,8 @@ class LaunchOptions:
     """Seconds after which ranks that stand still in a step, or do not answer, are ended; 0 lets them stand."""
     quiet: bool
     isolated: bool
+    shows_all: bool = False
+    """Whether lines of ranks other than 0 are shown too, after the name of the rank."""
     interface: str = LOOPBACK
     """The network interface over which ranks send."""
     store: tuple[str, int] | None = None
@@ -114,6 +117,8 @@ def run_worker(
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
     if rank or options.quiet:
         _write_to_files(options.folder, rank)
+    elif os.isatty(0):
+        sys.stdin = TerminalInput()
     sys.stdout, sys.stderr = map(LastingStream, (sys.stdout, sys.stderr))
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
@@ -158,7 +163,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of run_worker
     mistake, code = "", ""
     if isinstance(error, bdb.BdbQuit):
-        text = "breakpoint() needs a terminal, and a worker has none. Start the script by itself, without launch, in layout dp=1"
+        text = "breakpoint() needs a terminal, which rank 0 has if the script is started from one. Use it on rank 0, or without launch in layout dp=1"
     if isinstance(error, SamestepError):
         mistake, code = errors.to_words(error)[0], error.code
     return Failure(
@@ -171,6 +176,23 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         code,
         is_echo=not mistake and isinstance(error, RuntimeError) and ECHO.search(text) is not None,
     )
+
+
+class TerminalInput(io.TextIOBase):
+    """The keyboard, for `breakpoint()` and `input()` in a worker: its process group has the terminal while it reads a line.
+
+    It has no file descriptor, so that `input()` calls it and does not read descriptor 0 itself.
+    """
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        """Return the next line; an empty text at the end of the input."""
+        group = os.tcgetpgrp(0)
+        os.tcsetpgrp(0, os.getpgrp())
+        try:
+            with open(0, encoding="utf-8", errors="replace", closefd=False) as terminal:
+                return terminal.readline(size)
+        finally:
+            os.tcsetpgrp(0, group)
 
 
 @contextlib.contextmanager

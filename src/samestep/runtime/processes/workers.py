@@ -111,8 +111,8 @@ def launch(
         if not info.is_engine:
             say_inside(info)
             share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
-            given: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
-            found = run_workers(main, args, ranks=ranks, **given)
+            settings: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
+            found = run_workers(main, args, ranks=ranks, shows_all=True, **settings)
             number = last_stop_signal()
         else:
             place = join(device, timeout_s=timeout_s, threads=threads)
@@ -156,6 +156,7 @@ def run_workers(
     hang_s: float = 0.0,
     ranks_per_node: int | None = None,
     quiet: bool = False,
+    shows_all: bool = False,
     isolated: bool = False,
     away: OtherHosts | None = None,
 ) -> T:
@@ -176,6 +177,7 @@ def run_workers(
         hang_s: seconds after which ranks that stand still in a step of `progress`, or do not answer, are ended; 0 lets them stand.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
+        shows_all: lines of the other ranks are shown too, each after the name of its rank.
         isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
         away: other hosts, which start some of the workers with a `main` of their own. Where another launcher has started them
             (`HostShare`), the value is what the first rank of this host returns.
@@ -198,7 +200,7 @@ def run_workers(
     per_node = check_ranks_per_node(ranks_per_node or (away.ranks_per_node if away else ranks), ranks)
     limits = (timeout_s, hang_s)
     first = away.first_rank if away else 0
-    options = LaunchOptions(ranks, first, here, per_node, device_type, threads, *limits, quiet, isolated)
+    options = LaunchOptions(ranks, first, here, per_node, device_type, threads, *limits, quiet, isolated, shows_all)
     return _watch_workers(options, main, args, away)
 
 
