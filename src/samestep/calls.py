@@ -28,10 +28,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = dict(zip(signature.parameters, args, strict=False)) | kwargs
+        arguments = dict(zip(signature.parameters, args, strict=False)) | kwargs
         for name, check in known.items():
-            if name in given and (given[name] is not None or not _is_optional(signature.parameters[name])):
-                check(name, given[name])
+            if name in arguments and (arguments[name] is not None or not _is_optional(signature.parameters[name])):
+                check(name, arguments[name])
         return function(*args, **kwargs)
 
     return call

@@ -80,8 +80,8 @@ class Job(Table):
     @property
     def evaluated_sets(self) -> tuple[str, ...]:
         """The names of what is evaluated: the part of the data that is held out, if there is one, and the sets besides."""
-        own = (HELD_OUT,) if self.data.held_out else ()
-        return (*own, *self.data.held_out_sets) if self.train.evaluate_samples else ()
+        held_out = (HELD_OUT,) if self.data.held_out else ()
+        return (*held_out, *self.data.held_out_sets) if self.train.evaluate_samples else ()
 
     @property
     def judge(self) -> str | None:
