@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -174,9 +174,8 @@ class Snapshot:
 
     def _module(self, path: str, part: nn.Module) -> None:
         of_torch = frozenset() if self._weights else OF_TORCH
-        self.containers.append(
-            (vars(part), {name: value for name, value in vars(part).items() if name not in of_torch})
-        )
+        items = {name: value for name, value in vars(part).items() if name not in of_torch}
+        self.containers.append((vars(part), items))
         self._meet(type(part).__name__, type(part))
         for name, value in vars(part).items():
             if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
@@ -427,9 +426,8 @@ def put_items(container: Any, items: Any) -> None:
 def _has_items(container: dict[Any, Any], items: dict[Any, Any]) -> bool:
     """Return whether a dictionary has these items alone, most often none; or besides torch's entries those of a module."""
     more = len(container) - len(items)
-    if more and (more != len(OF_TORCH) or not OF_TORCH.isdisjoint(items) or not container.keys() >= OF_TORCH):
-        return False
-    return all(map(operator.is_, map(container.get, items, itertools.repeat(items)), items.values()))
+    is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
+    return (is_module or not more) and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
 
 
 class ModelState:
