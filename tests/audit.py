@@ -50,7 +50,7 @@ MAY = {
     "datasets/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
     "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "wings/cluster/hosts/ssh.py": _BY_SUBPROCESS,
     "wings/cluster/engines/scripts.py": _BY_SUBPROCESS, "training/launch.py": ("exec", "import"),
-    **dict.fromkeys(("wings/cluster/engines/ray_job.py", "wings/cluster/engines/ray_worker.py"), ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS)),
+    "wings/cluster/engines/ray_job.py": ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS),
 }  # fmt: skip
 """What files of samestep may do: run the script of `samestep launch`, and the module that a job names, import modules that they name themselves,
 trace a model in another process, start ssh, hand a script to the command of an engine, and call Ray, whose processes send each other

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from samestep.training.train import train
     from samestep.training.trained import evaluate, export, sample
     from samestep.wings.cluster.diagnosis.doctor import doctor
-    from samestep.wings.cluster.engines.ray_worker import ray_worker
+    from samestep.wings.cluster.engines.ray_job import ray_worker
     from samestep.wings.explain.explain import explain
     from samestep.wings.plan.calibrate import calibrate
     from samestep.wings.plan.measurement.profile import benchmark_hardware, benchmark_layouts
@@ -105,7 +105,7 @@ _LAZY = {
     "mean_over": "samestep.building.torch_losses",
     "parallelize": "samestep.runtime.run",
     "plan": "samestep.wings.plan.plan",
-    "ray_worker": "samestep.wings.cluster.engines.ray_worker",
+    "ray_worker": "samestep.wings.cluster.engines.ray_job",
     "sample": "samestep.training.trained",
     "simulate": "samestep.wings.plan.simulation.simulate",
     "track": "samestep.training.tracking",

@@ -59,7 +59,7 @@ class Parser(ArgumentParser):
             flags = (word for word in self._given if word.startswith("--"))
             unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
             message = "; ".join(
-                [message, *(f"unknown argument {''.join(self._unknown(one))}" for one in [*unknown][:1])]
+                [message, *(f"unknown argument {''.join(self._unknown(name))}" for name in [*unknown][:1])]
             )
         raise InputError("arguments", f"{message}; see {self.prog} --help")
 
@@ -240,11 +240,11 @@ def add_export(parser: ArgumentParser) -> None:
 def add_sample(parser: ArgumentParser) -> None:
     """Add the arguments of `sample`."""
     _add_run(parser)
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--prompt", default="", metavar="TEXT", help="the text to continue; default: train.prompt of the job"
     )
-    given.add_argument("--chat", metavar="TEXT", help="a message of a user; prints the reply")
+    group.add_argument("--chat", metavar="TEXT", help="a message of a user; prints the reply")
     parser.add_argument(
         "--tokens", type=_count, metavar="N", help="the number of tokens to generate; default: train.sample_tokens"
     )

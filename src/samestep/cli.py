@@ -43,16 +43,16 @@ _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safete
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status, a number from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
-    given = arguments.spell_out(sys.argv[1:] if words is None else words) or ["--help"]
+    line = arguments.spell_out(sys.argv[1:] if words is None else words) or ["--help"]
     try:
-        if arguments.JSON_ALONE in given:
-            return _print_json(given)
-        found = _run(given)
-        if isinstance(found, VerbFailure):
-            return _fail(found)
-        if found.text:
-            print(found.text, flush=True)
-        return found.status
+        if arguments.JSON_ALONE in line:
+            return _print_json(line)
+        result = _run(line)
+        if isinstance(result, VerbFailure):
+            return _fail(result)
+        if result.text:
+            print(result.text, flush=True)
+        return result.status
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
@@ -68,35 +68,35 @@ def _print_json(given: Sequence[str]) -> int:
     verb = next((word for word in given if not word.startswith("-")), "")
     with results.only_json() as say:
         try:
-            found = _run(given)
+            result = _run(given)
         except Exception as error:  # a mistake of ours: its traceback follows
             say(verb, VerbFailure(error, 1))
             raise
-        say(verb, found)
-    return found.status
+        say(verb, result)
+    return result.status
 
 
 def _run(words: Sequence[str]) -> Result | VerbFailure:
     """Run one verb, and write its result to the file of `--json`."""
     try:
         words, script_arguments = _split_at_script(words)
-        given = _parser().parse_args(words, Namespace(arguments=script_arguments))
+        parsed = _parser().parse_args(words, Namespace(arguments=script_arguments))
         for flag in ("json", "trace", "html", "to_file", "write"):
-            path = getattr(given, flag, None)
+            path = getattr(parsed, flag, None)
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
-        found: Result | VerbFailure = given.verb(given)
-        if isinstance(found, Result) and found.text and not getattr(given, "markdown", False):
-            found = replace(found, text="\n".join([*map(wrap, getattr(given, "heading", [])), found.text]))
-        if isinstance(found, Result) and given.json not in (None, results.STANDARD_OUTPUT):
-            results.write_file(given.json, found)
+        result: Result | VerbFailure = parsed.verb(parsed)
+        if isinstance(result, Result) and result.text and not getattr(parsed, "markdown", False):
+            result = replace(result, text="\n".join([*map(wrap, getattr(parsed, "heading", [])), result.text]))
+        if isinstance(result, Result) and parsed.json not in (None, results.STANDARD_OUTPUT):
+            results.write_file(parsed.json, result)
     except RunError as error:
         return VerbFailure(error, 1)
     except InputError as error:
         return VerbFailure(error, 2)
     except KeyboardInterrupt as error:
         return VerbFailure(error, 130)
-    return found
+    return result
 
 
 def _split_at_script(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -241,10 +241,10 @@ def _list_shadowed() -> list[str]:
                 for file in metadata.files(package) or ()
                 if file.name == "__init__.py"
             }
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except (metadata.PackageNotFoundError, ImportError, ValueError):
             continue
-        origin = Path(found.origin).resolve() if found is not None and found.origin else None
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if origin is not None and files and origin not in files:
             lines.append(
                 f"{package} is imported from {origin}, which hides the installed one: another name for that file works"

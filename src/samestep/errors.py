@@ -130,15 +130,15 @@ class OutOfMemoryError(RunError):
 
 def to_words(error: SamestepError) -> tuple[str, tuple[str, ...]]:
     """Return the name of an error's class, one of those here, and its arguments, as words that can be sent."""
-    kind = next(one for one in type(error).__mro__ if one.__module__ == __name__)
+    kind = next(base for base in type(error).__mro__ if base.__module__ == __name__)
     text = (error.reason, error.waiver) if isinstance(error, UnprovenError) else (str(error),)
     return kind.__name__, (error.code, *text)
 
 
-def of_words(name: str, given: Iterable[str]) -> SamestepError:
+def of_words(name: str, texts: Iterable[str]) -> SamestepError:
     """Return the error of which these are the words; a name of no class here makes a `RunError`."""
     kind = globals().get(name)
-    return kind(*given) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*given)
+    return kind(*texts) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*texts)
 
 
 def users_lines(error: BaseException) -> list[str]:
@@ -146,7 +146,7 @@ def users_lines(error: BaseException) -> list[str]:
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list(
-        [one for one in shown.stack if not one.filename.startswith(packages)]
+        [frame for frame in shown.stack if not frame.filename.startswith(packages)]
     )
     shown.__cause__ = shown.__context__ = None
     return "".join(shown.format()).splitlines()

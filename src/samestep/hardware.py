@@ -213,7 +213,7 @@ class Hardware:
             self.sustained,
             self.attention_kernel,
         )
-        own = (
+        numbers = (
             self.name,
             self.memory_bytes_per_s,
             self.kernel_launch_s,
@@ -221,7 +221,7 @@ class Hardware:
             self.kernel_s,
             self.num_units,
         )
-        return hash((own, self.intra, self.inter, reached))
+        return hash((numbers, self.intra, self.inter, reached))
 
 
 def largest_normal(count: int) -> float:
@@ -336,10 +336,10 @@ def profile_table() -> str:
     """Return a table of the profiles: names, devices of a machine, memory, peak rates and links of one device."""
     rows = [("--hardware", "devices", "GiB", "TFLOP/s", "GB/s inside", "GB/s outside")]
     for name in known():
-        one = load(name)
-        rate = max(one.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
-        inside, outside = (_rate(link.bytes_per_s / 1e9) for link in (one.intra, one.inter))
-        rows.append((name, str(one.devices_per_node), gib(one.memory_bytes), f"{rate / 1e12:,.4g}", inside, outside))
+        row = load(name)
+        rate = max(row.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
+        inside, outside = (_rate(link.bytes_per_s / 1e9) for link in (row.intra, row.inter))
+        rows.append((name, str(row.devices_per_node), gib(row.memory_bytes), f"{rate / 1e12:,.4g}", inside, outside))
     return align_columns(rows) + "\n"
 
 

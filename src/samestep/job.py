@@ -62,7 +62,7 @@ class Job(Table):
         try:
             super().__init__(**dict[str, Any](tables))
         except ValidationError as error:
-            raise JobError(*_mistakes_in(error, source, type(self))) from None
+            raise JobError(*mistakes_in(error, source, type(self))) from None
 
     @field_validator("layout")
     @classmethod
@@ -80,8 +80,8 @@ class Job(Table):
     @property
     def evaluated_sets(self) -> tuple[str, ...]:
         """The names of what is evaluated: the part of the data that is held out, if there is one, and the sets besides."""
-        own = (HELD_OUT,) if self.data.held_out else ()
-        return (*own, *self.data.held_out_sets) if self.train.evaluate_samples else ()
+        held_out = (HELD_OUT,) if self.data.held_out else ()
+        return (*held_out, *self.data.held_out_sets) if self.train.evaluate_samples else ()
 
     @property
     def judge(self) -> str | None:
@@ -336,8 +336,8 @@ _REMOVED = {
 """Words that jobs of earlier versions may have, and what to use in their place."""
 
 
-def _mistakes_in(error: ValidationError, source: Callable[[str], str], job: type[BaseModel]) -> tuple[str, str]:
-    """Return the code of the first mistake in the tables of a job, and all mistakes, one a line: the origin, the key, what was given and what would be right."""
+def mistakes_in(error: ValidationError, source: Callable[[str], str], table: type[BaseModel]) -> tuple[str, str]:
+    """Return the code of the first mistake in nested tables, and all mistakes, one a line: the origin, the key, what was given and what would be right."""
     lines, codes = [], []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -346,7 +346,7 @@ def _mistakes_in(error: ValidationError, source: Callable[[str], str], job: type
         if (instead := _REMOVED.get(word)) is not None:
             code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
         elif mistake["type"] == "extra_forbidden":
-            known = _keys_of(path[:-1], job)
+            known = _keys_of(path[:-1], table)
             hint = did_you_mean(path[-1], known)
             code, text = "job-key-unknown", f"unknown key{hint}; the keys here are {', '.join(known)}"
         elif mistake["type"] == "value_error":
@@ -361,10 +361,10 @@ def _mistakes_in(error: ValidationError, source: Callable[[str], str], job: type
     return codes[0], "\n".join(lines)
 
 
-def _keys_of(path: Sequence[str], job: type[BaseModel]) -> list[str]:
+def _keys_of(path: Sequence[str], root: type[BaseModel]) -> list[str]:
     """Return the names of the keys of the table at `path`."""
-    table: Any = job
-    for part in (one for one in path if not one.isdecimal()):  # an entry of an array of tables
+    table: Any = root
+    for part in (part for part in path if not part.isdecimal()):  # an entry of an array of tables
         field = table.model_fields.get(part)
         kinds = types_in(field.annotation) if field else ()
         table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

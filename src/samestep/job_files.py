@@ -43,8 +43,8 @@ def load(path: str | Path, settings: Sequence[str] | None = None) -> Job:
     path = Path(path)
     tables = _read(path)
     folder, run = path.parent.resolve(), tables.setdefault("run", {})
-    if isinstance(run, dict) and isinstance(given := run.setdefault("folder", str(folder)), str):
-        run["folder"] = str(folder / Path(os.path.expanduser(given))) if given else None
+    if isinstance(run, dict) and isinstance(folder_text := run.setdefault("folder", str(folder)), str):
+        run["folder"] = str(folder / Path(os.path.expanduser(folder_text))) if folder_text else None
     return _checked(path, tables, [_from_here(setting, folder) for setting in settings or ()])
 
 
@@ -92,13 +92,13 @@ def default(settings: Sequence[str] = ()) -> Job:
     Raises:
         JobError: the settings have mistakes; each is named.
     """
-    given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
+    values = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
     # Fields of the default model mean nothing to another one, and a preset has its own sequence length, batch and precision.
-    without = ["model.config"] * ("model.source" in given)
-    if given.get("model.source", "").strip("\"'").startswith(PRESET):
+    without = ["model.config"] * ("model.source" in values)
+    if values.get("model.source", "").strip("\"'").startswith(PRESET):
         without += ["data.sequence_length", "train.global_batch", "numerics.precision"]
     with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
-        steps = given.get("train.steps", "")
+        steps = values.get("train.steps", "")
         tables = _read(path)
         if steps.isdecimal() and len(steps) < 10 and int(steps) < tables["schedule"]["warmup_steps"]:
             without += [
@@ -157,7 +157,7 @@ def settings() -> tuple[str, ...]:
     for table, field in Job.model_fields.items():
         kinds = [kind for kind in types_in(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
         for name, key in (item for kind in kinds for item in kind.model_fields.items()):
-            values = [*filter(lambda one: isinstance(one, str), get_args(key.annotation))]
+            values = [*filter(lambda text: isinstance(text, str), get_args(key.annotation))]
             written += [f"{table}.{name}={value}" for value in values or ("",)]
     return tuple(written)
 
@@ -180,11 +180,11 @@ def model_folder(job: Job) -> Path | None:
 
 def place_of(job: Job, path: str) -> Path:
     """Return where a path of a job is: in `run.folder`, or where there is none of this name, in the working directory."""
-    given = Path(os.path.expanduser(path))
+    place = Path(os.path.expanduser(path))
     if not path or job.run.folder is None or Path(job.run.folder) == Path.cwd():
-        return given
-    near = Path(job.run.folder) / given  # of an absolute path the path itself
-    return given if not exists(near) and exists(given) else near
+        return place
+    near = Path(job.run.folder) / place  # of an absolute path the path itself
+    return place if not exists(near) and exists(place) else near
 
 
 def exists(path: Path) -> bool:

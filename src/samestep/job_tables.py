@@ -224,11 +224,11 @@ class DataTable(Table):
 
     @model_validator(mode="after")
     def _channels_have_numbers(self) -> DataTable:
-        for key, given in (("image_mean", self.image_mean), ("image_std", self.image_std)):
-            if len(given) not in (1, self.image_channels):
+        for key, values in (("image_mean", self.image_mean), ("image_std", self.image_std)):
+            if len(values) not in (1, self.image_channels):
                 raise JobError(
                     "job-keys-conflict",
-                    f"{key} has {len(given)} numbers, and images have {self.image_channels} "
+                    f"{key} has {len(values)} numbers, and images have {self.image_channels} "
                     f"channel{'s' * (self.image_channels > 1)}: 1 number works{', or 3' * (self.image_channels == 3)}",
                 )
         if self.augment and not self.source.startswith("images:"):
@@ -291,8 +291,8 @@ class TrainTable(Table):
 
     @field_validator("record", mode="before")
     @classmethod
-    def _record_may_be_a_number(cls, given: Any) -> Any:
-        return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+    def _record_may_be_a_number(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("record")
     @classmethod

@@ -45,8 +45,8 @@ def token_entropy(logits: Tensor) -> Tensor:
     With `loss_chunk` in the layout the logits are made in chunks of tokens, as for `token_log_probs`, and never exist whole.
     """
     if type(logits) is not Tensor and has_torch_function((logits,)):  # a mode of torch's sees the operations below
-        found: Tensor = handle_torch_function(token_entropy, (logits,), logits)
-        return found
+        entropy: Tensor = handle_torch_function(token_entropy, (logits,), logits)
+        return entropy
     log_probs = logits.log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
@@ -112,10 +112,10 @@ def distillation(outputs: Any, batch: Any, *, temperature: float = 1.0, hard: fl
 
 
 def _labels_of(batch: Any) -> Tensor | None:
-    found = batch.get("labels") if isinstance(batch, Mapping) else None
-    if found is None and isinstance(batch, tuple | list) and len(batch) > 1:
-        found = batch[1]
-    return found if isinstance(found, Tensor) and not found.is_floating_point() else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None and isinstance(batch, tuple | list) and len(batch) > 1:
+        labels = batch[1]
+    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
 
 
 @whole_batch(rows=True)
@@ -133,7 +133,7 @@ def contrastive(outputs: Any, batch: Any, rows: Tensor, *, temperature: float = 
     views = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
     factor = scale[0] if scale else 1 / temperature
     losses = [
-        F.cross_entropy(factor * (one[rows] @ other.T), rows, reduction="sum") for one, other in (views, views[::-1])
+        F.cross_entropy(factor * (view[rows] @ other.T), rows, reduction="sum") for view, other in (views, views[::-1])
     ]
     return (losses[0] + losses[1]) / 2, len(rows)
 

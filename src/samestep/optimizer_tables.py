@@ -37,9 +37,9 @@ class GroupTable(Table):
 
     @model_validator(mode="after")
     def _function_sets_its_own(self) -> GroupTable:
-        given = [key for key in ("lr", "weight_decay", "options") if getattr(self, key) not in (None, {})]
-        if given and ":" in (self.name or ""):
-            raise JobError("job-keys-conflict", f"{given[0]} is set by the function {self.name} itself: leave it out")
+        keys = [key for key in ("lr", "weight_decay", "options") if getattr(self, key) not in (None, {})]
+        if keys and ":" in (self.name or ""):
+            raise JobError("job-keys-conflict", f"{keys[0]} is set by the function {self.name} itself: leave it out")
         return self
 
 

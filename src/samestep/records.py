@@ -18,13 +18,13 @@ def changed(record: Record, **changes: Any) -> Record:
     The caller answers for the values: `__post_init__` does not see them.
     """
     kind: Any = type(record)
-    names, held = _names(kind), record.__dict__
-    kept = held if len(held) == len(names) else {name: held[name] for name in names}
-    found: Record = object.__new__(kind)
-    own = found.__dict__
-    own.update(kept, **changes)
-    assert len(own) == len(names), f"{kind.__name__} has no {', '.join(changes.keys() - names.keys())}"
-    return found
+    names, state = _names(kind), record.__dict__
+    values = state if len(state) == len(names) else {name: state[name] for name in names}
+    copy: Record = object.__new__(kind)
+    attributes = copy.__dict__
+    attributes.update(values, **changes)
+    assert len(attributes) == len(names), f"{kind.__name__} has no {', '.join(changes.keys() - names.keys())}"
+    return copy
 
 
 @functools.cache

@@ -53,8 +53,8 @@ def _labels_own_data(job: Tables) -> bool:
         "causal",
         "vision-language",
     )
-    own = (source for source in _sources(job) if ":" in source and source.partition(":")[0] not in _KINDS)
-    return is_causal and any(own)
+    sources = (source for source in _sources(job) if ":" in source and source.partition(":")[0] not in _KINDS)
+    return is_causal and any(sources)
 
 
 def _rounds_base(job: Tables) -> bool:
@@ -78,7 +78,7 @@ CHANGES: tuple[RuleChange, ...] = (
         2,
         "heads of token files and other files of a folder are not read as tokens",
         _WORKS,
-        lambda job: any(one.startswith("tokens:") and not one.endswith(".bin") for one in _sources(job)),
+        lambda job: any(source.startswith("tokens:") and not source.endswith(".bin") for source in _sources(job)),
     ),
     RuleChange(
         2,
@@ -91,8 +91,8 @@ CHANGES: tuple[RuleChange, ...] = (
         "files of a folder that are named as validation or test data are not trained on where others are named for training",
         _WORKS,
         lambda job: any(
-            one.startswith(("jsonl:", "parquet:", "text:")) and not re.search(r"\.[a-z0-9]+$", one)
-            for one in _sources(job)
+            source.startswith(("jsonl:", "parquet:", "text:")) and not re.search(r"\.[a-z0-9]+$", source)
+            for source in _sources(job)
         ),
     ),
     RuleChange(2, "base = 'nf4' rounds all linear layers but the head", _WORKS, _rounds_base),

@@ -313,9 +313,9 @@ def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tu
     latest: dict[tuple[TaskKind, int], Action] = {}
     last = max((action.microbatch for action in actions), default=0)
     for action in actions:
-        before = latest.get((action.kind, action.chunk))
-        if before is not None and before.microbatch > action.microbatch:
-            yield before, action
+        earlier = latest.get((action.kind, action.chunk))
+        if earlier is not None and earlier.microbatch > action.microbatch:
+            yield earlier, action
         latest[action.kind, action.chunk] = action
         if action.kind is TaskKind.WEIGHT and action.microbatch == last:
             for chunk in range(action.chunk + 1, num_chunks):
@@ -486,10 +486,10 @@ def in_flight(actions: Sequence[Action]) -> int:
     or until the weight gradients if these are actions of their own.
     """
     last = TaskKind.WEIGHT if any(action.kind is TaskKind.WEIGHT for action in actions) else TaskKind.BACKWARD
-    held = peak = 0
+    count = peak = 0
     for action in actions:
-        held += (action.kind is TaskKind.FORWARD) - (action.kind is last)
-        peak = max(peak, held)
+        count += (action.kind is TaskKind.FORWARD) - (action.kind is last)
+        peak = max(peak, count)
     return peak
 
 

@@ -52,9 +52,9 @@ class Shares:
         if self.by_microbatch:
             start = self.first(microbatch) + self._of_ranks(rank, even_part, microbatch)
         else:
-            mine = even_part(self.global_batch, self.num_ranks, rank)
+            part = even_part(self.global_batch, self.num_ranks, rank)
             start = even_start(self.global_batch, self.num_ranks, rank)
-            start += even_start(mine, self.num_microbatches, microbatch)
+            start += even_start(part, self.num_microbatches, microbatch)
         return range(start, start + self.size(rank, microbatch))
 
     def _of_ranks(self, count: int, what: Callable[[int, int, int], int], microbatch: int) -> int:

@@ -94,17 +94,17 @@ def tree_leaves(value: Any, _above: tuple[int, ...] = ()) -> list[Any]:
     if type(value) in _LEAVES:
         return [value]
     if type(value) not in (tuple, list, dict):
-        found = _leaves(value)
-        if len(found) == 1 and found[0] is value:
+        leaves = _leaves(value)
+        if len(leaves) == 1 and leaves[0] is value:
             return _opened(value, _above)
-        return [opened for leaf in found for opened in _opened(leaf, _above)]
-    found = []
+        return [opened for leaf in leaves for opened in _opened(leaf, _above)]
+    leaves = []
     for item in value.values() if type(value) is dict else value:
         if type(item) in _LEAVES:
-            found.append(item)
+            leaves.append(item)
         else:
-            found += tree_leaves(item, _above)
-    return found
+            leaves += tree_leaves(item, _above)
+    return leaves
 
 
 def _opened(leaf: Any, above: tuple[int, ...] = ()) -> list[Any]:
@@ -164,12 +164,12 @@ def tree_flatten_with_path(
     value: Any, *, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[Path, Any]], Any]:
     """Return the leaves of a nested value with their paths, and the form from which `tree_unflatten` makes it again."""
-    found, outer = _flatten_with_path(value, is_leaf=is_leaf)
-    if not any(_is_inside(leaf, is_leaf) for _, leaf in found):
-        return found, outer
+    flat, outer = _flatten_with_path(value, is_leaf=is_leaf)
+    if not any(_is_inside(leaf, is_leaf) for _, leaf in flat):
+        return flat, outer
     leaves: list[tuple[Path, Any]] = []
     forms: list[_Form | None] = []
-    for path, leaf in found:
+    for path, leaf in flat:
         if not _is_inside(leaf, is_leaf):
             leaves.append((path, leaf))
             forms.append(None)
@@ -199,9 +199,9 @@ def _key_of(container: Any, key: Any) -> Any:
 
 def tree_flatten(value: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Return the leaves of a nested value, and the form from which `tree_unflatten` makes it again."""
-    found, outer = _flatten(value, is_leaf=is_leaf)
-    if not any(_is_inside(leaf, is_leaf) for leaf in found):
-        return found, outer
+    flat, outer = _flatten(value, is_leaf=is_leaf)
+    if not any(_is_inside(leaf, is_leaf) for leaf in flat):
+        return flat, outer
     leaves, form = tree_flatten_with_path(value, is_leaf=is_leaf)
     return [leaf for _, leaf in leaves], form
 
@@ -273,7 +273,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
             return change(item)
         if not _tensors_of(item):
             return item
-        return with_parts(item, {key: map_tensors(held, change) for key, held in _items_of(item).items()})
+        return with_parts(item, {key: map_tensors(child, change) for key, child in _items_of(item).items()})
 
     return tree_map(leaf, value)
 
@@ -282,8 +282,8 @@ def _items_of(leaf: Any) -> dict[Any, Any]:
     """Return what a leaf of torch's pytree holds by its keys, places or names: an object of a class unknown to it."""
     if _is_opened(type(leaf)) or isinstance(leaf, type | nn.Module):
         return parts_of(leaf)
-    held: dict[str, Any] = getattr(leaf, "__dict__", {})
-    return dict(held) if any(map(_holds_tensors, held.values())) else {}
+    attributes: dict[str, Any] = getattr(leaf, "__dict__", {})
+    return dict(attributes) if any(map(_holds_tensors, attributes.values())) else {}
 
 
 def parts_of(value: Any) -> dict[Any, Any]:
@@ -320,22 +320,22 @@ def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 def _set_batch(twin: Distribution, tensors: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Give a distribution with other numbers of samples in its tensors a batch of as many."""
-    held = twin._batch_shape[:1]
+    batch_shape = twin._batch_shape[:1]
     sizes = [
         other.shape[:1]
         for tensor, other in zip(tensors, after, strict=True)
-        if tensor.shape[:1] == held != other.shape[:1]
+        if tensor.shape[:1] == batch_shape != other.shape[:1]
     ]
-    if held and sizes:
+    if batch_shape and sizes:
         twin._batch_shape = sizes[0] + twin._batch_shape[1:]
 
 
 def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:
     """Yield the fields that a dataclass stores, with their values; an attribute access could run code of its class, which may raise anything."""
-    held = getattr(record, "__dict__", {})
+    attributes = getattr(record, "__dict__", {})
     for field in dataclasses.fields(record):
-        if field.name in held:
-            yield field.name, held[field.name]
+        if field.name in attributes:
+            yield field.name, attributes[field.name]
         elif isinstance(slot := getattr(type(record), field.name, None), MemberDescriptorType):
             with contextlib.suppress(AttributeError):  # it has no value yet
                 yield field.name, slot.__get__(record)

@@ -35,15 +35,15 @@ def train(words: Namespace) -> Result:
         job = job.model_copy(update={"train": type(job.train)(**{**job.train.model_dump(), **recorded})})
     limit_threads(job.run.threads)
     least_ranks, ranks = words.ranks
-    given = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}
-    given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
-    given["allow_code"] = "code" in words.allow
+    options = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}
+    options |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
+    options["allow_code"] = "code" in words.allow
     if words.dry_run:
         from samestep.training.check import dry_run
 
         nodes = words.nodes or "1"
         num_hosts = int(nodes) if nodes.isdecimal() else len(nodes.split(","))
-        would = dry_run(job, **given, num_hosts=max(1, num_hosts))
+        would = dry_run(job, **options, num_hosts=max(1, num_hosts))
         return Result(would.to_record, would.to_text())
     if words.nodes is not None and not words.nodes.isdecimal():
         ssh = wings.required("cluster", "hosts.ssh")
@@ -58,7 +58,7 @@ def train(words: Namespace) -> Result:
         "least_ranks": least_ranks,
         "name": words.heading[0],
     }
-    summary = train(job, **given, **more)
+    summary = train(job, **options, **more)
     number = summary.stop_signal if summary else join.ended_by()
     return Result(summary.to_record if summary else None, status=128 + number if number else 0)
 
@@ -98,12 +98,12 @@ def verify(words: Namespace) -> Result | VerbFailure:
             "command-options",
             'verify tries one layout, --layout "dp=2 tp=2", or all layouts of N devices, --all --devices 4',
         )
-    given, verdicts = {"steps": words.steps, "precision": words.precision, "device": words.device}, []
+    options, verdicts = {"steps": words.steps, "precision": words.precision, "device": words.device}, []
     try:
         every = (
-            verify.verify_all(job, words.devices, **given)
+            verify.verify_all(job, words.devices, **options)
             if words.all
-            else [verify.verify(job, layout=words.layout, **given)]
+            else [verify.verify(job, layout=words.layout, **options)]
         )
         for verdict in every:
             if words.all:
@@ -122,9 +122,9 @@ def export(words: Namespace) -> Result:
     limit_threads(1)
     from samestep.training.trained import export
 
-    given = {"dtype": words.dtype, "merge": words.merge, "ema": words.ema, "form": words.format}
-    given["allow_code"] = "code" in words.allow
-    written = export(words.run, words.out, **given)
+    options = {"dtype": words.dtype, "merge": words.merge, "ema": words.ema, "form": words.format}
+    options["allow_code"] = "code" in words.allow
+    written = export(words.run, words.out, **options)
     return Result(lambda: asdict(written), written.to_text())
 
 
@@ -133,8 +133,8 @@ def sample(words: Namespace) -> Result:
     from samestep.training.trained import printable, sample
 
     keys = ("chat", "tokens", "temperature", "seed", "ema")
-    given = {key: getattr(words, key) for key in keys} | {"allow_code": "code" in words.allow}
-    text = sample(words.run, words.prompt, **given)
+    options = {key: getattr(words, key) for key in keys} | {"allow_code": "code" in words.allow}
+    text = sample(words.run, words.prompt, **options)
     return Result(lambda: {"text": text}, printable(text))
 
 
@@ -142,8 +142,8 @@ def evaluate(words: Namespace) -> Result:
     """Compute the held-out loss of a run's checkpoint."""
     from samestep.training.trained import evaluate
 
-    found = evaluate(words.run, samples=words.samples, ema=words.ema, allow_code="code" in words.allow)
-    return Result(found.to_record, found.to_text())
+    scores = evaluate(words.run, samples=words.samples, ema=words.ema, allow_code="code" in words.allow)
+    return Result(scores.to_record, scores.to_text())
 
 
 def inspect(words: Namespace) -> Result:
@@ -152,8 +152,8 @@ def inspect(words: Namespace) -> Result:
     limit_threads(job.run.threads)
     from samestep.training.inspection import inspect
 
-    found = inspect(job)
-    return Result(found.to_record, found.to_text())
+    inspection = inspect(job)
+    return Result(inspection.to_record, inspection.to_text())
 
 
 def layouts(words: Namespace) -> Result:

@@ -26,9 +26,10 @@ def emitted(
 ) -> Path:
     """The file to which `samestep submit` has written the script of an engine."""
     environment = {"PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1"}
-    run = RunSettings(shlex.join([sys.executable, "-m", "samestep"]), environment=environment)
+    run = RunSettings(command=shlex.join([sys.executable, "-m", "samestep"]), environment=environment)
     wanted = wanted_of(None, settings=settings(**(keys or {})), site=Site(run=run, **(site or {})), **given)
-    return scripts.emit_script(wanted, on, file)[1]
+    file.write_text(scripts.engine_of(on).script(wanted))
+    return file
 
 
 def mpirun(by: str) -> str | None:

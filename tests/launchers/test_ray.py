@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import InputError
-from samestep.wings.cluster.engines import ray_worker
+from samestep.wings.cluster.engines import ray_job
 from tests import small
 from tests.launchers import real
 
@@ -38,12 +38,12 @@ def test_each_logged_step_is_reported_and_a_new_checkpoint_with_it_by_rank_0(
     monkeypatch.setitem(sys.modules, "ray", package)
     monkeypatch.setitem(sys.modules, "ray.train", stand_in)
     newest: list[Path | None] = [None]
-    monkeypatch.setattr(ray_worker.manifests, "newest_whole", lambda folder: (newest[0], []))
+    monkeypatch.setattr(ray_job.manifests, "newest_whole", lambda folder: (newest[0], []))
     for rank, expected in ((0, [(2, ""), (4, "step-3"), (5, "")]), (1, [(2, ""), (4, ""), (5, "")])):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         reported.clear()
         newest[0] = None
-        reporter = ray_worker._Reporter(samestep.Job(run={"log_every": 2}), tmp_path)
+        reporter = ray_job._Reporter(samestep.Job(run={"log_every": 2}), tmp_path)
         for step in range(1, 6):
             newest[0] = Path("step-3") if step >= 3 else None
             report = types.SimpleNamespace(step=step, loss=1.0, grad_norm=1.0, lr=1.0)

@@ -369,6 +369,14 @@ OF_MODEL: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "a detached factor of each": (of_mean(lambda rows, o: (rows * o.softmax(-1).amax(-1).detach()).mean()), ""),
 }  # fmt: skip
 
+MORE = "which is neither"
+OF_MODEL |= {
+    "a factor of many samples": (of_mean(lambda rows, _: rows.mean() * (2 if len(rows) > B - 2 else 1)), MORE),
+    "a factor of a number": (of_mean(lambda rows, _: rows.sum() / min(len(rows), B - 2)), MORE),
+    "a count that is limited": (with_count(lambda n: n.clamp(1, 2)), "a sum and a count, and the loss of parts"),
+    "a sum that many samples double": (lambda m, b: times(lambda b: 2.0 if len(b["y"]) > B - 2 else 1.0)(forward(m, b), b), "sum and a count"),
+}  # fmt: skip
+
 
 def of_model(rank: int, world: int, layout: str, name: str) -> tuple[list[float], dict[str, Tensor], str]:
     run = samestep.parallelize(build, "model", optimizer, layout=layout, job=JOB, forward=OF_MODEL[name][0])
@@ -430,7 +438,16 @@ def smoothed(by: float) -> Callable[[nn.Module, Any], Any]:
 
 
 MEAN = of_mean(lambda rows, _: rows.mean())
+
+
+def over(count: Callable[[Any], Any]) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: each(forward(model, batch), batch).sum() / count(batch)
+
+
 LATER = {
+    "a count": (later(over(lambda b: len(b["y"])), over(lambda b: b["y"].sum().clamp(min=2))), "neither their sum"),
+    "a number": (later(over(lambda b: len(b["y"])), over(lambda b: len(b["y"].unique()))), "neither their sum"),
+    "the same count": (later(over(lambda b: len(b["y"])), over(lambda b: torch.tensor(len(b["y"])))), ""),
     "a statistic": (later(MEAN, of_mean(lambda rows, o: rows.mean() + o.mean(0).square().sum())), "neither their sum"),
     "a ratio": (later(MEAN, of_mean(lambda rows, _: rows.mean() / rows.mean().detach())), "neither their sum"),
     "a sum": (later(MEAN, of_mean(lambda rows, _: rows.sum())), "begun to compute another loss"),

@@ -24,12 +24,13 @@ from samestep.wings.cluster.diagnosis import all_hosts, doors, gathering, link_r
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.doors import REACHED, Attempt, Rate
 from samestep.wings.cluster.diagnosis.findings import HostFindings, Limits, Software, at_once, of_record
-from samestep.wings.cluster.diagnosis.gathering import Followed, Leads
+from samestep.wings.cluster.diagnosis.gathering import Leads
 from samestep.wings.cluster.diagnosis.gpus import Gpus, Torch, TorchQuestion
 from samestep.wings.cluster.diagnosis.identity import Identity, Interface, Network, identify
 from samestep.wings.cluster.diagnosis.link_rates import Links
 from samestep.wings.cluster.diagnosis.report import Report, ReportLine, merged
 from samestep.wings.cluster.diagnosis.shared_folder import Folder, Sight, find_folder
+from samestep.wings.cluster.hosts.channel import Channel
 
 GIB = 1 << 30
 MACHINE = hardware.load("cpu-laptop")
@@ -503,8 +504,8 @@ def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_wh
 
         def follower(rank: int) -> None:
             met = gathering.meet(_identity(rank, ports), token, 60)
-            assert isinstance(met, Followed)
-            statuses[rank] = gathering.follow(met.channel, _answers(rank))
+            assert isinstance(met, Channel)
+            statuses[rank] = gathering.follow(met, _answers(rank))
 
         leads = gathering.meet(_identity(0, ports), token, 60)
         assert isinstance(leads, Leads)

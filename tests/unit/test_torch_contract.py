@@ -57,7 +57,6 @@ batch, in which a list may hold one item for each sample."""
 
 
 NEEDING = {
-    "samestep.wings.cluster.engines.ray_job": "ray",
     "samestep.kernels.flash_dropout": "triton",
     "samestep.kernels.hashed_dropout": "triton",
     "samestep.kernels.remainder_bits": "triton",

@@ -150,7 +150,7 @@ def less_cut(degrees: Layout, model: ModelSpec, ranks_per_node: int) -> tuple[La
     rings = (
         words
         for words in shorter
-        if (mine := attention_ranks(model, words, ranks_per_node)).ring > 1 and mine.heads == groups.heads
+        if (ranks := attention_ranks(model, words, ranks_per_node)).ring > 1 and ranks.heads == groups.heads
     )
     return (whole, *rings, degrees)
 
@@ -287,8 +287,8 @@ def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
     yield ({"offload": True},)
     if split.tp > 1:
         yield ({"sequence_parallel": True},)
-    if found := ring_of(split, model):
-        yield tuple({"exchange": exchanges.exchange} for exchanges in found)
+    if ring := ring_of(split, model):
+        yield tuple({"exchange": exchanges.exchange} for exchanges in ring)
     if split.pp > 1:
         yield tuple(schedule_words(schedule) for schedule in SCHEDULES if schedule != DEFAULT)
 

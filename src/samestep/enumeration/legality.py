@@ -183,9 +183,9 @@ _HEAD = ("layout", "weights", "gradients", "optimizer", "collectives of a step (
 def _cells(row: Row) -> tuple[str, ...]:
     if row.memory is None or row.sent is None:
         return (str(row.layout), "", "", "", f"refused: {row.reason}")
-    held = (row.memory.weights, row.memory.gradients, row.memory.optimizer)
+    sizes = (row.memory.weights, row.memory.gradients, row.memory.optimizer)
     sent = ", ".join(f"{kind} {size:,}" for kind, size in row.sent.items())
-    return (str(row.layout), *(f"{size:,}" for size in held), sent or "none")
+    return (str(row.layout), *(f"{size:,}" for size in sizes), sent or "none")
 
 
 SCREENFUL = 40

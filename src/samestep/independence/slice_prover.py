@@ -41,6 +41,8 @@ WHOLE = -1
 
 WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
 
+RETURNS_LOGITS = "a forward that returns the logits, and samestep.whole_batch(loss) of these, work"
+
 
 class SliceProver(Prover):
     """Follows a forward whose blocks are given the last slice of `size` of the sequence's tokens."""
@@ -102,8 +104,9 @@ class SliceProver(Prover):
         return self.refusal
 
     def failure(self, reason: str) -> str:
-        """Return the refusal of a forward that fails."""
-        return f"on a slice {reason}; {WORKS}"
+        """Return the refusal of a forward that fails: behind the blocks because tensors of all tokens, as labels, meet those of a slice."""
+        is_behind = self.slices and not self.is_in_block
+        return f"on a slice {reason}; {RETURNS_LOGITS if is_behind else WORKS}"
 
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
@@ -382,14 +385,14 @@ class SliceProver(Prover):
                 does = f"joins other rows to those of tokens by {operation}"
             works = f"; {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             if operation.startswith("nll_loss"):
-                works = "; a forward that returns the logits, and samestep.whole_batch(loss) of these, work"
+                works = f"; {RETURNS_LOGITS}"
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
 
     def _follow(self, call: Call) -> None:
         """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
         wide = {id(one): known for one in call.given if isinstance(known := self.known.of(one), WithNeighbours)}
         others = [one for one in call.given if id(one) not in wide and self.known.of(one) is not None]
-        if not wide or others or not (is_elementwise(call.func) or call.func.overloadpacket in _COPIES):
+        if not wide or others or not is_elementwise(call.func):
             super()._follow(call)
             return
         origin = next(iter(wide.values())).where
@@ -440,9 +443,6 @@ def compare_forwards(
         path = first_difference(whole.numbers, part.numbers)
         return f"{path} computes differently, or with other numbers, on {part.other_sizes}", path
     return "", ""
-
-
-_COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))
 
 
 def _is_bias(shape: torch.Size) -> bool:

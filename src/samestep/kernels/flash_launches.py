@@ -83,7 +83,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, form: FlashForm) -> tuple
     # The heads of a token side by side: code views the output so.
     output = query.new_empty(samples, length, heads, value.shape[3]).transpose(1, 2)
     log_sum_exp = query.new_empty((samples, heads, length), dtype=torch.float32)
-    query, key, value = (_with_rows(one) for one in (query, key, value))
+    query, key, value = (_with_rows(tensor) for tensor in (query, key, value))
     blocks = _sizes_for(query, value).forward
     some, strides, numbers, words = _arguments(query, key, value, form)
     with on_device_of(query):

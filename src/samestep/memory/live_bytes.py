@@ -43,9 +43,9 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
     """
     peak: Peak | None = None
     host = 0
-    for _, one, kept in _followed(program, arriving, LiveBytes):
-        here = kept.added_to(one.peak)
-        host = max(host, kept.host + one.most_host)
+    for _, look, sums in _followed(program, arriving, LiveBytes):
+        here = sums.added_to(look.peak)
+        host = max(host, sums.host + look.most_host)
         peak = here if peak is None or here.total > peak.total else peak
     assert peak is not None, "a program without tasks"
     return peak._replace(host=host)
@@ -53,9 +53,9 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
 def levels_of(program: Program, arriving: dict[str, int]) -> Iterator[tuple[Task, Peak]]:
     """Yield, op after op of a step, its task and what is held at it."""
-    for task, one, kept in _followed(program, arriving, _Levels):
-        for level in one.found:
-            yield task, kept.added_to(level)
+    for task, look, sums in _followed(program, arriving, _Levels):
+        for level in look.found:
+            yield task, sums.added_to(level)
 
 
 def found_by(
@@ -99,7 +99,7 @@ def _followed(
     """Yield each task with what it does, and the bytes that are kept when it begins."""
     sizes = OpSizes.of(program, arriving)
     known: dict[tuple[BodyKey, frozenset[Buffer]], _Followed] = {}
-    buffers, kept = frozenset[Buffer](), _KeptSoFar()
+    buffers, sums = frozenset[Buffer](), _KeptSoFar()
     for task in program.tasks:
         key = (task.body, buffers)
         if key not in known:
@@ -108,9 +108,9 @@ def _followed(
             left = frozenset(live.buffers.values())
             kept_here = _KeptSoFar(live.activations, live.logits, live.host)
             known[key] = _Followed(live.peak, kept_here, left, live.found, live.most_host)
-        one = known[key]
-        yield task, one, kept
-        kept, buffers = _KeptSoFar(*map(sum, zip(kept, one.kept, strict=True))), one.buffers
+        followed = known[key]
+        yield task, followed, sums
+        sums, buffers = _KeptSoFar(*map(sum, zip(sums, followed.kept, strict=True))), followed.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +275,8 @@ class LiveBytes:
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
         """Compare the bytes that are held now, plus the op's working memory, with the peak so far."""
         live = self.buffer_bytes
-        held = self.activations + live["activations"] + activations
-        peak = Peak(op.name, live["gradients"] + gradients, held, self.logits + logits, live["buffers"], self.host)
+        allocated = self.activations + live["activations"] + activations
+        peak = Peak(op.name, live["gradients"] + gradients, allocated, self.logits + logits, live["buffers"], self.host)
         if peak.total > self.peak.total:
             self.peak = peak
 
@@ -311,10 +311,10 @@ class _Levels(LiveBytes):
     """Keeps what is held at every op."""
 
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
-        before, self.peak = self.peak, Peak("", 0, 0, 0, -(2**63))
+        last_peak, self.peak = self.peak, Peak("", 0, 0, 0, -(2**63))
         super()._look(op, activations=activations, logits=logits, gradients=gradients)
         self.found.append(self.peak)
-        self.peak = max(before, self.peak, key=lambda peak: peak.total)
+        self.peak = max(last_peak, self.peak, key=lambda peak: peak.total)
 
 
 WHOLE_INPUT, MESSAGES = "whole input", "messages"
@@ -327,8 +327,8 @@ def _whole_input(step: StepSpec) -> dict[int, int]:
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     if not blocks or not blocks[0] or not (layout.cp > 1 or layout.sequence_parallel or layout.recompute == "offload"):
         return {}
-    before = layers[blocks[0] - 1]
-    size = before.output_elements * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    previous = layers[blocks[0] - 1]
+    size = previous.output_elements * step.microbatch_samples * BYTES_OF[step.compute_dtype]
     return {blocks[0] - 1: size, blocks[-1] + 1: -size}
 
 
@@ -353,7 +353,7 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
     Those of a bucket stay where autograd has put them until the last of the bucket has come. Those in no bucket stay with their weights, where those of
     later micro-batches are added at once.
     """
-    step, found = program.step, list[LayerGradients]()
+    step, sizes_by_layer = program.step, list[LayerGradients]()
     bucket_of = {member.name: bucket.name for bucket in program.buckets for member in bucket.members}
     missing = {bucket.name: len(bucket.members) for bucket in program.buckets}
     arrived, total = dict.fromkeys(missing, 0), 0
@@ -376,10 +376,10 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
             next((size for number, size in alive if number >= wanted), alive[-1][1])
             for wanted in (layer.working.weights, layer.norm_working.weights)
         )
-        found.append(LayerGradients(max(sizes, default=0), alive[0][1], most, norms, total))
+        sizes_by_layer.append(LayerGradients(max(sizes, default=0), alive[0][1], most, norms, total))
     if step.splits_backward:  # most gradients of weights come in a task of their own
-        found = [LayerGradients(one.largest, 0, 0, 0, 0) for one in found]
-    return found[::-1]
+        sizes_by_layer = [LayerGradients(gradients.largest, 0, 0, 0, 0) for gradients in sizes_by_layer]
+    return sizes_by_layer[::-1]
 
 
 def _unpacked_bytes(step: StepSpec, layer: int) -> int:
@@ -425,24 +425,24 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
 
     `is_on_host` is whether its input is in the host's memory between forward and backward.
     """
-    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
+    element_bytes = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    elements = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
-    given = layer.input_elements - (layer.moved_input_elements if is_on_host else 0)
-    kept = whole if recompute == "none" else given
+    input_elements = layer.input_elements - (layer.moved_input_elements if is_on_host else 0)
+    saved = elements if recompute == "none" else input_elements
     if recompute in KEEPS_PRODUCTS:
-        kept = max(given, layer.saved_selective_elements - dropped_elements(step, layer))
+        saved = max(input_elements, layer.saved_selective_elements - dropped_elements(step, layer))
     if recompute != "none" and step.is_mixed:
-        whole += layer.input_norm_elements
-    working = layer.working.elements * one
-    most = max((working, *_in_chunks(step, layer, one)))
+        elements += layer.input_norm_elements
+    working = layer.working.elements * element_bytes
+    most = max((working, *_in_chunks(step, layer, element_bytes)))
     return Saved(
-        kept=kept * one,
-        whole=max(kept, whole) * one,
+        kept=saved * element_bytes,
+        whole=max(saved, elements) * element_bytes,
         working=most,
         working_fixed=most - working,
-        in_norms=(layer.norm_working.elements + layer.norm_working.wide_elements * step.is_mixed) * one,
-        boundaries=min(layer.working.elements, layer.input_elements + layer.output_elements) * one,
+        in_norms=(layer.norm_working.elements + layer.norm_working.wide_elements * step.is_mixed) * element_bytes,
+        boundaries=min(layer.working.elements, layer.input_elements + layer.output_elements) * element_bytes,
         **_with_pairs(step, layer, _of_loss(step, layer)),
     )
 

@@ -152,10 +152,10 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     on_host = each * host_bytes(step, program.units, program.host_modules)
     gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
-    kept = each * (copies + _state_bytes(program, states_per_param, rank))
+    states = each * (copies + _state_bytes(program, states_per_param, rank))
     if step.sharing.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
-        kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
-    optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
+        states += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
+    optimizer, host = (0, states) if step.layout.offload else (states, 0)
     return MemoryUse(
         weights=weights - on_host,
         gradients=gradients,
@@ -183,7 +183,7 @@ def _coded_bytes(program: Program) -> int:
     step, contributions = program.step, program.step.contributions
     if contributions is None:
         return 0
-    master, found = BYTES_OF[step.master_dtype], 0
+    master, size = BYTES_OF[step.master_dtype], 0
     buffers = [([bucket.coded(contributions)], bucket.gathers_codes(contributions)) for bucket in program.buckets]
     shards = [
         [*coded_parts(step, contributions, unit, part)]
@@ -195,26 +195,26 @@ def _coded_bytes(program: Program) -> int:
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
         if step.sharing.codec == PLAIN:
-            found += master * numel * (contributions.each > 1)
+            size += master * numel * (contributions.each > 1)
             continue
         if CODECS[step.sharing.codec].factors:
             for part in parts:
                 first, second = part.factor_numels
-                found += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
+                size += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
             continue
         codes.append(contributions.code_bytes(coded_bytes(step.sharing.codec, parts), gathers=gathers))
-        found += (
+        size += (
             master * (contributions.each * numel + numel // contributions.ranks) * CODECS[step.sharing.codec].feeds_back
         )
     if step.scatters_codes:  # a unit behind the other, in one buffer
-        return found + max(codes, default=0)
-    found += sum(codes)
+        return size + max(codes, default=0)
+    size += sum(codes)
     if step.sharing.delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
         under_way = [0] * step.sharing.num_parts
         for bucket in program.buckets:
             under_way[bucket.part] += bucket.coded(contributions).numel
-        found += master * max(under_way)
-    return found + master * sum(part.numel for parts in shards for part in parts)
+        size += master * max(under_way)
+    return size + master * sum(part.numel for parts in shards for part in parts)
 
 
 class _Updated(NamedTuple):
@@ -245,12 +245,12 @@ def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
         return [*(_Updated(param, _cut_numel(step, param, rank), step.master_dtype) for param in params), *owned]
     if step.zero == 0:
         return [*(_Updated(param, param.numel, step.working_dtype(param)) for param in params), *owned]
-    mine = {
+    numels = {
         member.name: numel
         for bucket in program.buckets
         for member, numel in bucket.parts_at(step.ranks.coordinate(rank, bucket.holding.data_axis))
     }
-    pieces = (_Updated(param, mine[param.name], step.working_dtype(param)) for param in params)
+    pieces = (_Updated(param, numels[param.name], step.working_dtype(param)) for param in params)
     return [*(piece for piece in pieces if piece.numel), *owned]
 
 
@@ -404,14 +404,14 @@ def on_the_way_bytes(program: Program) -> int:
     """Return the bytes of a stage's next input, received ahead of need, and of the last gradient sent, kept until received."""
     bodies = {task.body for task in program.tasks}
     ahead = sum(is_forward(task.body) for task in program.tasks) > 1
-    given = (
+    outputs = (
         op.size_bytes
         for body in bodies
         if any(op.kind is OpKind.FORWARD for op in program.bodies[body])
         for op in program.bodies[body]
         if op.axis == "pp" and op.kind is OpKind.RECV
     )
-    return 2 * max(given, default=0) if ahead else 0
+    return 2 * max(outputs, default=0) if ahead else 0
 
 
 def _trainable(step: StepSpec) -> Iterator[ParamSpec]:
@@ -426,14 +426,14 @@ def _weight_bytes(step: StepSpec, trainable: bool) -> int:
 
 def _table_bytes(program: Program, embeds: str) -> int:
     """Return the bytes of the tables of embeddings of a kind that are on the device between two steps."""
-    found, step = 0, program.step
+    size, step = 0, program.step
     away = {name for host_module in program.host_modules for name in host_module.params}
     for param in step.model.params:
         if param.embeds == embeds and param.name not in away:
             shards = step.holding(param).num_shards if step.zero >= 2 else 1
             element = BYTES_OF[step.master_dtype if step.zero >= 2 else step.working_dtype(param)]
-            found += padded_rows(param, shards) // shards * element
-    return found
+            size += padded_rows(param, shards) // shards * element
+    return size
 
 
 def _whole(program: Program) -> tuple[int, int]:

@@ -32,10 +32,10 @@ def refuse_remote(folder: Path) -> None:
     Raises:
         InputError: it is one.
     """
-    if found := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
+    if address := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
         raise InputError(
             "address-not-folder",
-            f"{found[1]}://{found[2]} is an address of {found[1]}, and samestep reads and writes folders: "
+            f"{address[1]}://{address[2]} is an address of {address[1]}, and samestep reads and writes folders: "
             "a local one works, or a mounted store",
         )
 
@@ -91,8 +91,8 @@ def remove_folder(folder: Path) -> None:
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
-        found = [*entries]
-    for entry in found:
+        children = [*entries]
+    for entry in children:
         if entry.is_dir(follow_symlinks=False):
             remove_folder(Path(entry.path))
         else:
@@ -168,9 +168,9 @@ class LastingStream:
         """Write what waits, or lose it."""
         self._lasting(self._stream.flush)
 
-    def _lasting(self, act: Callable[..., object], *given: str) -> None:
+    def _lasting(self, act: Callable[..., object], *arguments: str) -> None:
         try:
-            act(*given)
+            act(*arguments)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -197,9 +197,9 @@ def read(path: Path, most_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size <= most_bytes:
-            found = file.read(most_bytes + 1)
-            if len(found) <= most_bytes:
-                return found
+            content = file.read(most_bytes + 1)
+            if len(content) <= most_bytes:
+                return content
     raise ValueError(f"it holds more than {most_bytes:,} bytes")
 
 

@@ -84,10 +84,10 @@ def only_json() -> Iterator[Callable[[str, Result | VerbFailure], None]]:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         out = stack.enter_context(_descriptor_kept(stdout))
 
-        def say(verb: str, found: Result | VerbFailure) -> None:
-            key = "error" if isinstance(found, VerbFailure) else "result"
-            record = found.to_record() if isinstance(found, VerbFailure) else found.record and found.record()
-            if isinstance(found, VerbFailure) or found.record is not None:
+        def say(verb: str, result: Result | VerbFailure) -> None:
+            key = "error" if isinstance(result, VerbFailure) else "result"
+            record = result.to_record() if isinstance(result, VerbFailure) else result.record and result.record()
+            if isinstance(result, VerbFailure) or result.record is not None:
                 head = {"samestep": metadata.version("samestep"), "format": FORMAT, "verb": verb}
                 print(json.dumps(plain({**head, key: record}), allow_nan=False), file=out, flush=True)
 
@@ -98,7 +98,7 @@ def only_json() -> Iterator[Callable[[str, Result | VerbFailure], None]]:
 def _descriptor_kept(stdout: IO[str]) -> Iterator[IO[str]]:
     """Point descriptor 1, which other processes inherit, at standard error, and yield a stream to where `stdout` leads."""
     try:
-        kept, own = os.dup(stdout.fileno()), os.dup(1)
+        target, original = os.dup(stdout.fileno()), os.dup(1)
     except (OSError, ValueError, io.UnsupportedOperation):  # a stream within this process, as a notebook's
         yield stdout
         return
@@ -106,11 +106,11 @@ def _descriptor_kept(stdout: IO[str]) -> Iterator[IO[str]]:
     with contextlib.suppress(OSError):  # standard error may be closed
         os.dup2(2, 1)
     try:
-        with open(kept, "w", encoding="utf-8") as out:
+        with open(target, "w", encoding="utf-8") as out:
             yield out
     finally:
-        os.dup2(own, 1)
-        os.close(own)
+        os.dup2(original, 1)
+        os.close(original)
 
 
 def write_file(path: Path, result: Result) -> None:

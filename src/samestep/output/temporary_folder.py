@@ -54,8 +54,8 @@ def remove(folder: Path) -> None:
 def _remove_left_behind() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError):
-            found = lock.parent.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not _is_held(lock):
+            status = lock.parent.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not _is_held(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 

@@ -137,14 +137,14 @@ class LaunchedStep:
         self._steps = steps
         self.opened: OpenStep | None = None
 
-    def launch(self, opened: OpenStep, decider: DeviceDecides, held: Assembly, used: UsedWeights) -> StepReport:
+    def launch(self, opened: OpenStep, decider: DeviceDecides, assembly: Assembly, used: UsedWeights) -> StepReport:
         """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
         updater = decider.updater
         opened.prepare(updater)
         if updater.live.was_written_early():
             updater.live.take_over()
         updater.unused = used.expected()
-        self._steps.change(held, decider.update)
+        self._steps.change(assembly, decider.update)
         self._steps.steps_taken = opened.batch.step + 1
         opened.report = StepReport.late(self._steps.steps_taken, self.close)
         self.opened = opened
@@ -172,8 +172,8 @@ class LaunchedStep:
 class Deciders:
     """The choice of who decides on each step of a run: always the host, which on a CPU has nothing to wait for."""
 
-    def __init__(self, own: HeldAssembly) -> None:
-        self._own = own
+    def __init__(self, assemblies: HeldAssembly) -> None:
+        self._own = assemblies
         self.num_updates = 0
         """Updates of the weights in this process, of which the host waits for the first."""
 
@@ -202,10 +202,10 @@ class Deciders:
 class DeviceDeciders(Deciders):
     """The choice on a GPU. Every rank has one, and all choose alike."""
 
-    def __init__(self, own: HeldAssembly, spikes: SpikeWatch) -> None:
-        super().__init__(own)
+    def __init__(self, assemblies: HeldAssembly, spikes: SpikeWatch) -> None:
+        super().__init__(assemblies)
         self._acts_on_spikes = spikes.acts
-        self._device = own.place.device
+        self._device = assemblies.place.device
         self.writes_unseen = False
         """Whether steps write weights as no count of torch shows; the host then decides on all of them."""
 

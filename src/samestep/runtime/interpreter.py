@@ -127,25 +127,25 @@ class Interpreter:
                 return None
             microbatches.keep(task.microbatch, outputs)
             # The loss: what the user's function finds in the outputs, and the part of the step's sum that it makes.
-            given = precision.for_loss(outputs)
+            loss_inputs = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
             indices = microbatches.indices(task.microbatch)
-            mine = part, len(indices)
+            share = part, len(indices)
             objective.watch.pairs.clear()
             with (
                 self.trials.trying(self.assembly, self.step, "the loss"),
                 parallel.batch_norms.of_loss(task.microbatch),
             ):
-                found = objective.sums.result(task.microbatch, given, part, objective.loss)
+                result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
             later = functools.partial(self._later, task, microbatches)
-            loss = objective.part(found, outputs, given, mine, later, weight)
+            loss = objective.part(result, outputs, loss_inputs, share, later, weight)
         if objective.sums.moved:
             self.trials.refuse_moved_counts(objective.sums.moved)
-        objective.watch.least |= found.least
+        objective.watch.least |= result.least
         if weight and self.trials.sees_new_loss(objective.watch, loss.own):
             self.trials.ask_for_trial(self.assembly, loss.own, outputs, part, indices)
         # What is kept of it: the numbers for the report, and for the backward which of its gradients are uses of weights.
-        numbers = loss.numbers(found, objective.names, totals)
+        numbers = loss.numbers(result, objective.names, totals)
         totals += numbers if weight == 1.0 else numbers * weight
         self._left_out[task.microbatch] = loss.left_out
         if loss.is_constant:

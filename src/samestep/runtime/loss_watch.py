@@ -168,8 +168,9 @@ class LossWatch(TorchFunctionMode):
         if name in _SAME:
             vars(found).update({key: value for key, value in vars(before).items() if key in (LEAST, NUMBER)})
         elif name in _CLAMPS:
-            low, *high = *args[1:], *(kwargs[word] for word in ("min", "max") if kwargs.get(word) is not None), None
-            if (least := _number(low)) is not None and high in ([None], [None, None]):
+            low, high = (*args[1:], None, None)[:2]
+            low, high = kwargs.get("min", low), kwargs.get("max", high)
+            if (least := _number(low)) is not None and high is None:
                 vars(found)[LEAST] = before, least
         elif name in _LARGER:
             given = [one for one in (*args, *kwargs.values()) if not _is_condition(one)]

@@ -128,10 +128,10 @@ class Objective:
 
     def part(
         self,
-        found: LossResult,
+        result: LossResult,
         outputs: Any,
-        given: Any,
-        own: loss_terms.Other,
+        batch: Any,
+        part: loss_terms.Other,
         others: Callable[[], Iterable[loss_terms.Other]],
         weight: float,
     ) -> LossPart:
@@ -142,8 +142,8 @@ class Objective:
 
         Collective over the axes of a balancing loss or of several terms, see [Note: collective calls].
         """
-        total, count = self.sums.summed(found, given, own, others)
-        alone = with_graph(total, found.counted, outputs)
+        total, count = self.sums.summed(result, batch, part, others)
+        alone = with_graph(total, result.counted, outputs)
         is_constant = not total.requires_grad and isinstance(self.balance, expert.NoBalance)
         total, left_out = self.exchanges.joined(self.balance.added_to(alone, outputs, count, weight))
         return LossPart(alone, total, count, is_constant, left_out)
@@ -184,7 +184,7 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
         return loss
     watched = module if source.owner is not None else instance
     weights = [*watched.named_parameters()] if is_cut or source.owner is None else []
-    before = _values_of(modules_of(loss), module)
+    values = _values_of(modules_of(loss), module)
     is_first = True
 
     @functools.wraps(loss)
@@ -196,11 +196,11 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
         returned = {id(tensor) for tensor in tensors_in(outputs)}
         reads = FirstRead([(name, one) for name, one in weights if not one.is_meta and id(one) not in returned])
         with reads:
-            found = loss(outputs, batch)
+            result = loss(outputs, batch)
         name, what = reads.name, "of which ranks have parts"
         if not name:
             present = _values_of(modules_of(loss), module)
-            name = next((one for one in present if present[one] is not before.get(one) and _names(loss, one)), "")
+            name = next((one for one in present if present[one] is not values.get(one) and _names(loss, one)), "")
             what = "which each forward sets from its own samples"
         if name:
             what = what if source.owner is not None else "of which a proof trains a copy"
@@ -209,7 +209,7 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
                 f"the loss reads {name} of the model, {what}. Use a forward that returns the values for the loss; for a penalty on weights, "
                 "weight_decay works too.",
             )
-        return found
+        return result
 
     return first_watched
 

@@ -228,8 +228,8 @@ class Run(RunMethods, SavedRun, RecordedRun):
         for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
             print(f"samestep: {line}", file=sys.stderr, flush=True)
         if self._owner is not None:
-            held = self._own.current.model
-            self._owner.copies(held.given, frozenset(param.name for param in held.spec.params if param.trainable))
+            model = self._own.current.model
+            self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
         self._state.begin()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
@@ -278,10 +278,10 @@ class Run(RunMethods, SavedRun, RecordedRun):
                 self.ended = ended
                 return ended, batch
         self.changes += self._batches.begin_step(given)
-        held = self._own.current
-        module, program, updater = held.model.module, held.parallel.program, held.weights.updater
-        kept = functools.partial(held_bytes, module, program, updater)
-        recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
+        assembly = self._own.current
+        module, program, updater = assembly.model.module, assembly.parallel.program, assembly.weights.updater
+        count_bytes = functools.partial(held_bytes, module, program, updater)
+        recorded = self.recorder.taking(batch.step + 1, program, module, assembly.model.spec, count_bytes)
         try:
             with self._computing(), recorded:
                 report = take(batch)
@@ -300,7 +300,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
     def _computing(self) -> AbstractContextManager[None]:
         """Return a context in which the run computes: with the kernels of its job, with weights that no loop has meanwhile, and without a
         trace of what is no part of a step."""
-        in_loops = [one.weights.in_loops for one in self._own.assemblies if one.weights.in_loops]
+        in_loops = [assembly.weights.in_loops for assembly in self._own.assemblies if assembly.weights.in_loops]
         return computing(in_loops, self._kernels) if in_loops or self._kernels else IGNORING
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
@@ -398,8 +398,8 @@ def parallelize(
     place, where = _joined(job, layout)
     averages = ModelAverages(ema or {})
     averages.check(where, job)
-    whole = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    source = _source_of(whole, loss, optimizer, job)
+    built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
+    source = _source_of(built, loss, optimizer, job)
     return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
 

@@ -108,15 +108,15 @@ class NextLabels:
 
     def _convention(self, batch: StepBatch) -> Convention:
         dataset = getattr(batch, "dataset", None)
-        found = next((convention for one, convention in self._found if one is dataset), None)
-        if found is None:
+        form = next((convention for one, convention in self._found if one is dataset), None)
+        if form is None:
             if dataset is None:
                 samples = batch.samples(batch.shares(0, 1, 1)[0][:LOOKED_AT])
-                found = convention_of_samples(samples, self._word)
+                form = convention_of_samples(samples, self._word)
             else:
-                found = convention_of(dataset, self._word)
-            self._found.append((dataset, found))
-        return found
+                form = convention_of(dataset, self._word)
+            self._found.append((dataset, form))
+        return form
 
 
 _UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the other ranks"
@@ -125,17 +125,17 @@ _UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the
 class RunBatches:
     """The batches that one run is given. Every rank has one, and all call its methods alike."""
 
-    def __init__(self, own: HeldAssembly, guards: StepGuards, batch_dim: int) -> None:
-        self._own, self._guards = own, guards
-        self.data = TrainedData(own.job, own.place)
+    def __init__(self, assemblies: HeldAssembly, guards: StepGuards, batch_dim: int) -> None:
+        self._own, self._guards = assemblies, guards
+        self.data = TrainedData(assemblies.job, assemblies.place)
         """The data that the run is trained on, as checkpoints note it."""
         self.lanes = CarriedLanes()
         """The state that samples hand to those of the next step."""
         self._turn = BatchDim(batch_dim) if batch_dim else None
-        self._given = _GivenBatches(own.job, own.place, self._turn)
-        self._loss = own.source.loss
+        self._given = _GivenBatches(assemblies.job, assemblies.place, self._turn)
+        self._loss = assemblies.source.loss
         """The loss of the run, as it was given."""
-        self._labels = NextLabels(own.source.loss, own.job)
+        self._labels = NextLabels(assemblies.source.loss, assemblies.job)
         self.dims: dict[str, int] = {}
         """The number of dimensions of each tensor of a batch by its place; empty in a run that is not prepared."""
 
@@ -166,14 +166,16 @@ class RunBatches:
         Raises:
             ModelError: the model is built.
         """
-        own = self._own
-        if own.is_prepared:
+        assemblies = self._own
+        if assemblies.is_prepared:
             raise ModelError(
                 "lanes",
                 "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works",
             )
         first = batch.samples(batch.shares(0, 1, 1)[0][:1])
-        own.source = self.lanes.source_of(own.source, own.job, own.layout, first, self._turn)
+        assemblies.source = self.lanes.source_of(
+            assemblies.source, assemblies.job, assemblies.layout, first, self._turn
+        )
 
     def loss_of(self, loss: Loss | None) -> Loss | None:
         """Return the loss of a backward as the run's model is called: given its outputs without the state of lanes, and both in the
@@ -288,11 +290,11 @@ class _GivenBatches:
 
     def _compare(self, given: Any, wrong: str, method: str) -> None:
         """Compare what all ranks were given, and note whether that is rank 0 alone."""
-        mine = (wrong, None if given is None or wrong else digest(given))
-        everyone = gather_values(mine, self._place.world_size)
+        digests = (wrong, None if given is None or wrong else digest(given))
+        everyone = gather_values(digests, self._place.world_size)
         if reason := next((reason for reason, _ in everyone if reason), ""):
             raise DataError("batch-values", reason)
-        first, *others = (one for _, one in everyone)
+        first, *others = (other for _, other in everyone)
         if first is None:
             raise DataError(
                 "ranks-given-different-data",
@@ -369,7 +371,7 @@ class _GivenBatches:
                     f"rank's part of the model in {str(layout)!r}: equal samples on both work",
                 )
         sizes = tuple(everyone[leader][1] for leader in leaders)
-        mine = data_ranks[self._place.rank]
+        data_rank = data_ranks[self._place.rank]
         if compares or self._is_grouped or not all(sizes):
             device = self._place.device
             parts = [broadcast_from(leader, given, None, device, what=_UNSENT, kind=DataError) for leader in leaders]
@@ -377,7 +379,7 @@ class _GivenBatches:
             if isinstance(values, Parted) and not self._is_grouped:
                 return GivenBatch(step, values, sum(sizes), sizes)
             return GivenBatch(step, values, sum(sizes), by_microbatch=self._is_grouped)
-        return GivenBatch(step, given, count, sizes, mine)
+        return GivenBatch(step, given, count, sizes, data_rank)
 
 
 def _samples(count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -171,10 +171,9 @@ class RunMethods:
         guards, seed = self._stepper.guards, self.job.train.seed
         guards.find_loss(self._stepper.held, samples)
         with self._computing(), self._own.outer():
-            if metrics is None:
-                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
-            with guards.trying_measure(self._stepper.whole_assembly, samples, metrics):
-                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
+            assembly = self._stepper.whole_assembly
+            with guards.trying_measure(assembly, samples, metrics) if metrics is not None else nullcontext():
+                return evaluate(assembly, samples, seed, metrics)
 
     @calls.checked
     def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:

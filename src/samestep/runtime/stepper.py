@@ -48,14 +48,14 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
+    def __init__(self, assemblies: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
         """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
-        self._own, self._owns_weights = own, owns_weights
-        self.job, self.place = own.job, own.place
+        self._own, self._owns_weights = assemblies, owns_weights
+        self.job, self.place = assemblies.job, assemblies.place
         self.steps_taken = 0
-        self.guards = StepGuards(own, observer)
+        self.guards = StepGuards(assemblies, observer)
         self.refusals = self.guards.refusals
-        self._deciders = Deciders.of(own, self.guards.spikes)
+        self._deciders = Deciders.of(assemblies, self.guards.spikes)
         self.progress = Progress.BETWEEN
         self.launched = LaunchedStep(self)
         self._data_wait_s = 0.0
@@ -80,9 +80,9 @@ class Stepper:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        held = self.held
-        held.weights.store.settle()
-        return held
+        assembly = self.held
+        assembly.weights.store.settle()
+        return assembly
 
     def wait_for_first_update(self) -> None:
         """Let the host wait for the next update, as for the first one of the process: the weights were read from files."""
@@ -95,10 +95,10 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        held = self.held
+        assembly = self.held
         if self.progress is Progress.BETWEEN:
-            self.guards.take_over(held, batch, inside=False)
-        self.guards.find_loss(held, batch)
+            self.guards.take_over(assembly, batch, inside=False)
+        self.guards.find_loss(assembly, batch)
         self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
         report = self.guards.watch(batch, steps, replays=take is None) if watches else steps()
@@ -130,26 +130,26 @@ class Stepper:
         began = time.perf_counter()
         forget_peak(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
-        held = self.held
-        self.guards.begin_step(held, batch)
+        assembly = self.held
+        self.guards.begin_step(assembly, batch)
         # Forwards and backwards, of one replica after the other.
-        weights = held.weights
-        running = held.model.running_buffers.keep()
+        weights = assembly.weights
+        running = assembly.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
-        names = (of.held or held).objective.names
-        if (held.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
-            of = replace(of, count=self._count_each * batch.num_samples or held.objective.nominal_count)
-        hooks = [KeptValues(hook) for hook in held.objective.hooks] if of.count else ()
-        numerator = (of.count or held.objective.nominal_count) / weights.updater.loss_scale.scale
+        names = (of.held or assembly).objective.names
+        if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
+            of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
+        hooks = [KeptValues(hook) for hook in assembly.objective.hooks] if of.count else ()
+        numerator = (of.count or assembly.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
-            own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
+            scalars = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
             host_reads = (
                 of.count > 0 or of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             )
             least = self.refusals.watch.least_count(names)
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads, least=least)
-            sums = self._agree(own, decider.wrote_unseen(self.place.device))
+            sums = self._agree(scalars, decider.wrote_unseen(self.place.device))
         return OpenStep(
             batch=batch,
             began_s=began,
@@ -260,9 +260,9 @@ class Stepper:
             hook.restore()
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
-        before, self.progress = self.progress, Progress.REPEATING
+        progress, self.progress = self.progress, Progress.REPEATING
         again = self.backward(opened.batch, opened.of)
-        self.progress = before
+        self.progress = progress
         opened.sums, opened.state, opened.numerator = again.sums, again.state, again.numerator
 
     def _has_other_count(self, summed: SummedScalars, opened: OpenStep) -> bool:
@@ -270,12 +270,12 @@ class Stepper:
         count = opened.of.count
         if not count:
             return False
-        found = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
-        if not found or self._own.are_apart or summed.flags[StepFlag.REFUSES]:
+        counted = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
+        if not counted or self._own.are_apart or summed.flags[StepFlag.REFUSES]:
             return False
-        self._count_each = found / opened.batch.num_samples
-        opened.of = replace(opened.of, count=found)
-        return not math.isclose(found, count, rel_tol=1e-9)
+        self._count_each = counted / opened.batch.num_samples
+        opened.of = replace(opened.of, count=counted)
+        return not math.isclose(counted, count, rel_tol=1e-9)
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
         """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
@@ -368,22 +368,24 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        own = self.held
-        held, trials = of.held or own, of.trials or self.guards.trials
-        held.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
-        self.refusals.watch = held.objective.watch
-        self.refusals.try_loss = functools.partial(trials.try_loss, held, batch)
-        interpreter = Interpreter(held, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of)
+        current = self.held
+        assembly, trials = of.held or current, of.trials or self.guards.trials
+        assembly.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
+        self.refusals.watch = assembly.objective.watch
+        self.refusals.try_loss = functools.partial(trials.try_loss, assembly, batch)
+        interpreter = Interpreter(
+            assembly, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of
+        )
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
-        self.refusals.gave_up_at = own.weights.store.calls.gave_up
-        self.guards.take_over(own, batch, inside=True)
-        own.weights.store.settle()
-        for line in own.model.compiled.news():
+        self.refusals.gave_up_at = current.weights.store.calls.gave_up
+        self.guards.take_over(current, batch, inside=True)
+        current.weights.store.settle()
+        for line in current.model.compiled.news():
             self.refusals.remark(line)
         return totals
 
-    def _agree(self, own: Sequence[Tensor], wrote_unseen: bool | Tensor = False) -> Tensor:
+    def _agree(self, scalars: Sequence[Tensor], wrote_unseen: bool | Tensor = False) -> Tensor:
         """Sum the scalars of each replica and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
         flags = {
             StepFlag.STOP: join.stop_requested(),
@@ -393,7 +395,7 @@ class Stepper:
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
             StepFlag.RECORD: join.record_requested(),
         }
-        sums = torch.cat([self._own.sums(own), flag_slots(flags, self.place.device)])
+        sums = torch.cat([self._own.sums(scalars), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
@@ -420,5 +422,7 @@ class Stepper:
         Collective over the stages of a pipeline, see [Note: collective calls].
         """
         if self._own.averages.following:
-            held = self.whole_assembly
-            self._own.averages.follow(held.model.module, held.parallel.program, held.parallel.mesh, step, updated)
+            assembly = self.whole_assembly
+            self._own.averages.follow(
+                assembly.model.module, assembly.parallel.program, assembly.parallel.mesh, step, updated
+            )

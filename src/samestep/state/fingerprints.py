@@ -119,11 +119,11 @@ def word_sums(tensor: Tensor) -> Tensor:
     """Return two integers computed from a tensor's bits, where it is: a sum of its words, and one weighted by position (int64 [2])."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-    whole = len(words) - len(words) % _COLUMNS
+    num_in_rows = len(words) - len(words) % _COLUMNS
     sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
-    if whole:
-        sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    sums[: len(words) - whole] += words[whole:]
+    if num_in_rows:
+        sums += words[:num_in_rows].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(words) - num_in_rows] += words[num_in_rows:]
     odd = torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=words.device) * 0x9E3779B97F4A7C1
     # Integers wrap around, alike on every rank; halved, so that their negatives can be compared too.
     return torch.stack([sums.sum(), (sums * odd).sum()]) >> 1
@@ -151,8 +151,8 @@ class _Examiner(pickle.Pickler):
         if isinstance(value, torch.Generator):
             return "generator", fingerprint(value.get_state())
         if isinstance(value, Tensor):
-            whole = value.layout is torch.strided and not value.is_meta
-            return "tensor", tuple(value.shape), fingerprint(value) if whole else 0
+            has_bytes = value.layout is torch.strided and not value.is_meta
+            return "tensor", tuple(value.shape), fingerprint(value) if has_bytes else 0
         return None
 
     def reducer_override(self, value: Any) -> Any:

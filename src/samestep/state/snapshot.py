@@ -212,10 +212,10 @@ class Snapshot:
 
     def _value(self, name: str, value: Any) -> Content:
         tensors: list[Tensor] = []
-        before = len(self.generators)
+        num_generators = len(self.generators)
         skeleton = self._skeleton(name, value, tensors, DEPTH)
         self._alive += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
-        generators = {id(generator) for generator, _ in self.generators[before:]}
+        generators = {id(generator) for generator, _ in self.generators[num_generators:]}
         return Content(skeleton, tensors, list(map(address, tensors)), generators)
 
     def _skeleton(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:

@@ -52,7 +52,9 @@ from samestep.tracing.backward import (
     Backward,
     idle_weights,
     nodes_of,
+    of_one_sample,
     roots_of_loss,
+    token_parts_of,
     unlike_weights,
     watch_backward,
     working_sets,
@@ -60,13 +62,12 @@ from samestep.tracing.backward import (
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
-from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.operations import Analysis, Events
-from samestep.tracing.token_parts import of_one_sample, token_parts_of
+from samestep.tracing.stage_events import with_crossings, with_cut_crossings
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
 

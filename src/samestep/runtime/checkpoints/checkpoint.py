@@ -107,7 +107,7 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
-    number = _agree(run, final, _make_draft(draft) if is_first else "", writer.next_number() if is_first else 0)
+    number = _agree(run, final, _make_draft(draft) if is_first else "", next(writer.numbers) if is_first else 0)
     record, tensors = other_state.kept_values(run)
     frozen = other_state.changed_frozen_weights(run)
     more, plain = _contents_of(run, frozen)
@@ -176,9 +176,9 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
         SaveError: there is one.
     """
     told = gather_values([reason, number], run.layout.world_size)
-    found = [(rank, text) for rank, (text, _) in enumerate(told) if text]
-    if found:
-        rank, text = found[0]
+    reasons = [(rank, text) for rank, (text, _) in enumerate(told) if text]
+    if reasons:
+        rank, text = reasons[0]
         if not re.fullmatch(r"step-\d+", final.name):
             raise SaveError("checkpoint-unwritable", f"{final} cannot be written: rank {rank}: {text}")
         newest = latest(final.parent)
@@ -213,12 +213,12 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         for assembly in run.replicas.assemblies:
             assembly.weights.updater.forget_states()
         for piece in updater.pieces:
-            mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
-            piece.set_master(stored.read("value", piece.name, mine))
+            runs = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
+            piece.set_master(stored.read("value", piece.name, runs))
         run.replicas.load_states(updater, _StoredStates(run, stored))
         for lost in run.assembly.weights.store.codes.residuals():
-            mine = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
-            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
+            runs = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, runs, lost.summed))
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
         updater.publish()  # otherwise the values that were read look like a write into the weights by other code
@@ -257,12 +257,12 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
     for assembly in run.replicas.assemblies:
         updater, store = assembly.weights.updater, assembly.weights.store
         for piece in updater.pieces:
-            if (held := mine(piece)) is not None:
-                piece.set_master(held)
+            if (values := mine(piece)) is not None:
+                piece.set_master(values)
         updater.publish()
         for piece in store.frozen:
-            if (held := mine(piece)) is not None:
-                piece.set_master(held)
+            if (values := mine(piece)) is not None:
+                piece.set_master(values)
         for name, buffer in assembly.model.module.named_buffers():
             if (found := value(name)) is not None:
                 buffer.copy_(found)
@@ -397,8 +397,8 @@ def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint
     """Set the frozen weights and the buffers of an assembly that are in a checkpoint."""
     for piece in assembly.weights.store.frozen:
         if piece.name in stored.values:
-            mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
-            piece.set_master(stored.read("value", piece.name, mine))
+            runs = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
+            piece.set_master(stored.read("value", piece.name, runs))
     buffers = dict(assembly.model.module.named_buffers())
     for name, file in stored.buffers.items():
         buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
@@ -427,10 +427,10 @@ class _StoredStates:
 
         Their keys begin with `prefix`.
         """
-        stored, mine, optimizer = self.stored, self._runs(piece), updater.optimizer
+        stored, elements, optimizer = self.stored, self._runs(piece), updater.optimizer
         assert optimizer is not None
         if updater.averages is not None:
-            average = stored.read("average", piece.name, mine) if piece.name in stored.averages else None
+            average = stored.read("average", piece.name, elements) if piece.name in stored.averages else None
             updater.averages.set(piece, average)
         state: dict[str, Any] = {}
         for stored_key, runs in stored.states.get(piece.name, {}).items():
@@ -443,10 +443,10 @@ class _StoredStates:
             elif key.endswith(SCALE):
                 assert updater.packing is not None
                 block = updater.packing.blocks[piece.name]
-                state[key] = stored.read(stored_key, piece.name, mine, block).to(piece.value.device, copy=True)
+                state[key] = stored.read(stored_key, piece.name, elements, block).to(piece.value.device, copy=True)
             elif len(file.get_slice(name).get_shape()) == 1:
                 state[key] = (
-                    stored.read(stored_key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
+                    stored.read(stored_key, piece.name, elements).view_as(piece.value).to(piece.value.device, copy=True)
                 )
             else:
                 # The rule of torch: fused and capturable optimizers keep the count on the device, others on the host.
@@ -459,7 +459,7 @@ class _StoredStates:
 
 def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) -> None:
     """Refuse damaged files. Each rank reads some of them, and all ranks raise the same error."""
-    mine = manifest["parts"][run.place.rank :: run.place.world_size]
-    bad = [describe_damage(path) for path in broken_files(mine, folder)]
-    if found := [text for texts in gather_values(bad, run.layout.world_size) for text in texts]:
-        raise CheckpointError("checkpoint-damaged", found[0])
+    parts = manifest["parts"][run.place.rank :: run.place.world_size]
+    bad = [describe_damage(path) for path in broken_files(parts, folder)]
+    if damages := [text for texts in gather_values(bad, run.layout.world_size) for text in texts]:
+        raise CheckpointError("checkpoint-damaged", damages[0])

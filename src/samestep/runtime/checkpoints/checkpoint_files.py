@@ -232,7 +232,7 @@ def write(
             tensors = {
                 name: cast_to(tensor, cast)
                 for group in files[number]
-                for name, tensor in _make_tensors(group, value).items()
+                for name, tensor in group.make([value(source) for source in group.sources]).items()
             }
             save_file(tensors, out / names[number], {"format": "pt"})
             durable_files.sync(out / names[number])
@@ -285,10 +285,6 @@ def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
     return value
 
 
-def _make_tensors(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-    return group.make([value(name) for name in group.sources])
-
-
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of a tensor in separate memory, in `dtype` if it has floating numbers."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -302,8 +298,8 @@ def _write_index(
     weight_map, size_bytes = {}, 0
     for groups, name in zip(files, names, strict=True):
         for group in groups:
-            for made, tensor in group.make([tensors[source] for source in group.sources]).items():
-                weight_map[made] = name
+            for written, tensor in group.make([tensors[source] for source in group.sources]).items():
+                weight_map[written] = name
                 size_bytes += tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
     index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

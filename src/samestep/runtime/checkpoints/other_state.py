@@ -55,12 +55,12 @@ def kept_buffers(run: PreparedRun) -> dict[str, Tensor]:
     if not _writes(run):
         return {}
     first, persistent = run.assembly.model.first_state.buffers, set(run.model.state_dict())
-    found = {}
+    buffers = {}
     for name, buffer in run.model.named_buffers():
         changed = fingerprint(buffer) != first.get(name)
         if _is_mine(run, name, changed) and (name in persistent or changed):
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -72,14 +72,14 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     what, outside = class_names(optimizer) if optimizer else "", run.updater.rates.from_outside()
     groups = []
     for index, group in enumerate(optimizer.param_groups if optimizer else ()):
-        held = {id(param) for param in group["params"]}
+        ids = {id(param) for param in group["params"]}
         options = {key.partition("/")[2]: v for key, v in changed.items() if key.startswith(f"{index}/")}
         if options := options | outside.get(index, {}):
-            names = [piece.name for piece in run.updater.pieces if id(piece.value) in held]
+            names = [piece.name for piece in run.updater.pieces if id(piece.value) in ids]
             kept_options = writer.kept(options, f"the options of {what}")
             groups.append({"names": names, "index": index, "options": kept_options})
-    own = {key: value for key, value in changed.items() if "/" not in key} | _nested_states(run)
-    record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(own, f"attributes of {what}")}
+    others = {key: value for key, value in changed.items() if "/" not in key} | _nested_states(run)
+    record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(others, f"attributes of {what}")}
     if _writes(run):
         attributes = run.assembly.model.first_state.attributes
         extra = {
@@ -88,16 +88,16 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
             if type(module).get_extra_state is not nn.Module.get_extra_state and _is_mine(run, path, True)
         }
         record["attributes"] = [
-            [path, key, kept[key]]
+            [path, key, packed[key]]
             for path, key, value in attributes_of(run.model)
             if digest(value) != attributes.get((path, key))
             and _is_mine(run, path, True)
-            and (kept := writer.kept({key: value}, f"attributes of {path or 'the model'}", path in extra))
+            and (packed := writer.kept({key: value}, f"attributes of {path or 'the model'}", path in extra))
         ]
         record["extra"] = [
-            [path, kept["extra state"]]
+            [path, packed["extra state"]]
             for path, module in extra.items()
-            if (kept := writer.kept({"extra state": module.get_extra_state()}, path or "the model"))
+            if (packed := writer.kept({"extra state": module.get_extra_state()}, path or "the model"))
         ]
         record["loss"] = _kept_of_loss(run, writer) if run.program.step.stage == run.layout.pp - 1 else []
     if (state := run.data.stream_state(run.steps_taken)) is not None:
@@ -126,9 +126,9 @@ def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
         if digest(attribute[2]) != first.attributes.get(attribute[:2])
     ]
     return [
-        [path, key, kept[key]]
+        [path, key, packed[key]]
         for path, key, value in (*buffers, *attributes)
-        if (kept := writer.kept({key: value}, f"the loss's {path}", is_known=True))
+        if (packed := writer.kept({key: value}, f"the loss's {path}", is_known=True))
     ]
 
 
@@ -157,21 +157,21 @@ def _is_mine(run: PreparedRun, name: str, changed: bool) -> bool:
     first stage."""
     if runs_elsewhere(run.program, name):
         return False
-    return changed or run.program.step.stage == 0 or not is_outside_layers(run.program, name)
+    step = run.program.step
+    return (
+        changed
+        or step.stage == 0
+        or any(_is_within(name, path) for layer in step.model.layers for path in layer.modules)
+    )
 
 
 def runs_elsewhere(program: Program, name: str) -> bool:
     """Return whether a module, or the one around a name, belongs to a layer that another pipeline stage runs."""
     layers = program.step.model.layers
-    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(layers)))
-    here = {path for index in mine for path in layers[index].called}
-    others = {path for index, layer in enumerate(layers) if index not in mine for path in layer.called}
+    indices = {index for chunk in program.chunks for index in chunk} or set(range(len(layers)))
+    here = {path for index in indices for path in layers[index].called}
+    others = {path for index, layer in enumerate(layers) if index not in indices for path in layer.called}
     return any(_is_within(name, path) for path in others - here)
-
-
-def is_outside_layers(program: Program, name: str) -> bool:
-    """Return whether a name belongs to no layer."""
-    return not any(_is_within(name, path) for layer in program.step.model.layers for path in layer.modules)
 
 
 def _is_within(name: str, path: str) -> bool:
@@ -197,8 +197,8 @@ def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object
 
 def stream_state(manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> Any:
     """Return the state of the stream of the data in a checkpoint; None if it holds none."""
-    found = next((record["stream"] for record in manifest.get("ranks", ()) if record.get("stream") is not None), None)
-    return None if found is None else unpack_plain(found, read)
+    state = next((record["stream"] for record in manifest.get("ranks", ()) if record.get("stream") is not None), None)
+    return None if state is None else unpack_plain(state, read)
 
 
 def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
@@ -216,11 +216,11 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     modules = dict(run.model.named_modules())
     for record in records:
         for path, key, value in record.get("attributes", ()):
-            held, found = vars(modules[path]).get(key), unpack_plain(value, read)
-            if isinstance(held, torch.Generator):
-                held.set_state(found)
+            present, stored = vars(modules[path]).get(key), unpack_plain(value, read)
+            if isinstance(present, torch.Generator):
+                present.set_state(stored)
             else:
-                setattr(modules[path], key, _like(held, found))
+                setattr(modules[path], key, _like(present, stored))
         for path, key, value in record.get("loss", ()):
             _give_back_of_loss(run.assembly.model.of_loss, path, key, unpack_plain(value, read))
         for path, value in record.get("extra", ()):
@@ -232,11 +232,11 @@ def _give_back_of_loss(of_loss: nn.Module, path: str, key: str, value: Any) -> N
     module = dict(of_loss.named_modules()).get(path)
     if module is None:
         return
-    held = getattr(module, key, None)
-    if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
-        held.detach().copy_(value)
+    present = getattr(module, key, None)
+    if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
+        present.detach().copy_(value)
     else:
-        setattr(module, key, _like(held, value))
+        setattr(module, key, _like(present, value))
 
 
 def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
@@ -244,8 +244,8 @@ def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Call
     for updater in [assembly.weights.updater for assembly in run.replicas.assemblies]:
         assert updater.optimizer is not None
         for index, group in enumerate(updater.optimizer.param_groups):
-            held = {id(param) for param in group["params"]}
-            names = [piece.name for piece in updater.pieces if id(piece.value) in held]
+            ids = {id(param) for param in group["params"]}
+            names = [piece.name for piece in updater.pieces if id(piece.value) in ids]
             options: dict[str, Any] = next((of_weight[name] for name in names if name in of_weight), {})
             updater.rates.resume(index, options if names else of_index.get(index, {}))
             for key in options:  # an instance may have had them from the start, and the next checkpoint holds them too
@@ -268,7 +268,7 @@ def _options_in(manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> t
     groups = [group for record in manifest.get("ranks", ()) for group in record["groups"]]
     options = [{key: unpack_plain(value, read) for key, value in group["options"].items()} for group in groups]
     both = [*zip(groups, options, strict=True)]
-    return {name: found for group, found in both for name in group["names"]}, {g.get("index"): o for g, o in both}
+    return {name: stored for group, stored in both for name in group["names"]}, {g.get("index"): o for g, o in both}
 
 
 def _give_back_own(
@@ -276,7 +276,9 @@ def _give_back_own(
 ) -> None:
     of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
     decoded = {rank: {key: unpack_plain(v, read) for key, v in record.items()} for rank, record in of_ranks.items()}
-    mine = decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
+    attributes = (
+        decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
+    )
     if manifest["layout"] != str(run.layout) and len({digest(values) for values in decoded.values()}) > 1:
         names = ", ".join(next(iter(decoded.values())))
         raise CheckpointError(
@@ -284,7 +286,7 @@ def _give_back_own(
             f"{type(run.updater.optimizer).__name__} keeps {names}, which differs between the ranks of layout "
             f"{manifest['layout']!r}: that layout resumes",
         )
-    for key, value in (mine or {}).items():
+    for key, value in (attributes or {}).items():
         if key.startswith(_STATE):
             name, _, inner = key.removeprefix(_STATE).partition("/")
             _give_back_state(run, name, inner, value)
@@ -299,9 +301,9 @@ def _give_back_state(run: PreparedRun, name: str, key: str, value: Any) -> None:
         set_state(run.updater.with_states, piece.value, key, value)
 
 
-def _like(held: Any, found: Any) -> Any:
+def _like(present: Any, stored: Any) -> Any:
     """Return a value on the device of the tensor in whose place it is set."""
-    return found.to(held.device) if isinstance(held, Tensor) and isinstance(found, Tensor) else found
+    return stored.to(present.device) if isinstance(present, Tensor) and isinstance(stored, Tensor) else stored
 
 
 # -- writing it ------------------------------------------------------------------------------------
@@ -322,12 +324,12 @@ class _Writer:
 
     def kept(self, values: Mapping[str, Any], whose: str, is_known: bool = False) -> dict[str, Any]:
         """Return those values that can be kept; note the others, unless it `is_known` that extra state holds them."""
-        found = {}
+        packed = {}
         for key, value in values.items():
             try:
-                found[key] = self._packer.packed(value)
+                packed[key] = self._packer.packed(value)
             except NotPlainError as error:
                 if is_known:
                     continue
                 self.unsaved.append(f"{key} ({error}), which has changed, of {whose}")
-        return found
+        return packed

@@ -184,9 +184,9 @@ class TrainedData:
         saved, self._saved = self._saved, None
         if saved is None:
             return ()
-        mine = self.stamp()
+        stamp = self.stamp()
         is_source = self._take is not None or {part["kind"] for part in saved.stamp} == {"samples"}
-        text = stamps.difference(saved.stamp, mine) if mine and is_source else ""
+        text = stamps.difference(saved.stamp, stamp) if stamp and is_source else ""
         text = gather_values(text, self._place.world_size)[0]
         if not text:
             return ()

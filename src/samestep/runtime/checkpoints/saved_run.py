@@ -167,9 +167,9 @@ class Lent(Enum):
 class RunState:
     """The weights, optimizer states and checkpoints of one run. Every rank has one, and all call its methods alike."""
 
-    def __init__(self, run: PreparedRun, own: HeldAssembly, note_written: Callable[[], None]) -> None:
+    def __init__(self, run: PreparedRun, assemblies: HeldAssembly, note_written: Callable[[], None]) -> None:
         """Keep the state of a run; `note_written` is called where the weights of its prepared model were set."""
-        self._run, self._own, self._note_written = run, own, note_written
+        self._run, self._own, self._note_written = run, assemblies, note_written
         self._lent = Lent.NOTHING
         self._checkpoint: Path | None = None
         """The checkpoint from which the run goes on once its model is built."""
@@ -277,8 +277,8 @@ class RunState:
         if (unread := self._unread) is not None:
             return self._stored(unread) if on_every_rank or self._own.place.rank == 0 else {}
         if not self._own.is_prepared:
-            found = whole_state.copied(self._first(torch.device("cpu")).state_dict())
-            return found if on_every_rank or self._own.place.rank == 0 else {}
+            state = whole_state.copied(self._first(torch.device("cpu")).state_dict())
+            return state if on_every_rank or self._own.place.rank == 0 else {}
         with self._run.replicas.outer():
             return whole_state.state_dict(self._run, on_every_rank=on_every_rank)
 
@@ -378,8 +378,8 @@ class RunState:
         for piece in weights.updater.pieces:
             if (average := averages.of(piece)) is None:
                 continue
-            before = piece.master().clone()
+            values = piece.master().clone()
             piece.set_master(average)
-            average.copy_(before)
+            average.copy_(values)
         weights.updater.publish()
         weights.store.publish()

@@ -203,8 +203,8 @@ def _step(value: Any) -> str | int:
 
 
 def _offsets(key: Any) -> tuple[int, ...]:
-    found = getattr(key, "offset", None)
-    return () if found is None else _sizes(found)
+    offset = getattr(key, "offset", None)
+    return () if offset is None else _sizes(offset)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

@@ -61,8 +61,8 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for source, parts in enumerate(listed):
         for index, part in enumerate(_SentPart(*part) for part in parts):
-            held = mine[index][1] if source == run.place.rank else None
-            flat = _broadcast_part(run, source, part, held)
+            tensor = mine[index][1] if source == run.place.rank else None
+            flat = _broadcast_part(run, source, part, tensor)
             if keeps:
                 _put(tensors, part, flat)
     names = run.assembly.model.state_names
@@ -84,8 +84,8 @@ def stored_state_dict(
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         value = checkpoint_files.values(plan, OpenCheckpoint.open(folder, manifest, stack))
-        for name, held in plan.module.state_dict(keep_vars=True).items():
-            if isinstance(held, Tensor):
+        for name, module_tensor in plan.module.state_dict(keep_vars=True).items():
+            if isinstance(module_tensor, Tensor):
                 first = plan.canonical.get(name, name)
                 tensor = tensors[first] if first in tensors else value(name).clone()
                 is_cast = tensor.is_floating_point() and (wide or name in params)
@@ -180,9 +180,9 @@ def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], 
 
 def _whole_shapes(run: PreparedRun) -> dict[str, torch.Size]:
     """Return the shape of each whole weight and persistent buffer, by all of its names."""
-    held = {param.name: torch.Size(param.shape) for param in run.assembly.model.spec.params}
-    held |= {name: buffer.shape for name, buffer in run.model.named_buffers()}
-    return {name: held[first] for name, first in run.assembly.model.state_names.items() if first in held}
+    shapes = {param.name: torch.Size(param.shape) for param in run.assembly.model.spec.params}
+    shapes |= {name: buffer.shape for name, buffer in run.model.named_buffers()}
+    return {name: shapes[first] for name, first in run.assembly.model.state_names.items() if first in shapes}
 
 
 def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -207,10 +207,10 @@ def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any
             )
     if all(names) or not names[0]:
         return given
-    found: dict[str, Any] = {}
+    received: dict[str, Any] = {}
     for name, shape, dtype in broadcast_value(0, described):
         if shape is None:
-            found[name] = broadcast_value(0, given.get(name))
+            received[name] = broadcast_value(0, given.get(name))
             continue
         sent = given.get(name)
         flat = torch.empty(shape, dtype=getattr(torch, dtype), device=run.place.device)
@@ -218,8 +218,8 @@ def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any
             flat.copy_(sent)
         if flat.numel():
             dist.broadcast(flat, src=0)
-        found[name] = flat.cpu()
-    return found
+        received[name] = flat.cpu()
+    return received
 
 
 def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
@@ -229,8 +229,8 @@ def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
         ModelError: it is one.
     """
     firsts = run.assembly.model.state_names
-    given = {firsts[name] for name in state if name in firsts}
-    missing = [name for name, first in firsts.items() if first not in given and name == first]
+    firsts_given = {firsts[name] for name in state if name in firsts}
+    missing = [name for name, first in firsts.items() if first not in firsts_given and name == first]
     strange = [name for name, value in state.items() if name not in firsts and isinstance(value, Tensor)]
     other = [
         f"{name} {list(state[name].shape)}, here {list(shape)}"
@@ -298,11 +298,11 @@ def kept(run: PreparedRun, model: nn.Module) -> Iterator[Kept]:
     Raises:
         ModelError: ranks have written different values.
     """
-    found = Kept(model)
-    before = {name: fingerprint(tensor) for name, tensor in _tensors(model).items()}
-    yield found
-    if _compare(run, _tensors(model)) != before:
-        found.written = copied(model.state_dict())
+    copy = Kept(model)
+    fingerprints = {name: fingerprint(tensor) for name, tensor in _tensors(model).items()}
+    yield copy
+    if _compare(run, _tensors(model)) != fingerprints:
+        copy.written = copied(model.state_dict())
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -343,7 +343,7 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
         state = state_dict(run, on_every_rank=True)
     with run.assembly.model.plain.worn():
         slots = _slots(run, state)
-        before = {slot.name: fingerprint(slot.whole.detach()) for slot in slots}
+        fingerprints = {slot.name: fingerprint(slot.whole.detach()) for slot in slots}
         for slot in slots:
             slot.put(slot.whole)
         try:
@@ -356,25 +356,25 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
                 slot.put(slot.part)
     values = {slot.name: slot.whole.detach() for slot in slots}
     values |= {name: _in_place_of(name, values[name], other) for name, other in present.items()}
-    if _compare(run, values) != before:
+    if _compare(run, values) != fingerprints:
         _set(run, values)
         note_written()
 
 
 def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
     """Return the places of the weights and the saved buffers, also of those that are another stage's, with the whole ones."""
-    firsts, made, slots = run.assembly.model.state_names, dict[str, Tensor](), list[_Slot]()
+    firsts, by_name, slots = run.assembly.model.state_names, dict[str, Tensor](), list[_Slot]()
     for path, module in run.model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for leaf, part in tensors.items():
                 first = firsts.get(f"{path}.{leaf}" if path else leaf)
                 if part is None or first is None or first not in state:
                     continue
-                if first not in made:
+                if first not in by_name:
                     value = state[first].to(run.place.device)
                     trains = part.requires_grad and value.is_floating_point()
-                    made[first] = nn.Parameter(value, trains) if tensors is module._parameters else value
-                slots.append(_Slot(first, module, tensors, leaf, part, made[first]))
+                    by_name[first] = nn.Parameter(value, trains) if tensors is module._parameters else value
+                slots.append(_Slot(first, module, tensors, leaf, part, by_name[first]))
     return slots
 
 

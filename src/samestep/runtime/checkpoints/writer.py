@@ -100,8 +100,8 @@ def index_of_contributions(run: PreparedRun) -> int:
 
 def copy_to_host(tensor: Tensor, *, is_new: bool = False) -> Tensor:
     """Return a copy on the host, or the tensor itself if it is there already and has no other holder."""
-    found = tensor.detach().cpu()
-    return (found if is_new else found.clone()).contiguous()
+    there = tensor.detach().cpu()
+    return (there if is_new else there.clone()).contiguous()
 
 
 _WORDS = {
@@ -149,7 +149,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
 _OF_PARTS = ("file", "tensors", "plain", "cuts", "digest")
 _LONGEST_PAUSE_S = 0.2
 
-_numbers = itertools.count()
+numbers = itertools.count()
+"""The numbers of the checkpoints that this process begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +194,6 @@ class Share:
             "parts": [{key: part[key] for key in _OF_PARTS} for part in parts if part["tensors"]],
             "ranks": [part["record"] for part in parts],
         }
-
-
-def next_number() -> int:
-    """Return a number that this process has not returned before."""
-    return next(_numbers)
 
 
 class _OthersError(Exception):
@@ -294,7 +290,7 @@ class Writing:
         Raises:
             _OthersError: one of them cannot write.
         """
-        found, pause_s = [], 0.002
+        values, pause_s = [], 0.002
         end = time.monotonic() + self.share.timeout_s
         for rank in range(self.share.world_size):
             while not self.store.check([self._key(word, rank)]):
@@ -302,10 +298,10 @@ class Writing:
                     raise TimeoutError(f"rank {rank} has not written within {self.share.timeout_s:g} s")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            found.append(json.loads(self.store.get(self._key(word, rank))))
-            if found[-1] is None:
+            values.append(json.loads(self.store.get(self._key(word, rank))))
+            if values[-1] is None:
                 raise _OthersError
-        return found
+        return values
 
     def _forget(self, word: str, rank: int) -> None:
         self.store.delete_key(self._key(word, rank))

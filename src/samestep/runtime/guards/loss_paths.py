@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
+from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.guards.divided_samples import tensors_in
 
 _LAST = 12
@@ -40,12 +41,23 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
 
 
 def last_operations(total: Tensor) -> tuple[str, ...]:
-    """Return the operations by which a loss ends, which are others once a forward computes another loss."""
+    """Return the operations by which a loss ends, and which of them divide by the count by which it was multiplied: others once a forward
+    computes another loss. Numbers on an accelerator are not looked at, since the host would wait for them.
+    """
     seen = [] if total.grad_fn is None else [total.grad_fn]
     for node in seen:  # which grows
         later = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen += later[: _LAST - len(seen)]
-    return tuple(node.name() for node in seen)
+    with disable_current_modes():  # a mode is given the numbers of Python
+        numbers = [_operand_of(node) for node in seen]
+    counts = {number for node, number in zip(seen, numbers, strict=True) if node.name().startswith("Mul")}
+    return tuple(f"{node.name()} {number in counts}" for node, number in zip(seen, numbers, strict=True))
+
+
+def _operand_of(node: Any) -> float | None:
+    """Return the number by which an operation multiplies or divides; None if there is none on the host."""
+    other = getattr(node, "_saved_other", None)
+    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None
 
 
 def differentiates_graphs(total: Tensor) -> bool:

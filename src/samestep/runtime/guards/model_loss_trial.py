@@ -11,6 +11,7 @@ is read off the forward's call of `cross_entropy` (`counted_labels.py`). Tensors
 counts: some ones are left out too, and where no other rule fits, that one is left. Each forward runs as in training, with the masks that the step draws, and what
 it writes is put back. All ranks run as many.
 
+More samples than a rank or a micro-batch has follow, since their number may select a factor or a count.
 A count behind a guard against zero is taken before it; all labels of a part are masked for such a count. And what the forward detaches gets
 other values in one more trial, since a loss such as `s / s.detach()` adds up in its values alone.
 """
@@ -42,6 +43,8 @@ from samestep.trees import map_tensors
 
 _FEW = 8
 """Samples among which those of a trial are chosen."""
+_FEW_ROWS = 3
+"""Of these a trial takes so many."""
 _Divisor = tuple[Rule, Labels]
 """What may divide a loss: a rule, and where it counts labels, which ones."""
 
@@ -130,6 +133,14 @@ class _Trial:
         one, other = (self.run(self.indices, each) for each in changed)
         return one is not None and other is not None and abs(one.loss - other.loss) > self.allowed * abs(one.loss)
 
+    def more(self) -> list[Indices]:
+        """Return more samples than a rank or micro-batch has, twice and four times as many, up to those of the step: a number of samples may
+        select what the forward computes.
+        """
+        step = self.held.parallel.program.step
+        sizes = [times * step.microbatch_samples for times in (2, 4)]
+        return [self.again.few(size) for size in sizes if len(self.again.everyone) >= size > _FEW_ROWS]
+
     @property
     def allowed(self) -> float:
         """Return the largest difference between two sides that counts as rounding, relative to the larger one."""
@@ -159,7 +170,8 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     if not common:
         loss.returns_sum = known[0][0]
         return known[0][2]
-    word, place, ignored = common[0]
+    present = [] if loss.rule is None else _plain(loss.rule, loss.labels)
+    word, place, ignored = present if present in common else common[0]
     loss.rule, loss.labels, loss.returns_sum = Rule(word), Labels(place, ignored), known[0][0]
     return ""
 
@@ -193,8 +205,12 @@ def _findings(trial: _Trial) -> _Found | None:
     trials = [trial] * len(given)
     if detaches:
         given, trials = [*given, samples], [*trials, replace(trial, detaches_others=True)]
-    pairs = zip(given, trials, strict=True)
-    variants = [variant for one, each in pairs if (variant := each.variant(one, first)) is not None]
+    firsts = [first] * len(given)
+    for indices in trial.more():
+        given, trials = [*given, trial.again.read(indices)], [*trials, replace(trial, indices=indices)]
+        firsts.append(len(indices) // 2)
+    cases = zip(given, trials, firsts, strict=True)
+    variants = [variant for one, each, number in cases if (variant := each.variant(one, number)) is not None]
     found = _fitting(variants, trial) if variants else None
     if found is None or len(heads) < 2:
         return found

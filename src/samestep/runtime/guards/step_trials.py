@@ -269,7 +269,7 @@ class StepTrials:
             self._settle_loss(watch)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        if isinstance(self._given_loss, ModelLoss) and watch.tried and watch.is_new:
+        if isinstance(self._given_loss, ModelLoss) and watch.tried and (watch.is_new or not self.loss_is_tried):
             self._asked.append(TriedLoss(held.objective.loss, pairs=frozenset(watch.pairs)))
             self._refusals.asks = LossAsks(len(self._asked), 0)
             return

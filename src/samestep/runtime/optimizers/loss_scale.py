@@ -54,18 +54,17 @@ class LossScale:
         if self.scale != scale and not has_moves:
             self.codes.scale(self.scale / scale)
 
+    @torch.no_grad()
     def with_overflow(self, norm_squared: Tensor, pieces: Sequence[Piece], names: Set[str] | None = None) -> Tensor:
         """Return a squared norm (float64 []), infinity if a gradient of pieces, of these weights or any, exceeds float16 under the scale.
 
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
         """
-        return norm_squared if self.scale <= 1.0 else self._with_overflow(norm_squared, pieces, names)
-
-    @torch.no_grad()
-    def _with_overflow(self, norm_squared: Tensor, pieces: Sequence[Piece], names: Set[str] | None) -> Tensor:
-        mine = [piece for piece in pieces if names is None or piece.name in names]
-        gradients = [gradient for piece in mine if (gradient := piece.gradient()).numel()]
+        if self.scale <= 1.0:
+            return norm_squared
+        counted = [piece for piece in pieces if names is None or piece.name in names]
+        gradients = [gradient for piece in counted if (gradient := piece.gradient()).numel()]
         if not gradients:
             return norm_squared
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()

@@ -167,16 +167,16 @@ def check_step(optimizer: Optimizer) -> None:
 def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dict[int, Optimizer]:
     """Return the instances that the user gave, by the index of their first group in the `optimizer` that a source has built."""
     optimizers, first = dict[int, Optimizer](), 0
-    for one, member in zip(_sources_in(source), members_of(optimizer) if optimizer is not None else (), strict=False):
-        if isinstance(one, GivenOptimizer):
-            optimizers[first] = one.instance
+    for maker, member in zip(_sources_in(source), members_of(optimizer) if optimizer is not None else (), strict=False):
+        if isinstance(maker, GivenOptimizer):
+            optimizers[first] = maker.instance
         first += len(member.param_groups)
     return optimizers
 
 
 def given_sources(source: OptimizerSource) -> list[GivenOptimizer]:
     """Return the instances that the user gave, with the names of their parameters."""
-    return [one for one in _sources_in(source) if isinstance(one, GivenOptimizer)]
+    return [maker for maker in _sources_in(source) if isinstance(maker, GivenOptimizer)]
 
 
 def _sources_in(source: OptimizerSource) -> list[OptimizerSource]:
@@ -218,9 +218,9 @@ def build_over(
     if all(whole_weights.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(
         whole_weights.shapes
     ):
-        made = source(pieces)
-        _check_holds(made, pieces, is_whole=bool(whole_weights.shapes))
-        return made
+        candidate = source(pieces)
+        _check_holds(candidate, pieces, is_whole=bool(whole_weights.shapes))
+        return candidate
     wanted, weights = skeleton(source, whole_weights.shapes, whole_weights.attributes)
     _check_holds(wanted, list(weights.items()), is_whole=True)
     groups = options_by_name(wanted, weights)
@@ -252,9 +252,9 @@ def build_over(
 
 
 def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, is_whole: bool) -> None:
-    mine = {id(tensor) for _, tensor in named}
+    ids = {id(tensor) for _, tensor in named}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    strangers = [param for param in params if id(param) not in mine]
+    strangers = [param for param in params if id(param) not in ids]
     if strangers or (is_whole and not params):
         what = f"a parameter of shape {tuple(strangers[0].shape)}" if strangers else "no parameter"
         raise ModelError(
@@ -292,15 +292,15 @@ def check_optimizer(
     if not params or (layout.world_size == 1 and not any(param.sparse_gradient for param in params)):
         return model
     shapes = dict(WholeWeights.of(model, {}).shapes)
-    parts = {param.name: found for param in params if (found := parts_of(param, layout))}
+    parts = {param.name: shape for param in params if (shape := parts_of(param, layout))}
     marks = attributes or {}
-    made = skeleton(source, shapes, marks)
-    check_step(made[0])
-    check_partition(*made)
+    trial = skeleton(source, shapes, marks)
+    check_step(trial[0])
+    check_partition(*trial)
     spread = [(word, how) for word, how in _spreading(layout)]
     if evaluating and spread:
         word, how = spread[0]
-        names = " and ".join(type(members_of(made[0])[index]).__name__ for index in sorted(evaluating))
+        names = " and ".join(type(members_of(trial[0])[index]).__name__ for index in sorted(evaluating))
         raise LayoutError(
             "closure-unsupported",
             f"the step of {names} evaluates the loss again, at weights that depend on all of them, and weights are {how} by {word}: "
@@ -309,7 +309,7 @@ def check_optimizer(
     if evaluating:
         return model
     sparse = [param.name for param in params if param.sparse_gradient]
-    rule = read_rule(source, shapes, parts, marks, made, sparse=sparse)
+    rule = read_rule(source, shapes, parts, marks, trial, sparse=sparse)
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
             "random-optimizer",
@@ -322,10 +322,13 @@ def check_optimizer(
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
             f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works",
         )
-    whole = [name for name in rule.whole if name in parts]
+    uncut = [name for name in rule.whole if name in parts]
     return (
-        replace(model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params))
-        if whole
+        replace(
+            model,
+            params=tuple(replace(p, is_updated_whole=True) if p.name in uncut else p for p in model.params),
+        )
+        if uncut
         else model
     )
 
@@ -349,7 +352,7 @@ def check_call(
     spread = _spreading(layout)
     if not params or not spread:
         return
-    parts = {param.name: found for param in params if (found := parts_of(param, layout))}
+    parts = {param.name: shape for param in params if (shape := parts_of(param, layout))}
     rule = read_rule(source, dict(WholeWeights.of(model, {}).shapes), parts, attributes, before=before)
     divided = [param.name for param in params if param.name in rule.whole and param.name in parts]
     divided = [name for name in divided if not any(p.name == name and p.is_updated_whole for p in params)]

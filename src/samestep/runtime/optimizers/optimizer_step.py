@@ -43,7 +43,7 @@ from samestep.runtime import host_copies
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
-from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
+from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, members_in, step_members
 from samestep.runtime.optimizers.packed_states import Chunks, StatePacking, chunks_of, chunks_with, holding_only
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import is_torchs_own
@@ -177,10 +177,10 @@ class Updater:
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
         there = host_copies.beside(gradients, [piece.value for piece in pieces])
-        for chunk, mine in chunks_with(pieces, there, self.chunks, self.optimizer, self.pieces, self.unused):
+        for chunk, chunk_gradients in chunks_with(pieces, there, self.chunks, self.optimizer, self.pieces, self.unused):
             is_all = len(chunk) == len(self.pieces)
             with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self.lent(chunk, mine), alone(type(self.optimizer).__name__):
+                with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__):
                     if not self.fragile:
                         step_members(self.optimizer, part, is_first=not self.step_index)
                     else:
@@ -188,8 +188,25 @@ class Updater:
                             step_members(self.optimizer, part, is_first=not self.step_index)
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
-        for given in self.rates.given.values():
-            given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+        for instance in self.rates.given.values():
+            instance._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+
+    @torch.no_grad()
+    def call(self, part: UpdatedPart, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Let the members of a part run a method over their pieces, which have their gradients; return what the last one returns, and
+        whether it has dropped a gradient.
+        """
+        pieces = self.pieces_of(part)
+        if self.optimizer is None or not pieces:
+            return None, False
+        gradients = host_copies.beside(gradients_of(pieces), [piece.value for piece in pieces])
+        result = None
+        with self.widened(pieces), self.lent(pieces, gradients):
+            with alone(type(self.optimizer).__name__):
+                for member in members_in(self.optimizer, part):
+                    result = getattr(member, method)(*args, **kwargs)
+            dropped = any(piece.value.grad is None for piece in pieces if piece.name not in self.unused)
+        return result, dropped
 
     def widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
         """Return the context in which pieces and their states are as the optimizer computes with them."""
@@ -397,7 +414,7 @@ class GroupRates:
     def _changed(self) -> dict[int, float]:
         """Return the rates that were set from outside since the last step, by group; that of a given instance counts."""
         both = enumerate(zip(_rates_of(self.optimizer), self._set, strict=False))
-        changed = {index: now for index, (now, before) in both if now != before}
+        changed = {index: now for index, (now, rate_before) in both if now != rate_before}
         if not self.given:
             return changed
         theirs = self._theirs()
@@ -433,7 +450,7 @@ class GroupRates:
         self._given_options = theirs
 
     def _theirs(self) -> dict[int, float]:
-        return {first + i: rate for first, one in self.given.items() for i, rate in enumerate(_rates_of(one))}
+        return {first + i: rate for first, instance in self.given.items() for i, rate in enumerate(_rates_of(instance))}
 
     def _their_options(self) -> dict[int, dict[str, Any]]:
         """Return the numbers among the options of each group of the given instances, but for its learning rate."""
@@ -448,9 +465,9 @@ class GroupRates:
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Set options of a group; a rate that is a tensor stays one."""
     for key, value in options.items():
-        before, group[key] = group.get(key), value
-        if isinstance(before, Tensor):
-            group[key] = value.to(before.device) if isinstance(value, Tensor) else before.fill_(value)
+        present, group[key] = group.get(key), value
+        if isinstance(present, Tensor):
+            group[key] = value.to(present.device) if isinstance(value, Tensor) else present.fill_(value)
 
 
 def _rates_of(optimizer: Optimizer | None) -> list[float]:

@@ -75,14 +75,14 @@ class OptimizerFunction:
         if self._takes_names is not None:
             return self._with_names(named) if self._takes_names else self._of_list(named)
         refused: Exception | None = None
-        made = None
+        optimizer = None
         try:
-            made = self._of_list(named)
+            optimizer = self._of_list(named)
         except TRIED as error:
             refused = error
-        if refused is None and _holds_only(made, named):
+        if refused is None and _holds_only(optimizer, named):
             self._takes_names = False
-            return made
+            return optimizer
         try:
             other = self._with_names(named)
         except TRIED:
@@ -92,7 +92,7 @@ class OptimizerFunction:
             return other
         if refused is not None:
             raise refused
-        return made
+        return optimizer
 
     def _of_list(self, named: Named) -> Any:
         within = [tensor for name, tensor in named if name.startswith(f"{self.child}.")] if self.child else []
@@ -102,11 +102,11 @@ class OptimizerFunction:
         return self.function(list(named))
 
 
-def _holds_only(made: Any, named: Named) -> bool:
+def _holds_only(optimizer: Any, named: Named) -> bool:
     """Return whether an object is an optimizer over some of the tensors, and over no others."""
-    mine = {id(tensor) for _, tensor in named}
-    params = [param for group in getattr(made, "param_groups", ()) for param in group["params"]]
-    return bool(params) and all(id(param) in mine for param in params)
+    ids = {id(tensor) for _, tensor in named}
+    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    return bool(params) and all(id(param) in ids for param in params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,17 +92,17 @@ class StatePacking:
 
     def wide(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state with its tensors as the optimizer computes with them."""
-        found = {key: value for key, value in state.items() if not key.endswith(SCALE)}
-        for key, value in found.items():
+        wide_state = {key: value for key, value in state.items() if not key.endswith(SCALE)}
+        for key, value in wide_state.items():
             if not isinstance(value, Tensor):
                 continue
             if value.dtype == torch.uint8 and key + SCALE in state:
                 numbers = _numbers(key in _POSITIVE, value.device).index_select(0, value.flatten().int())
                 scaled = numbers.view(len(state[key + SCALE]), -1).mul_(state[key + SCALE][:, None])
-                found[key] = scaled.view(value.shape).to(piece.value.dtype)
+                wide_state[key] = scaled.view(value.shape).to(piece.value.dtype)
             elif value.dtype == torch.bfloat16 and self._is_packed(piece, key, value):
-                found[key] = value.to(piece.value.dtype)
-        return found
+                wide_state[key] = value.to(piece.value.dtype)
+        return wide_state
 
     @torch.no_grad()
     def pack(self, piece: Piece, state: dict[str, Any], step: int) -> None:
@@ -222,13 +222,13 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
 
     Between powers of ten from 10^-7 to 1 lie twice as many numbers as between the two powers below them.
     """
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for decade in range(7):
         count = 2 ** (decade + is_positive)
         ends = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
         means = ((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        found += means if is_positive else [*means, *(-mean for mean in means)]
-    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+        numbers += means if is_positive else [*means, *(-mean for mean in means)]
+    return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
 
 
 def _to_signed(number: int) -> int:
@@ -311,10 +311,10 @@ def chunks_with(
     begins = bool(sgd) and any(group["fused"] for member in sgd for group in member.param_groups)
     if isinstance(chunks, OneChunk) and not begins:
         return [(pieces, gradients)]
-    given = dict(zip(map(id, pieces), gradients, strict=True))
+    by_piece = dict(zip(map(id, pieces), gradients, strict=True))
     together = _begun_first(chunks, optimizer, every, unused) if begins else chunks
-    found = ([piece for piece in chunk if id(piece) in given] for chunk in together)
-    return [(chunk, [given[id(piece)] for piece in chunk]) for chunk in found if chunk]
+    chunks_here = ([piece for piece in chunk if id(piece) in by_piece] for chunk in together)
+    return [(chunk, [by_piece[id(piece)] for piece in chunk]) for chunk in chunks_here if chunk]
 
 
 def _begun_first(
@@ -340,10 +340,10 @@ def holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> AbstractCon
 
 @contextmanager
 def _holding(optimizer: Optimizer, chunk: list[Piece]) -> Iterator[None]:
-    mine = {id(piece.value) for piece in chunk}
+    ids = {id(piece.value) for piece in chunk}
     held = [group["params"] for group in optimizer.param_groups]
     for group, params in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = [param for param in params if id(param) in mine]
+        group["params"] = [param for param in params if id(param) in ids]
     try:
         yield
     finally:

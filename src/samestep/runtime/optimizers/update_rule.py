@@ -64,34 +64,34 @@ def read_rule(
         ModelError: it holds none of the weights, fails at a step, or updates only the rows of a sparse gradient.
     """
     optimizer, weights = made or skeleton(source, shapes, marks)
-    held = _options_of(optimizer, weights)
+    options_of = _options_of(optimizer, weights)
     kind = class_names(optimizer)
-    if not held:
+    if not options_of:
         raise ModelError(
             "optimizer-weights",
             f"{kind} holds none of the model's weights, so it would train nothing: build it over the parameters that the "
             "optimizer function is given",
         )
     if is_torchs_own(optimizer) and before is None:
-        reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))].whole for name in held}
+        reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))].whole for name in options_of}
         return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     trial = UpdateTrial(source, shapes, marks, kind, before)
-    if (found := [name for name in sparse if name in held]) and trial.needs_sparse(found):
+    if (found := [name for name in sparse if name in options_of]) and trial.needs_sparse(found):
         raise ModelError(
             "optimizer-sparse",
             f"{kind} updates only the rows that are in a sparse gradient, as the gradient of {found[0]} is, and gradients are summed as dense "
             "tensors: SGD and Adagrad, which make the same update of both, work, or sparse=False with adamw",
         )
     kinds: dict[str, list[str]] = {}
-    for name, options in held.items():
+    for name, options in options_of.items():
         kinds.setdefault(repr((sorted(options), _rule_options(options), shapes[name], marks.get(name))), []).append(
             name
         )
     tried = trial.rule(list(kinds.values()), parts)
-    whole = {
+    updated_whole = {
         name: tried.whole[one] for names in kinds.values() for one in names[:2] if one in tried.whole for name in names
     }
-    return UpdateRule(kind, whole, tried.coupled, tried.draws)
+    return UpdateRule(kind, updated_whole, tried.coupled, tried.draws)
 
 
 _OF_TORCH: dict[type[Optimizer], TorchRule] = {
@@ -138,9 +138,9 @@ def why_uncompiled(optimizer: Optimizer) -> str:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Return whether code of a user's runs before or after each step."""
-    own = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     everywhere = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    return any([*own, *everywhere])
+    return any([*hooks, *everywhere])
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -158,18 +158,18 @@ def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str
     # The step of torch's own class reaches no other optimizer.
     reached = [optimizer] if type(optimizer) in _OF_TORCH and is_torchs_own(optimizer) else optimizers_in(optimizer)
     first, *inner = reached
-    found = _options_in(first, names)
+    options_of = _options_in(first, names)
     for key, member in zip(getattr(optimizer, "names", ()), members_of(optimizer), strict=False):
         for name in _options_in(member, names):
-            found[name]["member"] = key
+            options_of[name]["member"] = key
     for one in inner:
         for name, options in _options_in(one, names).items():
-            mine = found.setdefault(name, {})
-            mine["inner"] = (
-                *mine.get("inner", ()),
+            options_there = options_of.setdefault(name, {})
+            options_there["inner"] = (
+                *options_there.get("inner", ()),
                 (type(one).__name__, sorted(options.items(), key=lambda pair: pair[0])),
             )
-    return found
+    return options_of
 
 
 def _options_in(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:

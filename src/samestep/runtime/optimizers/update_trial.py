@@ -108,12 +108,12 @@ class UpdateTrial:
                 return Tried(dict.fromkeys(names, "it draws random numbers"), "", self._watch.draws)
             if coupled := self._coupling(small, together):
                 return Tried(dict.fromkeys(names, coupled), coupled, "")
-            whole = self._changed_in_parts(small, together, kinds, parts)
-            if rest := [name for name in names if name not in whole and parts.get(name)]:
-                whole |= self._changed_when_large(rest, small, kinds, parts)
-                whole |= self._led_by_numbers({name: small[name] for name in rest if name not in whole})
+            uncut = self._changed_in_parts(small, together, kinds, parts)
+            if rest := [name for name in names if name not in uncut and parts.get(name)]:
+                uncut |= self._changed_when_large(rest, small, kinds, parts)
+                uncut |= self._led_by_numbers({name: small[name] for name in rest if name not in uncut})
         moved = {name for step in together for name, update in step.items() if update.any()}
-        return Tried(dict.fromkeys((name for name in names if name not in moved), "no step moves it") | whole, "", "")
+        return Tried(dict.fromkeys((name for name in names if name not in moved), "no step moves it") | uncut, "", "")
 
     def needs_sparse(self, names: Collection[str]) -> bool:
         """Return whether sparse gradients, which have some rows, give these weights another update than dense ones."""
@@ -262,18 +262,18 @@ class UpdateTrial:
         updates: Updates = []
 
         def take(size: float) -> None:
-            before = {}
+            starts = {}
             for name, weight in values.items():
                 gradient = self._gradient(name, shapes[name], len(updates), size)
                 weight.grad = (windows or {}).get(name, _as_it_is)(gradient)
-                before[name] = weight.detach().clone()
+                starts[name] = weight.detach().clone()
                 if watch is not None:
                     watch.note(weight, weight.grad)
             with alone(self.kind), watch or _NOTHING, torch.no_grad():
                 if self.before is not None:
                     self.before(code.optimizer)
                 code.optimizer.step()
-            updates.append({name: weight.detach() - before[name] for name, weight in values.items()})
+            updates.append({name: weight.detach() - starts[name] for name, weight in values.items()})
 
         with without_empty_groups(code.optimizers if self._is_fragile else ()), code.put_back():
             rising = _first_steps(code, take, steps)
@@ -311,13 +311,13 @@ class UpdateTrial:
         What differs by the rounding of the narrowest numbers that the code computes with is equal.
         """
         for update, all_updates in zip((step[name] for step in updates), together, strict=True):
-            whole = all_updates[name] if window is None else window(all_updates[name])
-            if torch.equal(update, whole):
+            expected = all_updates[name] if window is None else window(all_updates[name])
+            if torch.equal(update, expected):
                 continue
-            size = float(whole.abs().nan_to_num(0.0, 0.0, 0.0).max())
+            size = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max())
             limit = max(1e-9, 8 * self._watch.rounding) * size + 1e-30
             limit += 4 * torch.finfo(self._dtype).eps * self._reach(name, together)
-            if not torch.allclose(update, whole, rtol=0.0, atol=limit, equal_nan=True):
+            if not torch.allclose(update, expected, rtol=0.0, atol=limit, equal_nan=True):
                 return True
         return False
 
@@ -443,10 +443,10 @@ def _options(code: StepCode) -> Iterator[int]:
 
 def _counters(code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
     """Return the numbers that an optimizer keeps, by the dictionary and the key, or the closure's cell, that hold them."""
-    own: list[Any] = [vars(code.optimizer)]
+    dicts: list[Any] = [vars(code.optimizer)]
     for optimizer in code.optimizers:
-        own += [*optimizer.param_groups, *optimizer.state.values()]
-    places = [Variable("", held, key, None) for held in own if isinstance(held, dict) for key in held]
+        dicts += [*optimizer.param_groups, *optimizer.state.values()]
+    places = [Variable("", holder, key, None) for holder in dicts if isinstance(holder, dict) for key in holder]
     numbers = {}
     for place in (*places, *code.places):
         value = place.present
@@ -478,11 +478,11 @@ def fails_on_empty(code: StepCode) -> bool:
 def without_empty_groups(optimizers: Sequence[Any]) -> Iterator[None]:
     """Let optimizers have only their groups with weights inside."""
     lists = list({id(optimizer.param_groups): optimizer.param_groups for optimizer in optimizers}.values())
-    before = [list(groups) for groups in lists]
+    copies = [list(groups) for groups in lists]
     for groups in lists:
         groups[:] = [group for group in groups if group["params"]]
     try:
         yield
     finally:
-        for groups, every in zip(lists, before, strict=True):
+        for groups, every in zip(lists, copies, strict=True):
             groups[:] = every

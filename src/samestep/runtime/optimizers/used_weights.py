@@ -90,11 +90,11 @@ class UsedWeights:
         return this rank's numbers in the scalars (float64), for which the host waits for nothing.
         """
         known = self._known.get(replica) or self._known.setdefault(replica, _Known())
-        own = frozenset([name for name in without if name in self.held])
-        if known.flags is None or own != known.own:
-            flags = [float(name in self.held and name not in own) for name in self.unsure]
+        unused_here = frozenset([name for name in without if name in self.held])
+        if known.flags is None or unused_here != known.own:
+            flags = [float(name in self.held and name not in unused_here) for name in self.unsure]
             known.flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
-        known.own, known.frozen = own, frozenset([name for name in own if without[name]])
+        known.own, known.frozen = unused_here, frozenset([name for name in unused_here if without[name]])
         return known.flags
 
     @property

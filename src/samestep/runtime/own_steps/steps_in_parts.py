@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,7 +34,7 @@ from samestep.examination.examine import Loss
 from samestep.models.spec import LossNames
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
-from samestep.runtime import evaluation, host_copies
+from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.axes.exchanging_calls import NothingToJoin
@@ -46,7 +45,6 @@ from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.objective import watched, watching_reads
 from samestep.runtime.open_step import ReadStep, StepBackward
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.optimizers_by_name import (
     UpdatedPart,
     check_method,
@@ -55,14 +53,12 @@ from samestep.runtime.optimizers.optimizers_by_name import (
     members_in,
     names_of,
 )
-from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.gradient_views import LeftGradients, WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
 from samestep.state.writes import version_of
 from samestep.trees import tree_leaves
@@ -301,7 +297,7 @@ class StepsInParts:
         updater.unused = frozenset(weights - names)
         updater.live.reread()
         results: list[Any] = []
-        stepper.change(assembly, lambda: results.extend(_called(updater, part, method, args, kwargs)))
+        stepper.change(assembly, lambda: results.extend(updater.call(part, method, args, kwargs)))
         result, dropped = results
         with outside_step():
             if any(gather_values(bool(dropped), self._own.layout.world_size)):  # as `optimizer.zero_grad()` in it does
@@ -479,26 +475,6 @@ def _leaves(assembly: Assembly, names: Set[str]) -> list[Tensor] | None:
         return None
     named = assembly.model.module.named_parameters()
     return [weight for name, weight in named if name in names and weight.requires_grad] or None
-
-
-@torch.no_grad()
-def _called(
-    updater: Updater, part: UpdatedPart, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, bool]:
-    """Let the members of a part run a method over their pieces, which have their gradients; return what the last one returns, and
-    whether it has dropped a gradient.
-    """
-    pieces = updater.pieces_of(part)
-    if updater.optimizer is None or not pieces:
-        return None, False
-    gradients = host_copies.beside(gradients_of(pieces), [piece.value for piece in pieces])
-    result = None
-    with updater.widened(pieces), updater.lent(pieces, gradients):
-        with alone(type(updater.optimizer).__name__):
-            for member in members_in(updater.optimizer, part):
-                result = getattr(member, method)(*args, **kwargs)
-        dropped = any(piece.value.grad is None for piece in pieces if piece.name not in updater.unused)
-    return result, dropped
 
 
 def _marks_of(leaves: Sequence[Any]) -> list[Any]:

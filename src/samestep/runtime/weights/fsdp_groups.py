@@ -51,7 +51,7 @@ def make_groups(
     sums_over = () if program.step.contributions else ("dp_replicate",)
     meshes = {axis: _mesh_of_shards(mesh, axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
-    away = {one.unit for one in program.host_modules}
+    away = {host_module.unit for host_module in program.host_modules}
     by_name = {running.unit.name: running for running in units}
     single = {param.name for param in program.step.model.params if not param.shape}
     _refuse_integers(everything)
@@ -169,10 +169,10 @@ def _return_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _view_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
     """Return a view of each output that is an input, so that its gradient is not taken for that of the unit's input."""
-    given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    if not any(id(leaf) in given for leaf in tree_leaves(outputs)):
+    ids = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    if not any(id(leaf) in ids for leaf in tree_leaves(outputs)):
         return outputs
-    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, outputs)
+    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in ids else t, outputs)
 
 
 def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:

@@ -44,12 +44,14 @@ ParamSlots = list[tuple[nn.Module, str]]
 def reshape_params(model: nn.Module, program: Program) -> dict[str, ParamSlots]:
     """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its slots."""
     dtype = DTYPES[program.step.master_dtype]
-    mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
+    modules_of = {name: {*unit.modules} for unit in program.units for name in unit.params}
     slots: dict[str, ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
-        if program.step.holding(spec).tied_over and spec.name in mine:  # other names of the weight are on other stages
-            names = [name for name in names if any(is_below(name[0], module) for module in mine[spec.name])]
+        if (
+            program.step.holding(spec).tied_over and spec.name in modules_of
+        ):  # other names of the weight are on other stages
+            names = [name for name in names if any(is_below(name[0], module) for module in modules_of[spec.name])]
         slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         shape = (spec.rows, packed_bytes(spec.row_numel)) if spec.held_as else sharded_shape(spec)
         empty = torch.empty(shape, dtype=torch.uint8 if spec.held_as else dtype, device="meta")
@@ -252,8 +254,8 @@ class RunningUnit:
 
     def _compare(self) -> None:
         """Note the weights that were written since the step gathered them first; gathering them again does not count."""
-        whole = [weight._unsharded_param for weight in self.group.fsdp_params]
-        now = marks_of(whole, norms=exact_norms if self._compares else None)
+        gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
+        now = marks_of(gathered, norms=exact_norms if self._compares else None)
         self.written |= {*itertools.compress(self.names, now.since(self._known or now))}
         self._known = now
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
@@ -264,19 +266,19 @@ class RunningUnit:
         """Note the weights that code has replaced before the unit's forward, whose attributes a gather is about to set."""
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
             known = (weight.sharded_param, getattr(weight, "_unsharded_param", None))
-            if not all(any(param is one for one in known) for param in _at(weight)):
+            if not all(any(param is other for other in known) for param in _at(weight)):
                 self.written.add(name)
 
     def _watch_gradients(self) -> None:
         """Note gradients of gathered trained weights."""
         self._freeze_alike()
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
-            whole = weight._unsharded_param
+            gathered = weight._unsharded_param
             if name not in self.trained:
                 continue
-            if whole.requires_grad and id(whole) not in self._watched:
-                self._watched.add(id(whole))
-                whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
+            if gathered.requires_grad and id(gathered) not in self._watched:
+                self._watched.add(id(gathered))
+                gathered.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
 
     def _freeze_alike(self) -> None:
         """Freeze or thaw the gathered weights as code has frozen or thawed their shards, and the shards as the gathered ones.
@@ -284,17 +286,17 @@ class RunningUnit:
         A module holds one of the two at a time, so what differs from before is what the code has set.
         """
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
-            whole = getattr(weight, "_unsharded_param", None)
-            if whole is None or name not in self.trained:
+            gathered = getattr(weight, "_unsharded_param", None)
+            if gathered is None or name not in self.trained:
                 continue
-            before = name not in self._frozen
-            if before is not weight.sharded_param.requires_grad or before is not whole.requires_grad:
+            trained = name not in self._frozen
+            if trained is not weight.sharded_param.requires_grad or trained is not gathered.requires_grad:
                 self._frozen ^= {name}
-                for held in (whole, weight.sharded_param):
-                    held.requires_grad_(not before)
+                for param in (gathered, weight.sharded_param):
+                    param.requires_grad_(not trained)
 
-    def _note_gradient(self, name: str, whole: Tensor) -> None:
-        if self._counts and id(whole) not in self._left_out:
+    def _note_gradient(self, name: str, gathered: Tensor) -> None:
+        if self._counts and id(gathered) not in self._left_out:
             self.made.add(name)
 
     def end_calls(self) -> None:
@@ -423,11 +425,11 @@ def _at(weight: FSDPParam) -> Iterator[nn.Parameter | None]:
 
 def _give_row(weight: FSDPParam) -> None:
     """Give the gradient of a single number the dimension along which FSDP2 divides gradients."""
-    whole = weight._unsharded_param
-    if whole.dim():
+    gathered = weight._unsharded_param
+    if gathered.dim():
         return
     if weight.unsharded_accumulated_grad is None:
-        weight.unsharded_accumulated_grad, whole.grad = whole.grad, None
+        weight.unsharded_accumulated_grad, gathered.grad = gathered.grad, None
     if weight.unsharded_accumulated_grad is not None:
         weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad.view(1)
 

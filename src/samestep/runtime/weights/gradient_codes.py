@@ -72,16 +72,16 @@ class BucketCodes(GradientCodes):
         self._program, self._mesh = program, mesh
         self.exchanges: dict[str, Exchange] = {}
         """Exchange of each bucket, by its name."""
-        step, made = program.step, program.step.contributions
+        step, contributions = program.step, program.step.contributions
         self._of_steps = {} if step.sharing.trains_apart else self.exchanges
-        assert made is not None, "a step without contributions"
-        self._made = made
+        assert contributions is not None, "a step without contributions"
+        self._made = contributions
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group = mesh.groups[made.sent_over] if made.ranks > 1 else None
+        group = mesh.groups[contributions.sent_over] if contributions.ranks > 1 else None
         for bucket in program.buckets:
-            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
+            parts, gathers = [bucket.coded(contributions)], bucket.gathers_codes(contributions)
             self.exchanges[bucket.name] = exchange_of(
-                bucket.codec, parts, made, group, like, gathers=gathers, backend=step.sharing.backend
+                bucket.codec, parts, contributions, group, like, gathers=gathers, backend=step.sharing.backend
             )
 
     def begin_step(self) -> None:
@@ -130,8 +130,8 @@ class BucketCodes(GradientCodes):
             coded = bucket.coded(self._made).numel
             first = self._mesh.index(bucket.holding.data_axis) * coded if coded < bucket.padded_numel else 0
             places = [(member.name, member.offset - first, member.numel) for member in bucket.members]
-            for found in self.exchanges[bucket.name].residuals(0):
-                yield from residuals_of_weights(found, places)
+            for residual in self.exchanges[bucket.name].residuals(0):
+                yield from residuals_of_weights(residual, places)
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which the next gradients are projected."""
@@ -166,21 +166,21 @@ class UnitCodes(GradientCodes):
         self.scatters = EncodedScatters(program, mesh, laid_out)
         self._shards: dict[tuple[int, str], _Shard] = {}
         """Shard of each unit, by the part of the weights that is exchanged (0 where all are) and the unit's name."""
-        made, step = program.step.contributions, program.step
-        if made is None or step.scatters_codes:
+        contributions, step = program.step.contributions, program.step
+        if contributions is None or step.scatters_codes:
             return
         of_name = {piece.name: piece for piece in pieces}
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group = mesh.groups[made.sent_over]
+        group = mesh.groups[contributions.sent_over]
         for unit in program.units:
             for exchanged in exchanged_parts(step, unit):
-                parts = coded_parts(step, made, unit, exchanged)
+                parts = coded_parts(step, contributions, unit, exchanged)
                 exchange = exchange_of(
-                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.sharing.backend
+                    unit.codec, [*parts], contributions, group, like, gathers=True, backend=step.sharing.backend
                 )
-                held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
+                pieces_of = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]
-                self._shards[exchanged, unit.name] = _Shard(exchange, held, buffers)
+                self._shards[exchanged, unit.name] = _Shard(exchange, pieces_of, buffers)
 
     def begin_step(self) -> None:
         """Discard the contributions of the previous step."""
@@ -194,7 +194,7 @@ class UnitCodes(GradientCodes):
             shard.exchange.begin_step()
 
     def _of(self, part: int) -> list[_Shard]:
-        return [shard for (mine, _), shard in self._shards.items() if mine == part]
+        return [shard for (part_of_shard, _), shard in self._shards.items() if part_of_shard == part]
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program is one of an exchange."""
@@ -234,9 +234,9 @@ class UnitCodes(GradientCodes):
             for number, pieces in enumerate(shard.pieces):
                 places = [(piece.name, first, numel) for piece, first, numel in _place_pieces(pieces)]
                 starts = {piece.name: piece.start for piece in pieces}
-                for found in shard.exchange.residuals(number):
-                    for one in residuals_of_weights(found, places):
-                        yield one._replace(start=starts[one.name] + one.start)
+                for residual in shard.exchange.residuals(number):
+                    for weight_residual in residuals_of_weights(residual, places):
+                        yield weight_residual._replace(start=starts[weight_residual.name] + weight_residual.start)
         yield from self.scatters.residuals()
 
     def directions(self) -> Iterator[Directions]:
@@ -265,7 +265,7 @@ def _pairs(shard: _Shard) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         gradients = [piece.gradient() for piece in pieces]
         windows = [buffer[first : first + numel] for _, first, numel in _place_pieces(pieces)]
         if gradients:
-            yield gradients, [window.view_as(one) for window, one in zip(windows, gradients, strict=True)]
+            yield gradients, [window.view_as(gradient) for window, gradient in zip(windows, gradients, strict=True)]
 
 
 def _wait(shard: _Shard) -> None:
@@ -280,13 +280,13 @@ class EncodedScatters:
     def __init__(self, program: Program, mesh: Mesh, laid_out: Sequence[tuple[Unit, Sequence[str]]]) -> None:
         """Make the scatter of each unit, given with the names of its weights in FSDP2's order."""
         self.of_unit: dict[str, EncodedScatter] = {}
-        step, made = program.step, program.step.contributions
-        if made is None or not step.scatters_codes:
+        step, contributions = program.step, program.step.contributions
+        if contributions is None or not step.scatters_codes:
             return
         trained = {param.name: param for param in step.model.params if param.trainable}
         units = [unit for unit, _ in laid_out if unit.padded_grad_numel]
-        sizes = [coded_bytes(unit.codec, [*coded_parts(step, made, unit)]) for unit in units]
-        largest = max((made.code_bytes(size, gathers=False) for size in sizes), default=0)
+        sizes = [coded_bytes(unit.codec, [*coded_parts(step, contributions, unit)]) for unit in units]
+        largest = max((contributions.code_bytes(size, gathers=False) for size in sizes), default=0)
         scratch = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
         for unit, names in laid_out:
             params = [trained[name] for name in names if name in trained]
@@ -314,8 +314,8 @@ class EncodedScatter:
 
     def __init__(self, unit: Unit, params: Sequence[ParamSpec], program: Program, mesh: Mesh, scratch: Tensor) -> None:
         """Scatter the gradients of the unit's trained weights, in the order in which FSDP2 lays them out."""
-        step, made = program.step, program.step.contributions
-        assert made is not None
+        step, contributions = program.step, program.step.contributions
+        assert contributions is not None
         self._num_shards = unit.num_shards
         self._runs = [
             [(param, padded_rows(param, unit.num_shards) // unit.num_shards) for param in run]
@@ -331,11 +331,11 @@ class EncodedScatter:
         ]
         assert sum(part.numel for part in parts) == unit.padded_grad_numel, f"weights of {unit.name} are missing"
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group, backend = mesh.groups[made.sent_over], step.sharing.backend
+        group, backend = mesh.groups[contributions.sent_over], step.sharing.backend
         self.exchange = CodedExchange(
-            unit.codec, parts, made, group, like, gathers=False, backend=backend, scratch=scratch
+            unit.codec, parts, contributions, group, like, gathers=False, backend=backend, scratch=scratch
         )
-        self._index = mesh.index(made.axis)
+        self._index = mesh.index(contributions.axis)
 
     @torch.no_grad()
     def scatter(self, rows_of_sum: Tensor, whole: Tensor) -> None:
@@ -352,10 +352,10 @@ class EncodedScatter:
     def residuals(self) -> Iterator[Residual]:
         """Yield the residuals of each weight."""
         for number, run in enumerate(self._runs):
-            for found in self.exchange.residuals(number):
+            for residual in self.exchange.residuals(number):
                 for name, first, numel, start in self._places(run):
-                    for one in residuals_of_weights(found, [(name, first, numel)]):
-                        yield one._replace(start=start + one.start)
+                    for weight_residual in residuals_of_weights(residual, [(name, first, numel)]):
+                        yield weight_residual._replace(start=start + weight_residual.start)
 
     def _places(self, run: Sequence[tuple[ParamSpec, int]]) -> Iterator[tuple[str, int, int, int]]:
         """Yield each rank's rows of each weight: name, first element in the buffer, number of elements, first element in the weight."""

@@ -90,23 +90,25 @@ class ModelAverages:
         Raises:
             LayoutError: a rank holds other parts of the two.
         """
-        mine = {param.name for param in program.step.model.params}  # the stage has others on the meta device
-        own = {name: _own_part(param) for name, param in module.named_parameters() if name in mine}
+        names = {param.name for param in program.step.model.params}  # the stage has others on the meta device
+        parts = {name: _own_part(param) for name, param in module.named_parameters() if name in names}
         moved = {
             name: share
             for name, (source, decay) in self.following.items()
-            if updated is None or any(one.startswith(f"{source}.") for one in updated)
+            if updated is None or any(followed.startswith(f"{source}.") for followed in updated)
             for share in [1.0 - (decay(step) if callable(decay) else decay)]
         }
         if not moved:
             return
-        sent = {name: part for one in program.followed for name, part in self._exchange(one, own, program, mesh)}
-        for name, average in own.items():
+        sent = {
+            name: part for followed in program.followed for name, part in self._exchange(followed, parts, program, mesh)
+        }
+        for name, average in parts.items():
             prefix, _, rest = name.partition(".")
             if prefix not in moved:
                 continue
             source = f"{self.following[prefix][0]}.{rest}"
-            weight = sent.get(name, own.get(source))
+            weight = sent.get(name, parts.get(source))
             if weight is None or average.shape != weight.shape:
                 held = [] if weight is None else list(weight.shape)
                 raise LayoutError(

@@ -117,9 +117,9 @@ class _Level:
         step = program.step
         cut = {param.name: param for param in step.model.params}
         uncut = {param.name: param for param in model.params}
-        index = mesh.index(owners.data_axis) if any(one.lender is not None for one in owners.members) else 0
+        index = mesh.index(owners.data_axis) if any(member.lender is not None for member in owners.members) else 0
         members = owners.of_rank(index)
-        wholes = {one.name: (uncut if owners.is_cut else cut)[one.name] for one in members}
+        wholes = {member.name: (uncut if owners.is_cut else cut)[member.name] for member in members}
         parts = {
             name: [part_at(whole, cut[name], owners.ranks, rank) for rank in range(owners.ranks)]
             if owners.is_cut
@@ -127,8 +127,8 @@ class _Level:
             for name, whole in wholes.items()
         }
         level = cls(owners, mesh, DTYPES[step.master_dtype], members, parts, {piece.name: piece for piece in pieces})
-        for one in level._owned_members():
-            level.mine.append(level._whole_piece(wholes[one.name], offload=step.layout.offload))
+        for member in level._owned_members():
+            level.mine.append(level._whole_piece(wholes[member.name], offload=step.layout.offload))
         level.gather()
         return level
 
@@ -151,12 +151,14 @@ class _Level:
                 values[: piece.value.numel()] = piece.value.detach().flatten()
                 gradients[: piece.value.numel()] = piece.gradient().flatten()
         received = self._exchange(send, GRADIENTS)
-        for member, mine in zip(self._owned_members(), self.mine, strict=True):
+        for member, piece_of_owner in zip(self._owned_members(), self.mine, strict=True):
             for rank, part in enumerate(self.parts[member.name]):
-                for window, whole in zip(
-                    self._windows(received, rank, member, 2), (mine.value.detach(), mine.gradient()), strict=True
+                for window, tensor in zip(
+                    self._windows(received, rank, member, 2),
+                    (piece_of_owner.value.detach(), piece_of_owner.gradient()),
+                    strict=True,
                 ):
-                    part.copy_into(whole, window[: part.numel])
+                    part.copy_into(tensor, window[: part.numel])
 
     @torch.no_grad()
     def scatter(self) -> None:
@@ -165,11 +167,11 @@ class _Level:
         Collective over the axis, see [Note: collective calls].
         """
         send = self._buffer(1)
-        for member, mine in zip(self._owned_members(), self.mine, strict=True):
+        for member, piece_of_owner in zip(self._owned_members(), self.mine, strict=True):
             for rank, part in enumerate(self.parts[member.name]):
                 # The copies are on the host under offload; the next update waits for the device before it writes them.
                 window = self._windows(send, rank, member, 1)[0][: part.numel]
-                window.copy_(part.of(mine.value.detach()).flatten(), non_blocking=True)
+                window.copy_(part.of(piece_of_owner.value.detach()).flatten(), non_blocking=True)
         received = self._exchange(send, WEIGHTS)
         for member in self.members:
             piece = self.lent.get(member.name)

@@ -43,7 +43,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
             train.
         LayoutError: a hook needs the whole gradient of a weight that the layout cuts.
     """
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    functions: dict[str, Callable[[Tensor], Tensor]] = {}
     step = program.step
     for spec in step.model.params:
         alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
@@ -56,32 +56,32 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
                 f"{spec.name} has hooks on its gradient, and schedule={step.layout.schedule} computes gradients of weights "
                 "apart from autograd: schedule=1f1b works",
             )
-        whole = plan.materialize(alike[0], mesh.device, torch.float64)
+        weight = plan.materialize(alike[0], mesh.device, torch.float64)
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
-        function = gradient_function(valued, whole)
+        function = gradient_function(valued, weight)
         with FirstRead(_unlike_a_loop(plan, program)) as read, _preserved(valued):
-            drawn = _check_linear(spec.name, valued, function, whole, program)
+            drawn = _check_linear(spec.name, valued, function, weight, program)
         if read.name:
             raise ModelError(
                 "instance-read-elsewhere",
                 f"a hook on the gradient of {spec.name} reads {read.name}, and the run trains a copy of it, or a rank has a part. Use a hook "
                 "of the gradient alone, or a layout where ranks have whole weights (tp=1, zero=1) of an instance.",
             )
-        part = placement.local_part(whole, spec, step.holding(spec), mesh)
-        if part.shape != whole.shape:
+        part = placement.local_part(weight, spec, step.holding(spec), mesh)
+        if part.shape != weight.shape:
             function = gradient_function(valued, part)
             cut = functools.partial(placement.local_part, cut=spec, holding=step.holding(spec), mesh=mesh)
             with _preserved(valued):
                 _check_part(spec.name, function, drawn, cut)
-        found[spec.name] = function
-    return found
+        functions[spec.name] = function
+    return functions
 
 
 def _unlike_a_loop(plan: Blueprint, program: Program) -> list[tuple[str, Tensor]]:
     """Return the weights that a hook would see otherwise than in a plain loop: of which the run trains copies, or ranks have parts."""
     gathers, _, is_cut = _dividing_words(program)
-    whole = plan.is_taken and not gathers and not is_cut
-    given = [] if whole else [(name, weight) for name, held in plan.given.items() if (weight := held()) is not None]
+    is_alike = plan.is_taken and not gathers and not is_cut
+    given = [] if is_alike else [(name, weight) for name, ref in plan.given.items() if (weight := ref()) is not None]
     return [*given, *(plan.module.named_parameters() if gathers or is_cut else ())]
 
 
@@ -99,23 +99,23 @@ def _check_linear(
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device)
-    before, is_plain = value.clone(), not may_refuse(program)
+    copied, is_plain = value.clone(), not may_refuse(program)
     state = torch.get_rng_state()
     try:
         with torch.no_grad():
             with _preserved(marks):
                 again = drawn if is_plain else function(drawn.clone())
-            found = function(drawn.clone())
-            keeps = is_plain or torch.equal(again, found)
+            result = function(drawn.clone())
+            keeps = is_plain or torch.equal(again, result)
     except Exception as error:
         raise _failing(name, error) from error
-    if not torch.equal(before, value):
+    if not torch.equal(copied, value):
         raise ModelError(
             "gradient-hook",
             f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so",
         )
     if is_plain:
-        return drawn, found
+        return drawn, result
     if not keeps or not is_linear(function, [value]) or not torch.equal(state, torch.get_rng_state()):
         raise ModelError(
             "gradient-hook",
@@ -123,13 +123,13 @@ def _check_linear(
             "it, where a plain loop gives it their sum: a factor or a mask works, or clip_norm in the job, or a change "
             "of the gradient in the optimizer's step; on one rank with one micro-batch any hook works",
         )
-    if program.step.num_microbatches > 1 and _act_by_calls(marks, lambda: function(drawn.clone()), found):
+    if program.step.num_microbatches > 1 and _act_by_calls(marks, lambda: function(drawn.clone()), result):
         raise ModelError(
             "hook-gradient-counts-calls",
             f"a hook on the gradient of {name} acts by the number of its calls, and each micro-batch of a step calls it, "
             "where a plain loop does once. Use one micro-batch per rank, or a number that the loop counts.",
         )
-    return drawn, found
+    return drawn, result
 
 
 def _act_by_calls(marks: ParameterMarks, call: Callable[[], Tensor], first: Tensor) -> bool:
@@ -149,9 +149,9 @@ def _act_by_calls(marks: ParameterMarks, call: Callable[[], Tensor], first: Tens
 @contextmanager
 def _preserved(marks: ParameterMarks) -> Iterator[None]:
     """Restore what the hooks of a parameter hold after calls inside."""
-    with ExitStack() as kept, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
         for hook in (*marks.hooks, *marks.late_hooks):
-            kept.enter_context(preserve_function(hook))
+            stack.enter_context(preserve_function(hook))
         yield
 
 
@@ -194,7 +194,7 @@ def num_on(params: Iterable[tuple[str, nn.Parameter]]) -> int:
 def are_on(params: Iterable[tuple[str, nn.Parameter]]) -> bool:
     """Return whether the user's code has registered hooks on parameters."""
     marks = (_own_hooks(param) for _, param in params if any(gradient_hooks_of(param)))
-    return any(one.hooks or one.late_hooks for one in marks)
+    return any(mark.hooks or mark.late_hooks for mark in marks)
 
 
 def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
@@ -253,11 +253,11 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
 def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool:
     """Return whether the hooks' result for half of a gradient's elements is independent of the other half."""
     generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(2))
-    kept = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
+    drawn, other = (torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(2))
+    is_half = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
     with torch.no_grad():
-        results = [function(gradient) for gradient in (one, torch.where(kept, one, other))]
-    return torch.allclose(results[0][kept], results[1][kept], rtol=_ALLOWED, atol=1e-9)
+        results = [function(gradient) for gradient in (drawn, torch.where(is_half, drawn, other))]
+    return torch.allclose(results[0][is_half], results[1][is_half], rtol=_ALLOWED, atol=1e-9)
 
 
 def _own_hooks(param: Tensor) -> ParameterMarks:

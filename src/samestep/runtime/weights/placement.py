@@ -44,8 +44,8 @@ class WeightSlice:
     @property
     def numel(self) -> int:
         """Number of elements in the slice."""
-        held = sum(stop - start for start, stop in self.intervals)
-        return held * math.prod(self.shape) // self.shape[self.dim] if self.shape and self.shape[self.dim] else 0
+        length = sum(stop - start for start, stop in self.intervals)
+        return length * math.prod(self.shape) // self.shape[self.dim] if self.shape and self.shape[self.dim] else 0
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the slice's elements of a whole tensor, in the rank's order."""
@@ -89,11 +89,11 @@ class Runs:
     def part(self, start: int, stop: int) -> Runs:
         """Return the runs of elements [start, stop) of the flat tensor."""
         offsets = self.offsets
-        before = np.clip(start - offsets, 0, self.lengths)
+        skipped = np.clip(start - offsets, 0, self.lengths)
         after = np.clip(offsets + self.lengths - stop, 0, self.lengths)
-        lengths = self.lengths - before - after
-        kept = lengths > 0
-        return Runs((self.starts + before)[kept], lengths[kept])
+        lengths = self.lengths - skipped - after
+        is_in = lengths > 0
+        return Runs((self.starts + skipped)[is_in], lengths[is_in])
 
     def in_blocks(self, block: int) -> Runs:
         """Return these runs in units of blocks of `block` elements."""
@@ -158,19 +158,21 @@ def part_at(spec: ParamSpec, cut: ParamSpec, number: int, index: int) -> WeightS
         return whole(spec.shape)
     along = [1] * len(spec.shape)
     along[dim] = spec.shape[dim]
-    held = _part_at(torch.arange(spec.shape[dim]).view(along), dim, cut, number, index).flatten().numpy()
-    if not len(held):
+    positions = _part_at(torch.arange(spec.shape[dim]).view(along), dim, cut, number, index).flatten().numpy()
+    if not len(positions):
         return WeightSlice(tuple(spec.shape), dim, ())
-    breaks = np.flatnonzero(np.diff(held) != 1)
-    first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(held) - 1]])
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(positions) - 1]])
     return WeightSlice(
-        tuple(spec.shape), dim, tuple((int(held[a]), int(held[b]) + 1) for a, b in zip(first, last, strict=True))
+        tuple(spec.shape),
+        dim,
+        tuple((int(positions[a]), int(positions[b]) + 1) for a, b in zip(first, last, strict=True)),
     )
 
 
 def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
     """Return the dimension along which a rank holds a part; None where it holds the whole."""
-    dims = [dim for dim, (size, mine) in enumerate(zip(shape, cut.shape, strict=True)) if size != mine]
+    dims = [dim for dim, (size, length) in enumerate(zip(shape, cut.shape, strict=True)) if size != length]
     assert len(dims) <= 1, f"{cut.name} is cut along the dimensions {dims}, and one is known to work"
     return dims[0] if dims else None
 
@@ -183,7 +185,7 @@ def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh:
 
 def _part_at(whole: Tensor, dim: int, cut: ParamSpec, number: int, index: int) -> Tensor:
     fused = cut.cut.parts if cut.cut is not None else 1
-    return torch.cat([one.chunk(number, dim=dim)[index] for one in whole.chunk(fused, dim=dim)], dim=dim)
+    return torch.cat([matrix.chunk(number, dim=dim)[index] for matrix in whole.chunk(fused, dim=dim)], dim=dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +221,11 @@ class Placements:
         """Return the first values of this rank's part of a weight, computed without the rest of it where that is possible."""
         if self.parts[name].shape == self.whole[name].shape:
             return plan.materialize(name, self.mesh.device, dtype)
-        held = self.part(name)
-        if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
-            return plan.materialize(name, self.mesh.device, dtype, held.intervals)
-        if held.numel and plan.makes_parts(name):
-            return plan.materialize(name, self.mesh.device, dtype, held.intervals, held.dim)
+        part = self.part(name)
+        if part.dim == 0 and len(part.shape) > 2 and part.intervals:  # a stack of experts, which no rank holds whole
+            return plan.materialize(name, self.mesh.device, dtype, part.intervals)
+        if part.numel and plan.makes_parts(name):
+            return plan.materialize(name, self.mesh.device, dtype, part.intervals, part.dim)
         value = plan.materialize(name, self.mesh.device, dtype)
         return local_part(value, self.parts[name], self.holding(name), self.mesh)
 

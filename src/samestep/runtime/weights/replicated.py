@@ -155,11 +155,6 @@ class LateWeights:
             if place.module._parameters.get(place.leaf) is place.stand_in:  # nobody has put another one there
                 place.module._parameters[place.leaf] = place.param
 
-    def settle_all(self) -> None:
-        """Wait for all weights that are being gathered."""
-        for bucket in list(self.under_way):
-            self.settle(bucket)
-
     def _before(self, buckets: Sequence[str], _: nn.Module, args: Any) -> None:
         for bucket in buckets if self.under_way else ():
             self.settle(bucket)
@@ -390,8 +385,8 @@ class Replicated(WeightStore):
 
     def settle(self) -> None:
         """Wait for the weights that are still gathered."""
-        if self._late.under_way:
-            self._late.settle_all()
+        for bucket in list(self._late.under_way):
+            self._late.settle(bucket)
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:

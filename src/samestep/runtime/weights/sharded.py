@@ -30,6 +30,7 @@ the rows that it has, and a weight that is written into a whole tensor is gather
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -388,18 +389,14 @@ def allow_whole_writes() -> None:
 
 def _take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
     """Let `load_state_dict` put single numbers into weights that are held as one row."""
-    for name in names:
-        for module, leaf in slots[name]:
-            module.register_load_state_dict_pre_hook(_with_row(leaf))
+    for module, leaf in (slot for name in names for slot in slots[name]):
+        module.register_load_state_dict_pre_hook(functools.partial(_view_as_row, leaf))
 
 
-def _with_row(leaf: str) -> Any:
-    def give_row(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        value = state.get(prefix + leaf)
-        if isinstance(value, Tensor) and not value.dim():
-            state[prefix + leaf] = value.view(1)
-
-    return give_row
+def _view_as_row(leaf: str, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    value = state.get(prefix + leaf)
+    if isinstance(value, Tensor) and not value.dim():
+        state[prefix + leaf] = value.view(1)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,7 +87,7 @@ class UnitOrder:
         self._units = units
         self._several = [running for running in units if len(running.modules) > 1]
         again = {path for group in program.step.model.called_again for path in group}
-        self._called_again = [one for one in units if not again.isdisjoint(one.unit.modules)]
+        self._called_again = [unit for unit in units if not again.isdisjoint(unit.unit.modules)]
         """The units that several samples call several times, which in steps a micro-batch of one sample calls once."""
         self._body = self._alone[0]
         self._entries: list[_OrderEntry] = []
@@ -251,10 +251,10 @@ class UnitOrder:
 
 def _places_of_module_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
     """Return the number of gathers and reductions of units before the first exchange of each module, by its path."""
-    count, found = 0, dict[str, int]()
+    count, places = 0, dict[str, int]()
     for op in ops:
         if op.implied and op.owner in named and op.kind in (OpKind.ALL_GATHER, *_REDUCING):
             count += 1
         elif op.axis is not None and not op.implied:
-            found.setdefault(op.owner, count)
-    return found
+            places.setdefault(op.owner, count)
+    return places

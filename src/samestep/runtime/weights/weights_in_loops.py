@@ -114,7 +114,7 @@ class _Asked:
             LayoutError: it is another one.
         """
         kwargs = kwargs or {}
-        first = next(one for one in operands(*args, *kwargs.values()) if isinstance(one, _Asked))
+        first = next(operand for operand in operands(*args, *kwargs.values()) if isinstance(operand, _Asked))
         name = name_of(func)
         if name in _COUNTS and isinstance(first, nn.Parameter) and not _is_asked_by_run(first.part_facts):
             return math.prod(first.part_facts.shape)
@@ -133,10 +133,10 @@ class _Asked:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy: of a part a part, and of a whole weight a plain parameter."""
         assert isinstance(self, Tensor)
-        made = self.detach().clone()
-        made = made.requires_grad_(self.requires_grad) if isinstance(made, _Asked) else _plain_parameter(self)
-        memo[id(self)] = made
-        return made
+        copied = self.detach().clone()
+        copied = copied.requires_grad_(self.requires_grad) if isinstance(copied, _Asked) else _plain_parameter(self)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be written into a file, as by `torch.save`, from which a rank would read the part of another one.
@@ -180,24 +180,24 @@ def _by_elements(first: Any, name: str, func: Any, args: tuple[Any, ...], kwargs
     Raises:
         LayoutError: it is another one, or mixes a part with a tensor of the loop's own, of which nobody knows what it is a part of.
     """
-    given = [one for one in operands(*args, *kwargs.values()) if isinstance(one, Tensor)]
-    asked = [one for one in given if isinstance(one, _Asked)]
-    of_gradient = any(one.of_gradient for one in asked)
+    tensors = [tensor for tensor in operands(*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+    asked = [tensor for tensor in tensors if isinstance(tensor, _Asked)]
+    of_gradient = any(tensor.of_gradient for tensor in asked)
     if (
-        not any(one.part_facts.cut for one in asked) and not of_gradient
+        not any(tensor.part_facts.cut for tensor in asked) and not of_gradient
     ):  # whole weights, of which gradients alone are parts
         return _plainly(func, args, kwargs)
     if name not in _NAMES_BY_ELEMENTS or _writes_divided(func, args, asked):
-        raise _refused(next((one for one in asked if one.of_gradient or one.part_facts.cut), first), name)
-    if any(not isinstance(one, _Asked) and one.numel() > 1 for one in given):
+        raise _refused(next((tensor for tensor in asked if tensor.of_gradient or tensor.part_facts.cut), first), name)
+    if any(not isinstance(tensor, _Asked) and tensor.numel() > 1 for tensor in tensors):
         raise _refused(first, f"{name} with a tensor of the loop's own")
     kind = PartGradient if of_gradient else PartTensor
     try:
-        made = _plainly(func, args, kwargs)
+        result = _plainly(func, args, kwargs)
     except (RuntimeError, ValueError, TypeError) as error:
         raise _refused(first, name) from error
     return tree_map_only(
-        Tensor, lambda one: one if isinstance(one, _Asked) else _marked(one, kind, first.part_facts), made
+        Tensor, lambda tensor: tensor if isinstance(tensor, _Asked) else _marked(tensor, kind, first.part_facts), result
     )
 
 
@@ -206,7 +206,7 @@ def _writes_divided(func: Any, args: tuple[Any, ...], asked: Iterable[Any]) -> b
     is_write = func.__name__ == "__set__" or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
     written = next(iter(operands(*args[:1])), None)
     into_weight = (is_write or func.__name__.startswith("__i")) and not getattr(written, "of_gradient", False)
-    return into_weight and any(one.of_gradient and one.part_facts.divided for one in asked)
+    return into_weight and any(tensor.of_gradient and tensor.part_facts.divided for tensor in asked)
 
 
 def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
@@ -269,16 +269,16 @@ class _Lent:
 
 def _lend(weights: Iterable[_Lent]) -> None:
     """Let the loop have some weights."""
-    for one in weights:
-        one.param.__class__ = one.in_loop  # type: ignore[assignment]
-        one.param.__dict__["part_facts"] = one.facts
+    for lent in weights:
+        lent.param.__class__ = lent.in_loop  # type: ignore[assignment]
+        lent.param.__dict__["part_facts"] = lent.facts
 
 
 def _take(weights: Iterable[_Lent]) -> None:
     """Make some weights what they were, also for files."""
-    for one in weights:
-        one.param.__class__ = one.own  # type: ignore[assignment]
-        one.param.__dict__.pop("part_facts", None)
+    for lent in weights:
+        lent.param.__class__ = lent.own  # type: ignore[assignment]
+        lent.param.__dict__.pop("part_facts", None)
 
 
 class WeightsInLoops:
@@ -298,16 +298,16 @@ class WeightsInLoops:
         self._lent: list[_Lent] = []
         self._waiting: list[_Lent] = []
         """The other weights, which are lent too while gradients wait."""
-        self._waits = next((one.waiting for one in facts.values()), Waiting())
+        self._waits = next((fact.waiting for fact in facts.values()), Waiting())
         self._whole, self._entered = whole, 0
         for name, param in module.named_parameters():
             if name in facts and not param.is_meta:
-                own: type[Tensor] = type(param)
-                in_loop = PartWeight if own is nn.Parameter else _part_class(own, PartTensor)
+                kind: type[Tensor] = type(param)
+                in_loop = PartWeight if kind is nn.Parameter else _part_class(kind, PartTensor)
                 is_part = facts[name].cut or facts[name].reduced
-                (self._lent if is_part else self._waiting).append(_Lent(param, facts[name], own, in_loop))
+                (self._lent if is_part else self._waiting).append(_Lent(param, facts[name], kind, in_loop))
         self.lend()
-        if any(one.cut for one in facts.values()):
+        if any(fact.cut for fact in facts.values()):
             self._refuse_whole_states(module)
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward, always_call=True)
@@ -342,11 +342,11 @@ class WeightsInLoops:
 
     def _refuse_whole_states(self, module: nn.Module) -> None:
         """Let `load_state_dict` of the modules whose weights are cut refuse whole weights by name, which torch calls a mismatch."""
-        cut = {one.facts.name: one for one in self._lent if one.facts.cut}
+        cut = {lent.facts.name: lent for lent in self._lent if lent.facts.cut}
         for path, owner in module.named_modules():
             names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in owner._parameters}
-            if held := {leaf: cut[name] for leaf, name in names.items() if name in cut}:
-                owner.register_load_state_dict_pre_hook(functools.partial(_refuse_whole, held))
+            if lents := {leaf: cut[name] for leaf, name in names.items() if name in cut}:
+                owner.register_load_state_dict_pre_hook(functools.partial(_refuse_whole, lents))
 
     def _before_forward(self, *_: Any) -> None:
         self.take()
@@ -357,15 +357,17 @@ class WeightsInLoops:
         return self._whole(output) if not self._entered and output is not None else None
 
 
-def _refuse_whole(held: Mapping[str, _Lent], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _refuse_whole(
+    lents: Mapping[str, _Lent], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
     """Refuse a state with whole weights for a module that has parts of them.
 
     Raises:
         LayoutError: it has one.
     """
-    for leaf, one in held.items():
-        given = state.get(prefix + leaf)
-        is_whole = isinstance(given, Tensor) and tuple(given.shape) == one.facts.shape
+    for leaf, one in lents.items():
+        tensor = state.get(prefix + leaf)
+        is_whole = isinstance(tensor, Tensor) and tuple(tensor.shape) == one.facts.shape
         if is_whole and module._parameters[leaf] is one.param:
             raise LayoutError(
                 "load-weights-whole",
@@ -376,17 +378,17 @@ def _refuse_whole(held: Mapping[str, _Lent], module: nn.Module, state: Mapping[s
 
 def facts_of(module: nn.Module, program: Program, placements: Placements) -> dict[str, PartFacts]:
     """Return what is said of the weights of which this rank has a part, or at times a part of the gradient, by name."""
-    step, found, waiting = program.step, dict[str, PartFacts](), Waiting()
-    modules = {id(one): path for path, one in module.named_modules()}
+    step, facts, waiting = program.step, dict[str, PartFacts](), Waiting()
+    modules = {id(part): path for path, part in module.named_modules()}
     may_call = functools.partial(_returns_whole, program)
     for name, part in placements.parts.items():
-        holding, whole = placements.holding(name), placements.whole[name]
+        holding, spec = placements.holding(name), placements.whole[name]
         words = (f"{axis}={getattr(step.layout, axis)}" for axis in holding.sharded_over)
-        cut = " ".join(words) if part.shape != whole.shape else ""
-        reduced = f"zero={step.zero}" if step.zero < 2 and holding.num_shards > 1 and whole.trainable else ""
-        if cut or whole.trainable:
-            found[name] = PartFacts(name, tuple(whole.shape), cut, reduced, waiting, modules, may_call)
-    return found
+        cut = " ".join(words) if part.shape != spec.shape else ""
+        reduced = f"zero={step.zero}" if step.zero < 2 and holding.num_shards > 1 and spec.trainable else ""
+        if cut or spec.trainable:
+            facts[name] = PartFacts(name, tuple(spec.shape), cut, reduced, waiting, modules, may_call)
+    return facts
 
 
 def _returns_whole(program: Program, path: str) -> bool:
@@ -397,7 +399,7 @@ def _returns_whole(program: Program, path: str) -> bool:
     layers, head = step.model.layers, step.model.layers[-1].head
     if step.layout.sequence_parallel or (step.cuts_loss and head is not None and is_below(head.owner, path)):
         return False
-    return any(is_below(one, path) for layer in layers if layer.is_block for one in layer.modules)
+    return any(is_below(name, path) for layer in layers if layer.is_block for name in layer.modules)
 
 
 @contextmanager
@@ -405,11 +407,11 @@ def computing(
     models: Sequence[WeightsInLoops], kernels: Callable[[], AbstractContextManager[None]] | None
 ) -> Iterator[None]:
     """Let a run compute inside, with weights that no loop has meanwhile; what is no part of a step leaves no trace."""
-    for one in models:
-        one.take()
+    for in_loops in models:
+        in_loops.take()
     try:
         with IGNORING, kernels() if kernels else nullcontext():
             yield
     finally:
-        for one in models:
-            one.lend()
+        for in_loops in models:
+            in_loops.lend()

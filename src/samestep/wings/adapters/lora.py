@@ -135,16 +135,16 @@ def _round_base(model: nn.Module, held_as: str) -> None:
 def _bases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose weights are rounded, with their paths: all linear ones but the head and those trained whole, and
     embeddings with adapters."""
-    facts, found = facts_of(model), {}
+    facts, bases = facts_of(model), {}
     for path, part in model.named_modules():
         parts = path.split(".")
         is_linear = type(part) is nn.Linear or facts.is_transposed(part)
         if not {_DOWN, _UP, _SAVED, _ORIGINAL, *_OF_EMBEDDINGS}.isdisjoint(parts):
             continue
         if is_linear or parts[-1] == _BASE:
-            found[path] = part
-    head = facts.head_of(model) or next(reversed(found.values()), None)  # of other models the last one is taken for it
-    yield from ((path, part) for path, part in found.items() if part is not getattr(head, _BASE, head))
+            bases[path] = part
+    head = facts.head_of(model) or next(reversed(bases.values()), None)  # of other models the last one is taken for it
+    yield from ((path, part) for path, part in bases.items() if part is not getattr(head, _BASE, head))
 
 
 def _takes_adapter(model: nn.Module, part: nn.Module) -> bool:
@@ -157,19 +157,19 @@ def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
     Raises:
         JobError: it has none.
     """
-    head, found = facts_of(model).head_of(model), []
+    head, layers = facts_of(model).head_of(model), []
     for path, part in model.named_modules():
         is_linear = _takes_adapter(model, part) and not isinstance(part, nn.Embedding)
         above = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]
         is_saved = any(is_called(path_, name) for path_ in above for name in lora.modules_to_save)
         if is_linear and part is not head and not is_saved:
-            found.append(path)
-    if not found:
+            layers.append(path)
+    if not layers:
         raise JobError(
             "lora-targets",
             f"model.lora.targets = {ALL_LINEAR!r}: {type(model).__name__} has no linear layer but its head",
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def configuration(model: nn.Module, lora: LoraTable, base: Path | None, task: Task) -> Any:
@@ -259,24 +259,24 @@ def origins(names: Iterable[str]) -> dict[str, tuple[str, bool]]:
 
     `names` are those in the model with adapters.
     """
-    held = set(names)
-    found: dict[str, str] = {}
-    for name in held:
+    name_set = set(names)
+    sources: dict[str, str] = {}
+    for name in name_set:
         base = base_name(name)
-        if base is not None and (base not in found or _SAVED in name.split(".")):
-            found[base] = name
+        if base is not None and (base not in sources or _SAVED in name.split(".")):
+            sources[base] = name
     return {
-        base: (name, name.endswith(f"{_BASE}.weight") and _factors(name, held) is not None)
-        for base, name in found.items()
+        base: (name, name.endswith(f"{_BASE}.weight") and _factors(name, name_set) is not None)
+        for base, name in sources.items()
     }
 
 
-def _factors(weight: str, held: Collection[str]) -> tuple[str, str] | None:
+def _factors(weight: str, name_set: Collection[str]) -> tuple[str, str] | None:
     """Return the names of A and B of the adapter of a layer's weight; None where it has none."""
     path = outer(weight.rpartition(".")[0])
     for (down, up), leaf in (((_DOWN, _UP), ".weight"), (_OF_EMBEDDINGS, "")):
         names = (f"{path}.{down}.{_NAME}{leaf}", f"{path}.{up}.{_NAME}{leaf}")
-        if names[0] in held:
+        if names[0] in name_set:
             return names
     return None
 
@@ -286,13 +286,13 @@ def merge_adapters(model: nn.Module, names: Collection[str], value: Value, lora:
 
     `names` are those of the tensors of the model with adapters, whose values `value` returns.
     """
-    made_of, held, facts = origins(names), set(names), facts_of(model)
+    made_of, name_set, facts = origins(names), set(names), facts_of(model)
 
     def made(name: str) -> Tensor:
         source, is_adapted = made_of[name]
         if not is_adapted:
             return value(source)
-        factors = _factors(source, held)
+        factors = _factors(source, name_set)
         assert factors is not None
         down, up = factors
         change = (lora.alpha / lora.r) * (value(up) @ value(down))

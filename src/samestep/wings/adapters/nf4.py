@@ -63,8 +63,8 @@ def _rounded_scales(scales: Tensor) -> Tensor:
     mean = scales.mean()
     groups = (scales - mean).view(-1, math.gcd(_GROUP, len(scales)))
     steps = 256 / (2 * groups.abs().amax(dim=1, keepdim=True))
-    found = ((groups * steps).round().clamp(-128, 127) / steps).flatten() + mean
-    return torch.where(found > 0, found, scales)
+    rounded = ((groups * steps).round().clamp(-128, 127) / steps).flatten() + mean
+    return torch.where(rounded > 0, rounded, scales)
 
 
 # -- bytes -----------------------------------------------------------------------------------------

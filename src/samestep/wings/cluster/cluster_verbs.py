@@ -38,8 +38,8 @@ def doctor(words: Namespace) -> Result:
         return Result(lambda: {"hosts": hosts, "status": status}, status=status)
     from samestep.wings.cluster.diagnosis.doctor import doctor
 
-    given = {"folder": words.folder, "out": words.out, "wait_s": words.wait} | _doctor_meets(words)
-    report = doctor(job, words.layout, words.hardware, **given, say=lambda text: print(text, flush=True))
+    options = {"folder": words.folder, "out": words.out, "wait_s": words.wait} | _doctor_meets(words)
+    report = doctor(job, words.layout, words.hardware, **options, say=lambda text: print(text, flush=True))
     if words.json not in (None, results.STANDARD_OUTPUT) and not report.has_come:  # the leading process has the file
         words.json = words.json.with_name(f"{words.json.stem}.{report.host}{words.json.suffix}")
     return Result(report.to_record if report.told is None else None, status=report.status)
@@ -58,9 +58,9 @@ def _doctor_meets(words: Namespace) -> dict[str, Any]:
 
 def rendezvous_of(words: Namespace) -> Rendezvous | None:
     """Return the rendezvous of the hosts of a run; None if this host runs alone."""
-    given = {"--nodes": words.nodes, "--rendezvous": words.rendezvous, "--token-file": words.token_file}
-    missing = [flag for flag, value in given.items() if value is None]
-    if len(missing) == len(given):
+    flags = {"--nodes": words.nodes, "--rendezvous": words.rendezvous, "--token-file": words.token_file}
+    missing = [flag for flag, value in flags.items() if value is None]
+    if len(missing) == len(flags):
         return None
     if missing:
         raise InputError(

@@ -64,11 +64,11 @@ class Differences:
     def rows(self) -> list[tuple[str, str | None, float, float]]:
         """Name, axis and both seconds of each part, the largest difference first."""
         keys = dict.fromkeys((*self.one.rows, *self.other.rows))
-        found = [
+        rows = [
             (name, axis, self.one.rows.get((name, axis), 0.0), self.other.rows.get((name, axis), 0.0))
             for name, axis in keys
         ]
-        return sorted(found, key=lambda row: -abs(row[3] - row[2]))
+        return sorted(rows, key=lambda row: -abs(row[3] - row[2]))
 
     @property
     def verdict(self) -> str:
@@ -87,9 +87,9 @@ class Differences:
         lines = [self.verdict]
         table = [("part", f"{self.one.name} ms", f"{self.other.name} ms", "difference ms")]
         least_s = 1e-4 * max(self.one.step_s, self.other.step_s)
-        for name, axis, before, after in self.rows:
-            if max(before, after) >= least_s:
-                cells = (f"{before * 1e3:,.3f}", f"{after * 1e3:,.3f}", f"{(after - before) * 1e3:+,.3f}")
+        for name, axis, first_s, second_s in self.rows:
+            if max(first_s, second_s) >= least_s:
+                cells = (f"{first_s * 1e3:,.3f}", f"{second_s * 1e3:,.3f}", f"{(second_s - first_s) * 1e3:+,.3f}")
                 table.append((row_label(name, axis), *cells))
         return "\n".join([*lines, *(f"  known: {cause}" for cause in self.causes), "", align_columns(table)])
 
@@ -101,8 +101,8 @@ class Differences:
             "step_s": [self.one.step_s, self.other.step_s],
             "causes": list(self.causes),
             "differences": [
-                {"name": name, "axis": axis, "one_s": before, "other_s": after, "difference_s": after - before}
-                for name, axis, before, after in self.rows
+                {"name": name, "axis": axis, "one_s": first_s, "other_s": second_s, "difference_s": second_s - first_s}
+                for name, axis, first_s, second_s in self.rows
             ],
         }
 
@@ -146,7 +146,7 @@ def _side(
     job, model = _job_of(measured)
     layout = word
     if word == SIMULATION:
-        layout = measured.layout if measured else next(given for given in words if given != SIMULATION)
+        layout = measured.layout if measured else next(source for source in words if source != SIMULATION)
     if "=" not in layout or Path(layout).exists():
         raise InputError(
             "record-missing",
@@ -157,8 +157,8 @@ def _side(
         where = Layout(layout)
     except LayoutError as error:
         raise InputError("record-missing", f"{word!r} is no run folder, and no layout: {error}") from None
-    found = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
-    return _of_prediction(found, job, word if word == SIMULATION else str(where))
+    step = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
+    return _of_prediction(step, job, word if word == SIMULATION else str(where))
 
 
 def _saved(path: Path) -> OneSide | None:
@@ -167,11 +167,11 @@ def _saved(path: Path) -> OneSide | None:
         with path.open("rb") as file:
             if b'"layout"' not in file.read(1000):
                 return None
-        found = json.loads(path.read_bytes())
-        found = found.get("result", found)
-        rows = {(row["name"], row["axis"]): float(row["seconds"]) for row in found["parts"]}
-        layout, machine, step_s = str(found["layout"]), str(found["hardware"]), float(found["step_s"])
-        keys = _keys(found.get("job", {}))
+        record = json.loads(path.read_bytes())
+        record = record.get("result", record)
+        rows = {(row["name"], row["axis"]): float(row["seconds"]) for row in record["parts"]}
+        layout, machine, step_s = str(record["layout"]), str(record["hardware"]), float(record["step_s"])
+        keys = _keys(record.get("job", {}))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return OneSide(str(path), step_s, rows, layout, "", keys, machine, str(path.resolve()))
@@ -244,31 +244,31 @@ def _keys(tables: Mapping[str, object]) -> dict[str, str]:
 
 
 def _causes(one_side: OneSide, other: OneSide) -> list[str]:
-    found = []
-    mine, its = {*one_side.layout.split()}, {*other.layout.split()}
-    if mine != its and mine and its:
-        found.append(
-            f"other words of the layout: {' '.join(sorted(mine - its)) or 'none'} and {' '.join(sorted(its - mine)) or 'none'}"
+    causes = []
+    first_words, second_words = {*one_side.layout.split()}, {*other.layout.split()}
+    if first_words != second_words and first_words and second_words:
+        causes.append(
+            f"other words of the layout: {' '.join(sorted(first_words - second_words)) or 'none'} and {' '.join(sorted(second_words - first_words)) or 'none'}"
         )
     if bool(one_side.predicted_for) != bool(other.predicted_for):
-        found.append(f"one is measured, the other predicted for {one_side.predicted_for or other.predicted_for}")
+        causes.append(f"one is measured, the other predicted for {one_side.predicted_for or other.predicted_for}")
     if one_side.machine and other.machine and one_side.machine != other.machine:
-        found.append(f"another machine: {one_side.machine} and {other.machine}")
+        causes.append(f"another machine: {one_side.machine} and {other.machine}")
     changed = [
         key
         for key in one_side.keys
         if key in other.keys and one_side.keys[key] != other.keys[key] and key not in _NO_CAUSE
     ]
-    found += [f"{key}: {one_side.keys[key][:60]} and {other.keys[key][:60]}" for key in changed[:5]]
+    causes += [f"{key}: {one_side.keys[key][:60]} and {other.keys[key][:60]}" for key in changed[:5]]
     if one_side.sent != other.sent and one_side.sent and other.sent:
-        found.append(f"buffers of a rank in a step: {_in_bytes(one_side.sent)} and {_in_bytes(other.sent)}")
+        causes.append(f"buffers of a rank in a step: {_in_bytes(one_side.sent)} and {_in_bytes(other.sent)}")
     waits = {"data": [side.rows.get(("data", None), 0.0) for side in (one_side, other)]}
     if one_side.queued_s is not None and other.queued_s is not None:
         waits["a processor, which other programs had"] = [one_side.queued_s, other.queued_s]
-    for what, (before, after) in waits.items():
-        if abs(after - before) > 0.05 * max(one_side.step_s, other.step_s):
-            found.append(f"waits for {what}: {before * 1e3:.3g} ms and {after * 1e3:.3g} ms")
-    return found
+    for what, (first, second) in waits.items():
+        if abs(second - first) > 0.05 * max(one_side.step_s, other.step_s):
+            causes.append(f"waits for {what}: {first * 1e3:.3g} ms and {second * 1e3:.3g} ms")
+    return causes
 
 
 def _in_bytes(sent: Mapping[str, int]) -> str:

@@ -86,22 +86,22 @@ class Explained:
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
-        found = self.found
+        measured = self.found
         return {
             "run": str(self.folder),
             "layout": self.layout,
-            "steps": list(found.steps),
-            "step_s": found.lasted_s[found.busiest],
+            "steps": list(measured.steps),
+            "step_s": measured.lasted_s[measured.busiest],
             "predicted_step_s": None if self.predicted is None else self.predicted.step_s,
-            "rank": found.busiest,
+            "rank": measured.busiest,
             "parts": [part.to_record() for part in self.parts],
             "rest_s": self.rest_s,
-            "bytes": [traffic.to_record() for traffic in self.bytes_of(found.busiest)],
+            "bytes": [traffic.to_record() for traffic in self.bytes_of(measured.busiest)],
             "verdict": self.verdict.line,
             "reasons": list(self.verdict.reasons),
             "try": list(self.verdict.tries),
             "kind": self.verdict.kind,
-            "ranks": [self._of_rank(rank) for rank in sorted(found.records)],
+            "ranks": [self._of_rank(rank) for rank in sorted(measured.records)],
             "waited_for": [
                 {
                     "rank": charge.rank,
@@ -110,10 +110,10 @@ class Explained:
                     "seconds": charge.seconds,
                     "waits": charge.waiting,
                 }
-                for charge in found.charges
+                for charge in measured.charges
             ],
-            "hidden_s": {rank: dict(axes) for rank, axes in sorted(found.hidden.items())},
-            "clocks": [clock.to_line() for clock in found.clocks.values() if clock.width_s],
+            "hidden_s": {rank: dict(axes) for rank, axes in sorted(measured.hidden.items())},
+            "clocks": [clock.to_line() for clock in measured.clocks.values() if clock.width_s],
             "missing": list(self.missing),
         }
 
@@ -194,8 +194,8 @@ class Explained:
 
     def _largest_memory(self) -> StepMemory | None:
         """Return the memory of the rank that needs most; None where none was recorded."""
-        found = [one for rank in self.found.records if (one := self.memory_of(rank)) is not None]
-        return max(found, key=lambda peak: peak.peak_bytes, default=None)
+        memories = [memory for rank in self.found.records if (memory := self.memory_of(rank)) is not None]
+        return max(memories, key=lambda peak: peak.peak_bytes, default=None)
 
     def _why_unpredicted(self) -> str:
         if hardware.own() is None and self.model() is not None:
@@ -205,8 +205,8 @@ class Explained:
     def _waited_for(self) -> list[str]:
         """Return a line for each rank and axis on which others wait for more than a hundredth of the step."""
         together: dict[tuple[int, str | None], list[Charge]] = {}
-        for one in self.found.charges:
-            together.setdefault((one.rank, one.axis), []).append(one)
+        for charge in self.found.charges:
+            together.setdefault((charge.rank, charge.axis), []).append(charge)
         lines = []
         for (rank, axis), charges in sorted(
             together.items(), key=lambda item: -sum(charge.seconds for charge in item[1])
@@ -244,15 +244,15 @@ def _as_process(trace: dict[str, Any], name: str, pid: int) -> list[dict[str, An
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     threads = [event for event in events if event["name"] == "thread_name"]
     numbers = {(event["pid"], event["tid"]): number for number, event in enumerate(threads)}
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
+    process: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
     for event in events:
         if event["name"] == "process_name":
             continue
         moved = {**event, "pid": pid, "tid": numbers[event["pid"], event["tid"]]}
         if event["name"] == "thread_name":
             moved["args"] = {"name": f"{lanes[event['pid']]} {event['args']['name']}"}
-        found.append(moved)
-    return found
+        process.append(moved)
+    return process
 
 
 def explain(
@@ -275,19 +275,19 @@ def explain(
     asked = recorded.asked_steps(step)
     folder, records, others = read_run(Path(run), asked)
     wanted = _steps_of(records, folder, asked, others)
-    found = measured_steps(records, wanted)
+    measured = measured_steps(records, wanted)
     said = _predicted(folder, records, hardware)
     predicted = said[0] if said else None
-    parts, _ = parts_of(found, found.busiest, predicted)
+    parts, _ = parts_of(measured, measured.busiest, predicted)
     tries = _tries(*said) if said else []
     kernels, without = kernels_of(records, wanted)
     return Explained(
         folder,
-        found,
+        measured,
         predicted,
-        verdict_of(found, parts, tries),
+        verdict_of(measured, parts, tries),
         kernels,
-        (*found.missing, *without, *_cut_off(records)),
+        (*measured.missing, *without, *_cut_off(records)),
         others,
     )
 
@@ -404,15 +404,15 @@ def _model_in(folder: Path) -> ModelSpec | None:
 
 def _tries(said: Prediction, model: ModelSpec, job: Job, machine: Hardware) -> list[str]:
     """Return what is predicted to be faster, as words of a command with the gain: layouts, and numerics that may change results."""
-    found: list[tuple[float, str]] = []
+    tries: list[tuple[float, str]] = []
     if said.devices <= _MOST_DEVICES:
         try:
             best = plan(model, job, machine, said.devices, top=2, states_per_param=states_per_param(job)).best
         except LayoutError:
             best = ()
         gains = ((1 - prediction.step_s / said.step_s, prediction.layout) for prediction in best)
-        found += [(gain, f'--layout "{layout}": {gain:.0%} less, predicted') for gain, layout in gains if gain > GAIN]
+        tries += [(gain, f'--layout "{layout}": {gain:.0%} less, predicted') for gain, layout in gains if gain > GAIN]
     for saving in savings(said, model, job, machine, states_per_param(job)):
         gain = 1 - saving.step_s / said.step_s
-        found.append((gain, f"--set {saving.change}: {gain:.0%} less, predicted; it may change results"))
-    return [text for _, text in sorted(found, key=lambda pair: -pair[0])[:3]]
+        tries.append((gain, f"--set {saving.change}: {gain:.0%} less, predicted; it may change results"))
+    return [text for _, text in sorted(tries, key=lambda pair: -pair[0])[:3]]

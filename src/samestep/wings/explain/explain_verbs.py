@@ -26,13 +26,13 @@ def explain(words: Namespace) -> Result:
     run = Path(words.run[0]) if words.run else run_folder.newest("to explain")
     if len(words.run) == 2 or foreign_traces.is_foreign(run):
         return _without_records(words, run)
-    found = explain.explain(run, step=words.step, hardware=words.hardware)
+    explained = explain.explain(run, step=words.step, hardware=words.hardware)
     if words.trace:
-        write(words.trace, json.dumps(found.to_chrome_trace()))
+        write(words.trace, json.dumps(explained.to_chrome_trace()))
     if words.html:
         explained_page = wings.required("pages", "explained_page")
-        write(words.html, explained_page.page_of(found).to_html())
-    return Result(found.to_record, found.to_text())
+        write(words.html, explained_page.page_of(explained).to_html())
+    return Result(explained.to_record, explained.to_text())
 
 
 def _without_records(words: Namespace, run: Path) -> Result:
@@ -44,13 +44,13 @@ def _without_records(words: Namespace, run: Path) -> Result:
             "command-options",
             "--trace is of one run with records, and --step is of one run: leave them out",
         )
-    told: differences.Differences | foreign_traces.ForeignSteps
+    result: differences.Differences | foreign_traces.ForeignSteps
     if len(words.run) == 2:
-        told = differences.differences(words.run[0], words.run[1], words.hardware)
-        page = wings.required("pages", "differences_page").page_of(told)
+        result = differences.differences(words.run[0], words.run[1], words.hardware)
+        page = wings.required("pages", "differences_page").page_of(result)
     else:
-        told = foreign_traces.explain_traces(run, step=words.step)
-        page = wings.required("pages", "foreign_page").page_of(told)
+        result = foreign_traces.explain_traces(run, step=words.step)
+        page = wings.required("pages", "foreign_page").page_of(result)
     if words.html:
         write(words.html, page.to_html())
-    return Result(told.to_record, told.to_text())
+    return Result(result.to_record, result.to_text())

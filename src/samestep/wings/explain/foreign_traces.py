@@ -191,11 +191,11 @@ def _missing(traces: Mapping[int, RankTrace], steps: list[int]) -> Iterator[str]
 
 def _starts(traces: Mapping[int, RankTrace]) -> dict[tuple[str, str, int], int]:
     """Return when the last rank has begun the n-th collective of a kind in a group, by these three."""
-    found: dict[tuple[str, str, int], int] = {}
+    starts: dict[tuple[str, str, int], int] = {}
     for trace in traces.values():
         for key, (begin, *_) in _numbered(trace):
-            found[key] = max(found.get(key, begin), begin)
-    return found
+            starts[key] = max(starts.get(key, begin), begin)
+    return starts
 
 
 def _numbered(trace: RankTrace) -> Iterator[tuple[tuple[str, str, int], tuple[int, int, str, str]]]:

@@ -100,14 +100,14 @@ class MeasuredStep:
 
     def _cause(self, gap: Gap, depth: int) -> tuple[int, str] | None:
         rank, span = gap.stage, gap.closed_by
-        found = None if span is None else self.spans_of_sent.get((rank, span.stream, span.name, span.end_s))
-        if found is None or found.late in (-1, rank):
+        collective = None if span is None else self.spans_of_sent.get((rank, span.stream, span.name, span.end_s))
+        if collective is None or collective.late in (-1, rank):
             return None
-        late, until = found.late, found.starts
+        late, until = collective.late, collective.starts
         if gap.name == WAIT:
             since = self._last_met(rank, late, until)
-            mine, its = (self._did(rank_, since, until) for rank_ in (rank, late))
-            more = {name: seconds - mine.get(name, 0.0) for name, seconds in its.items()}
+            here, there = (self._did(rank_, since, until) for rank_ in (rank, late))
+            more = {name: seconds - here.get(name, 0.0) for name, seconds in there.items()}
         else:  # stages do other things than their neighbours
             since = self.begins[rank] + round(gap.start_s * 1e9)
             more = self._did(late, since, until)
@@ -115,7 +115,7 @@ class MeasuredStep:
         if not name.startswith(GAP):
             return late, name
         row = name.removeprefix(GAP)
-        own = [
+        waits = [
             (gap.end_s - gap.start_s, step, gap)
             for step in (self, self.before)
             if step is not None
@@ -124,34 +124,34 @@ class MeasuredStep:
             and gap.name in (WAIT, BUBBLE)
             and since <= step.begins[late] + gap.start_s * 1e9 < until
         ]
-        if not own or not depth:
+        if not waits or not depth:
             return late, row
-        _, step, longest = max(own, key=lambda one: one[0])
+        _, step, longest = max(waits, key=lambda wait: wait[0])
         return step._cause(longest, depth - 1) or (late, row)
 
-    def _last_met(self, one: int, other: int, before: int) -> int:
+    def _last_met(self, rank: int, other: int, until: int) -> int:
         """Return the end of the last op in which two ranks took part, or the begin of the first step that is known."""
-        ends = [sent.ends for sent in self.sent[one] if other in sent.members and sent.starts < before]
-        met = max([end for end in ends if end <= before], default=None)
+        ends = [sent.ends for sent in self.sent[rank] if other in sent.members and sent.starts < until]
+        met = max([end for end in ends if end <= until], default=None)
         if met is None and self.before is not None:
-            return self.before._last_met(one, other, before)
-        return min(self.begins[one], self.begins[other]) if met is None else met
+            return self.before._last_met(rank, other, until)
+        return min(self.begins[rank], self.begins[other]) if met is None else met
 
     def _did(self, rank: int, since: int, until: int) -> dict[str, float]:
         """Return the seconds of each op of a rank, and of each row of its gaps, between two times of the common clock."""
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         first, last = ((time - self.begins[rank]) / 1e9 for time in (since, until))
         if first < 0 and self.before is None:
-            found["the step before"] = -first
+            seconds["the step before"] = -first
         elif first < 0 and self.before is not None:
-            found.update(self.before._did(rank, since, self.begins[rank]))
+            seconds.update(self.before._did(rank, since, self.begins[rank]))
         for span in self.timeline.spans_of(rank):
             if span.stream == COMPUTE and span.end_s > first and span.start_s < last:
-                found[span.name] += min(span.end_s, last) - max(span.start_s, first)
+                seconds[span.name] += min(span.end_s, last) - max(span.start_s, first)
         for gap in self.gaps[rank]:
             if gap.end_s > first and gap.start_s < last:
-                found[f"{GAP}{gap.name} {gap.axis}"] += min(gap.end_s, last) - max(gap.start_s, first)
-        return found
+                seconds[f"{GAP}{gap.name} {gap.axis}"] += min(gap.end_s, last) - max(gap.start_s, first)
+        return seconds
 
 
 def measured_step(
@@ -268,14 +268,14 @@ def _issued(record: RankRecord, number: int, shift: int) -> Iterator[tuple[tuple
         if form != "sent":
             continue
         index, kind, is_asynchronous, *size = more
-        mine = [op for op in ops.get(name, ()) if kind in ("", op.kind)]
+        candidates = [op for op in ops.get(name, ()) if kind in ("", op.kind)]
         place = seen[f"{name} {kind}"]
         seen[f"{name} {kind}"] += 1
         op = (
-            mine[place]
-            if place < len(mine)
-            else mine[-1]
-            if mine
+            candidates[place]
+            if place < len(candidates)
+            else candidates[-1]
+            if candidates
             else SentOp(name, kind or "collective", "other", 0, "")
         )
         base = step.begin_ns + shift
@@ -320,8 +320,8 @@ def enter_all(records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[Sen
     meetings = meetings_of(records, sent)
     for key, members in sorted(meetings.items(), key=lambda item: max(collective.issued for collective in item[1])):
         lane = (key[0], key[1])
-        for one in members:
-            one.entered = max(one.issued, ended[one.rank, lane])
+        for member in members:
+            member.entered = max(member.issued, ended[member.rank, lane])
         last = max(members, key=lambda member: member.entered)
         limits = [_limit(member) for member in members]
         known = [limit for limit in limits if limit is not None]
@@ -335,7 +335,7 @@ def enter_all(records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[Sen
 
 def _waited_for(sent: Sequence[SentByRank]) -> set[int]:
     """Return the ids of what a rank has waited for: itself, or what the same group or link carried after it."""
-    found: set[int] = set()
+    ids: set[int] = set()
     lasting = [
         (collective, collective.waited)
         for collective in sent
@@ -345,8 +345,8 @@ def _waited_for(sent: Sequence[SentByRank]) -> set[int]:
         ahead = (
             collective for collective in sent if collective.queue == last.queue and collective.entered <= last.entered
         )
-        found.update(id(collective) for collective in ahead if begin < collective.ends <= end)
-    return found
+        ids.update(id(collective) for collective in ahead if begin < collective.ends <= end)
+    return ids
 
 
 def _limit(sent_by_rank: SentByRank) -> int | None:
@@ -375,7 +375,9 @@ def _message(sent_by_rank: SentByRank, stage: int, records: Mapping[int, RankRec
 def segments(step: RecordedStep, gaps: Iterable[tuple[int, int]]) -> Iterator[Segment]:
     """Yield the runs of instants of a rank's host from the begin of its step to that of the next one."""
     until, end = step.until_ns - step.begin_ns, step.end_ns - step.begin_ns
-    nested = [*_base(step, end, until), *_of_tasks(step), *_of_regions(step)]
+    regions = [(name, begin, stop) for form, name, begin, stop, *_ in step.events if form == "region"]
+    nested = [*_base(step, end, until), *_of_tasks(step)]
+    nested += [Segment(begin, stop, name if ":" in name else f"{name}:{name}", "") for name, begin, stop in regions]
     nested += [Segment(start, stop, "", "") for start, stop in gaps]
     yield from _innermost([span for span in nested if span.end > span.begin], until)
 
@@ -400,8 +402,8 @@ def _of_tasks(step: RecordedStep) -> Iterator[Segment]:
             inside = [(time, name) for time, name in marks if begin <= time <= end]
             starts = [
                 (time, name)
-                for (time, name), before in zip(inside, [("", ""), *inside], strict=False)
-                if name != before[1]
+                for (time, name), previous in zip(inside, [("", ""), *inside], strict=False)
+                if name != previous[1]
             ]
             for index, (time, name) in enumerate(starts):
                 stop = starts[index + 1][0] if index + 1 < len(starts) else end
@@ -415,30 +417,24 @@ def _of_tasks(step: RecordedStep) -> Iterator[Segment]:
             yield Segment(begin, end, f"{'forward' if task.startswith('F') else 'recompute'}:{name}", task)
 
 
-def _of_regions(step: RecordedStep) -> Iterator[Segment]:
-    for form, name, begin, end, *_ in step.events:
-        if form == "region":
-            yield Segment(begin, end, name if ":" in name else f"{name}:{name}", "")
-
-
 def _innermost(nested: Sequence[Segment], until: int) -> Iterator[Segment]:
     """Yield the innermost of nested segments for each run of instants."""
     now, stack = 0, list[Segment]()
-    for one in sorted(nested, key=lambda span: (span.begin, -span.end)):
-        while stack and stack[-1].end <= one.begin:
+    for segment in sorted(nested, key=lambda span: (span.begin, -span.end)):
+        while stack and stack[-1].end <= segment.begin:
             top = stack.pop()
             if top.end > now:
                 yield top._replace(begin=now)
                 now = top.end
-        if one.begin > now:
+        if segment.begin > now:
             if stack:
-                yield stack[-1]._replace(begin=now, end=one.begin)
-            now = one.begin
+                yield stack[-1]._replace(begin=now, end=segment.begin)
+            now = segment.begin
         outer = stack[-1] if stack else None
         if outer is not None:
-            name = outer.name if _owns_all(outer.name) and not _owns_all(one.name) else one.name
-            one = one._replace(end=min(one.end, outer.end), name=name, task=one.task or outer.task)
-        stack.append(one)
+            name = outer.name if _owns_all(outer.name) and not _owns_all(segment.name) else segment.name
+            segment = segment._replace(end=min(segment.end, outer.end), name=name, task=segment.task or outer.task)
+        stack.append(segment)
     while stack:
         top = stack.pop()
         if top.end > now:

@@ -63,8 +63,8 @@ class StepMemory:
     @property
     def parts(self) -> dict[str, int]:
         """The peak by part; the parts add up to it."""
-        kept = {name: self.held.get(name, 0) for name in KEPT}
-        return {**kept, REST: max(0, self.peak_bytes - sum(kept.values()))}
+        sizes = {name: self.held.get(name, 0) for name in KEPT}
+        return {**sizes, REST: max(0, self.peak_bytes - sum(sizes.values()))}
 
     @property
     def predicted_parts(self) -> dict[str, int]:
@@ -72,14 +72,14 @@ class StepMemory:
         if self.predicted is None:
             return {}
         said = self.predicted
-        kept = {"weights": said.weights, "gradients": said.gradients, "optimizer": said.optimizer}
-        return {**kept, REST: said.total - sum(kept.values())}
+        sizes = {"weights": said.weights, "gradients": said.gradients, "optimizer": said.optimizer}
+        return {**sizes, REST: said.total - sum(sizes.values())}
 
     def over_step(self) -> dict[str, list[int]]:
         """Return the parts in use at each mark."""
-        kept = [self.held.get(name, 0) for name in KEPT]
-        curves = {name: [size] * len(self.marks) for name, size in zip(KEPT, kept, strict=True)}
-        return {**curves, REST: [max(0, mark.used - sum(kept)) for mark in self.marks]}
+        sizes = [self.held.get(name, 0) for name in KEPT]
+        curves = {name: [size] * len(self.marks) for name, size in zip(KEPT, sizes, strict=True)}
+        return {**curves, REST: [max(0, mark.used - sum(sizes)) for mark in self.marks]}
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -157,10 +157,10 @@ class AxisBytes:
 
 def bytes_of(records: Mapping[int, RankRecord], rank: int) -> tuple[AxisBytes, ...]:
     """Return the bytes of the buffers of a rank in a step, by axis, in the order of its program."""
-    own = _bytes_of(records[rank])
-    differs = [traffic.axis for traffic in own if traffic.measured not in (None, traffic.predicted)]
+    sizes = _bytes_of(records[rank])
+    differs = [traffic.axis for traffic in sizes if traffic.measured not in (None, traffic.predicted)]
     routed = {axis for axis in differs if _agrees_together(records, rank, axis)}
-    return tuple(replace(traffic, is_routed=traffic.axis in routed) for traffic in own)
+    return tuple(replace(traffic, is_routed=traffic.axis in routed) for traffic in sizes)
 
 
 def _agrees_together(records: Mapping[int, RankRecord], rank: int, axis: str) -> bool:

@@ -123,8 +123,8 @@ def _rows(steps: Sequence[tuple[RecordedStep, StepKernels]]) -> tuple[KernelRow,
     for step, kernels in steps:
         runs = [*segments(dataclasses.replace(step, events=kernels.events) if kernels.events else step, ())]
         begins = [run.begin for run in runs]
-        for one in kernels.kernels:
-            calls[_op_at(runs, begins, one.issued), kernels.names[one.name]] += 1 / len(steps)
+        for kernel in kernels.kernels:
+            calls[_op_at(runs, begins, kernel.issued), kernels.names[kernel.name]] += 1 / len(steps)
         for kernel, op, lasted in _shares(kernels, runs, begins):
             seconds[op, kernels.names[kernel.name]] += lasted / 1e9 / len(steps)
             of_op[op] += lasted / 1e9 / len(steps)
@@ -135,8 +135,8 @@ def _rows(steps: Sequence[tuple[RecordedStep, StepKernels]]) -> tuple[KernelRow,
 def _shares(kernels: StepKernels, runs: Sequence[Segment], begins: Sequence[int]) -> Iterator[tuple[Kernel, str, int]]:
     """Yield the nanoseconds of each kernel that belong to an op."""
     if kernels.events:  # a GPU runs them later than the host is at the op
-        for one in kernels.kernels:
-            yield one, _op_at(runs, begins, one.issued), one.own
+        for kernel in kernels.kernels:
+            yield kernel, _op_at(runs, begins, kernel.issued), kernel.own
         return
     for kernel, begin, end in _own_times(kernels):
         for op, lasted in _divided(runs, begins, begin, end):
@@ -147,14 +147,14 @@ def _own_times(kernels: StepKernels) -> Iterator[tuple[Kernel, int, int]]:
     """Yield the intervals in which an operation runs and none that it has called does."""
     stack: list[Kernel] = []
     now = 0
-    for one in sorted(kernels.kernels, key=lambda kernel: (kernel.begin, -kernel.end)):
-        while stack and stack[-1].end <= one.begin:
+    for kernel in sorted(kernels.kernels, key=lambda kernel: (kernel.begin, -kernel.end)):
+        while stack and stack[-1].end <= kernel.begin:
             yield stack[-1], now, stack[-1].end
             now = max(now, stack.pop().end)
-        if stack and one.begin > now:
-            yield stack[-1], now, one.begin
-        stack.append(one)
-        now = max(now, one.begin)
+        if stack and kernel.begin > now:
+            yield stack[-1], now, kernel.begin
+        stack.append(kernel)
+        now = max(now, kernel.begin)
     while stack:
         yield stack[-1], now, stack[-1].end
         now = max(now, stack.pop().end)

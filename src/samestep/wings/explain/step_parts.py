@@ -122,10 +122,10 @@ class MeasuredSteps:
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes of the buffers that a rank sends in a step, by axis: what its program lists."""
-        found: dict[str, int] = defaultdict(int)
+        sizes: dict[str, int] = defaultdict(int)
         for op in self.records[rank].head.ops:
-            found[op.axis] += op.size_bytes
-        return found
+            sizes[op.axis] += op.size_bytes
+        return sizes
 
     def wire_bytes(self, rank: int, axis: str) -> float:
         """Return the bytes that a rank sends on an axis in a step: of a collective over n ranks by a ring, of a message its size."""
@@ -141,38 +141,29 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
     rows: dict[int, dict[Key, float]] = {rank: defaultdict(float) for rank in records}
     hidden: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in records}
     charged: dict[tuple[int, str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    lasted: dict[int, list[float]] = defaultdict(list)
-    cpu: dict[int, list[float]] = defaultdict(list)
-    queued: dict[int, list[float | None]] = defaultdict(list)
-    others: dict[int, list[float]] = defaultdict(list)
     clocks: dict[str, _ClockOffset] = {}
-    timelines: dict[int, Timeline] = {}
-    one = None
+    each: list[MeasuredStep] = []
     for number in steps:
-        at_ns = records[min(records)].steps[number].begin_ns
-        clocks = _offsets_of(records, bounds, at_ns)
-        one = _with_step_before(records, number, {clock: found.offset_ns for clock, found in clocks.items()}, one)
-        timelines[number] = one.timeline
-        for row in partition(one.timeline):
+        clocks = _offsets_of(records, bounds, records[min(records)].steps[number].begin_ns)
+        offsets = {clock: offset.offset_ns for clock, offset in clocks.items()}
+        step = _with_step_before(records, number, offsets, each[-1] if each else None)
+        each.append(step)
+        for row in partition(step.timeline):
             rows[row.stage][row.name, row.axis] += row.seconds / len(steps)
         for rank in records:
-            _take_tail(rows[rank], one.timeline.step_s - one.lasted_s[rank], len(steps))
-            lasted[rank].append(one.lasted_s[rank])
-            cpu[rank].append(one.cpu_s[rank])
-            queued[rank].append(one.queued_s[rank])
-            others[rank].append(one.others_queued_s[rank])
-            for axis, seconds in hidden_s(one.timeline, rank).items():
+            tail_s = step.timeline.step_s - step.lasted_s[rank]  # until the longest step has ended
+            rows[rank][REST, None] = max(0.0, rows[rank][REST, None] - tail_s / len(steps))
+            for axis, seconds in hidden_s(step.timeline, rank).items():
                 hidden[rank][axis] += seconds / len(steps)
-        _charge(one, clocks, records, charged, len(steps))
-    assert one is not None
+        _charge(step, clocks, records, charged, len(steps))
     return MeasuredSteps(
         steps=tuple(steps),
         records=records,
         rows=rows,
-        lasted_s={rank: statistics.fmean(values) for rank, values in lasted.items()},
-        cpu_s={rank: tuple(values) for rank, values in cpu.items()},
-        queued_s={rank: tuple(values) for rank, values in queued.items()},
-        others_queued_s={rank: tuple(values) for rank, values in others.items()},
+        lasted_s={rank: statistics.fmean(step.lasted_s[rank] for step in each) for rank in records},
+        cpu_s={rank: tuple(step.cpu_s[rank] for step in each) for rank in records},
+        queued_s={rank: tuple(step.queued_s[rank] for step in each) for rank in records},
+        others_queued_s={rank: tuple(step.others_queued_s[rank] for step in each) for rank in records},
         hidden=hidden,
         charges=tuple(
             sorted(
@@ -181,8 +172,8 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
             )
         ),
         clocks=clocks,
-        last=one,
-        timelines=timelines,
+        last=each[-1],
+        timelines={step.step: step.timeline for step in each},
         missing=tuple(_missing(records, steps)),
     )
 
@@ -191,42 +182,37 @@ def _with_step_before(
     records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int], last: MeasuredStep | None
 ) -> MeasuredStep:
     """Return a step that knows the one before it, where every rank has recorded that; `last` is the latest."""
-    before = None
+    previous = None
     if last is not None and last.step == number - 1:
-        before = replace(last, before=None)
+        previous = replace(last, before=None)
     elif all(number - 1 in record.steps for record in records.values()):
-        before = measured_step(records, number - 1, offsets)
-    return measured_step(records, number, offsets, before)
-
-
-def _take_tail(rows: dict[Key, float], tail_s: float, num_steps: int) -> None:
-    """Subtract from a rank's rest the time between the end of its step and that of the longest one."""
-    rows[REST, None] = max(0.0, rows.get((REST, None), 0.0) - tail_s / num_steps)
+        previous = measured_step(records, number - 1, offsets)
+    return measured_step(records, number, offsets, previous)
 
 
 def _bounds(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[_Bound]:
     """Return what the collectives of all steps say of the clocks; nothing where all ranks share one."""
     if len({record.head.clock for record in records.values()}) == 1:
         return []
-    found: list[_Bound] = []
+    bounds: list[_Bound] = []
     for number in steps:
         sent = {rank: sent_by(record, number, 0) for rank, record in records.items()}
-        found += _bounds_of(records, [*meetings_of(records, sent).values()])
-    return found
+        bounds += _bounds_of(records, [*meetings_of(records, sent).values()])
+    return bounds
 
 
 def _charge(
-    one: MeasuredStep,
+    measured: MeasuredStep,
     clocks: Mapping[str, _ClockOffset],
     records: Mapping[int, RankRecord],
     charged: dict[tuple[int, str, str | None], list[float]],
     num_steps: int,
 ) -> None:
     for rank in records:
-        for gap in one.gaps[rank]:
+        for gap in measured.gaps[rank]:
             if gap.name not in (WAIT, BUBBLE):
                 continue
-            cause = one.cause(gap)
+            cause = measured.cause(gap)
             if cause is None or gap.end_s - gap.start_s < 2 * _uncertain_s(clocks, records, rank, cause[0]):
                 continue
             entry = charged[cause[0], cause[1], gap.axis if gap.name == WAIT else None]
@@ -234,35 +220,35 @@ def _charge(
             entry[1] += 1 / num_steps
 
 
-def _uncertain_s(clocks: Mapping[str, _ClockOffset], records: Mapping[int, RankRecord], one: int, other: int) -> float:
+def _uncertain_s(clocks: Mapping[str, _ClockOffset], records: Mapping[int, RankRecord], rank: int, other: int) -> float:
     """Return the seconds within which the times of two ranks are known against each other."""
-    here, there = records[one].head.clock, records[other].head.clock
+    here, there = records[rank].head.clock, records[other].head.clock
     return 0.0 if here == there else clocks[here].width_s + clocks[there].width_s
 
 
 def _missing(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[str]:
     """Return what the records lack: ranks, and ops of the program that were not seen."""
     head = records[min(records)].head
-    found = []
+    lines = []
     if absent := [rank for rank in range(head.world_size) if rank not in records]:
-        found.append(f"no record of rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}")
+        lines.append(f"no record of rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}")
     for rank, record in records.items():
         listed = len(record.head.ops)
         sent = [sum(1 for event in record.steps[number].events if event[0] == "sent") for number in steps]
         if any(count != listed for count in sent) and not record.head.num_exchanged:
-            found.append(
+            lines.append(
                 f"rank {rank} has sent {min(sent)} to {max(sent)} times a step, and its program lists {listed}"
             )
-    return found
+    return lines
 
 
-def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> tuple[tuple[StepPart, ...], float]:
+def parts_of(steps: MeasuredSteps, rank: int, predicted: Prediction | None) -> tuple[tuple[StepPart, ...], float]:
     """Return the parts of a rank's step, and its rest in seconds: together they are the seconds of the step."""
     said: dict[Key, float] = {}
     if predicted is not None:
-        stage = found.records[rank].head.stage
+        stage = steps.records[rank].head.stage
         said = {(row.name, row.axis): row.seconds for row in predicted.timeline.rows if row.stage == stage}
-    measured = found.rows[rank]
+    measured = steps.rows[rank]
     keys = [key for key in dict.fromkeys((*measured, *said)) if key[0] != REST]
     keys.sort(key=lambda key: (ROWS.index(key[0]), key[1] or ""))
     parts = tuple(
@@ -272,7 +258,7 @@ def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> t
         for name, axis in keys
         if measured.get((name, axis), 0.0) > 0 or said.get((name, axis), 0.0) > 0
     )
-    rest_s = round(found.lasted_s[rank] - sum(part.measured_s for part in parts), 10)  # clocks count nanoseconds
+    rest_s = round(steps.lasted_s[rank] - sum(part.measured_s for part in parts), 10)  # clocks count nanoseconds
     return parts, rest_s or 0.0  # no negative zero
 
 
@@ -315,13 +301,13 @@ def _offsets_of(records: Mapping[int, RankRecord], bounds: Sequence[_Bound], at_
     clocks = [*hosts]
     first = records[min(records)].head.clock
     most: dict[tuple[str, str], float] = {}
-    for one, other, bound, seen_ns in bounds:
+    for start, other, bound, seen_ns in bounds:
         widened = bound + MOST_DRIFT * abs(at_ns - seen_ns)
-        most[one, other] = min(most.get((one, other), float("inf")), widened)
-    for middle, one, other in itertools.product(clocks, repeat=3):
-        through = most.get((one, middle), float("inf")) + most.get((middle, other), float("inf"))
-        if one != other and through < most.get((one, other), float("inf")):
-            most[one, other] = through
+        most[start, other] = min(most.get((start, other), float("inf")), widened)
+    for middle, start, other in itertools.product(clocks, repeat=3):
+        through = most.get((start, middle), float("inf")) + most.get((middle, other), float("inf"))
+        if start != other and through < most.get((start, other), float("inf")):
+            most[start, other] = through
     offsets = {}
     for clock in clocks:
         high = 0.0 if clock == first else most.get((first, clock), float("inf"))
@@ -336,9 +322,9 @@ def _bounds_of(records: Mapping[int, RankRecord], meetings: Sequence[Sequence[Se
     for members in meetings:
         if members[0].op.kind not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             continue
-        for one, other in itertools.permutations(members, 2):
-            here, there = records[one.rank].head.clock, records[other.rank].head.clock
-            if here != there and one.waited is not None:
+        for member, other in itertools.permutations(members, 2):
+            here, there = records[member.rank].head.clock, records[other.rank].head.clock
+            if here != there and member.waited is not None:
                 # other entered before one left: entered(other) + offset(other) <= left(one) + offset(one)
-                bounds.append((here, there, one.waited[1] - other.issued, one.waited[1]))
+                bounds.append((here, there, member.waited[1] - other.issued, member.waited[1]))
     return bounds

@@ -53,32 +53,32 @@ class _Candidate:
     reason: str
 
 
-def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[str] = ()) -> StepVerdict:
+def verdict_of(steps: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[str] = ()) -> StepVerdict:
     """Return the verdict on some steps, from the parts of the busiest rank and what was charged."""
-    away = _away(found, parts)
-    candidates = sorted(_candidates(found, parts, away), key=lambda one: -one.seconds)
+    away = _away(steps, parts)
+    candidates = sorted(_candidates(steps, parts, away), key=lambda candidate: -candidate.seconds)
     is_loaded = away is not None and away.kind == "load"
     if away is not None and is_loaded:
-        candidates = _beyond_load(candidates, away.seconds, is_counted=found.queued_for(found.busiest) is not None)
+        candidates = _beyond_load(candidates, away.seconds, is_counted=steps.queued_for(steps.busiest) is not None)
     compute = next((candidate for candidate in candidates if candidate.kind == "compute"), None)
     others = [
         candidate
         for candidate in candidates
-        if candidate.kind != "compute" and (candidate.kind == "load" or candidate.seconds >= WORTH * found.step_s)
+        if candidate.kind != "compute" and (candidate.kind == "load" or candidate.seconds >= WORTH * steps.step_s)
     ]
-    first = None if is_loaded else next((one for one in others if _goes_first(one, found)), None)
+    first = None if is_loaded else next((candidate for candidate in others if _goes_first(candidate, steps)), None)
     first = first or max(
         [*others, *([compute] if compute and not is_loaded else [])],
-        key=lambda one: one.seconds,
+        key=lambda candidate: candidate.seconds,
         default=compute or _Candidate("compute", 0, "compute", ""),
     )
-    reasons = [one.reason for one in (first, *others) if one.reason]
+    reasons = [candidate.reason for candidate in (first, *others) if candidate.reason]
     if compute is not None and compute is not first:
         reasons.append(compute.reason)
     reasons = list(dict.fromkeys(reasons))[:MOST_REASONS]
-    share = first.seconds / found.step_s if found.step_s else 0.0
+    share = first.seconds / steps.step_s if steps.step_s else 0.0
     return StepVerdict(
-        first.kind, f"{first.line}: {share:.0%} of a step of {_ms(found.step_s)}", tuple(reasons), tuple(tries)
+        first.kind, f"{first.line}: {share:.0%} of a step of {_ms(steps.step_s)}", tuple(reasons), tuple(tries)
     )
 
 
@@ -96,10 +96,10 @@ def _beyond_load(candidates: Sequence[_Candidate], load_s: float, *, is_counted:
     return [candidate for candidate in candidates if candidate.seconds > least_s.get(candidate.kind, 0.0)]
 
 
-def straggler_of(found: MeasuredSteps) -> tuple[int, float] | None:
+def straggler_of(steps: MeasuredSteps) -> tuple[int, float] | None:
     """Return the rank whose work, without waits, takes longer than that of its peers in most steps, and by how many seconds; None if none does."""
-    stages = {rank: record.head.stage for rank, record in found.records.items()}
-    return straggler_among({rank: found.cpu_s[rank] for rank in stages}, stages, found.step_s)
+    stages = {rank: record.head.stage for rank, record in steps.records.items()}
+    return straggler_among({rank: steps.cpu_s[rank] for rank in stages}, stages, steps.step_s)
 
 
 def _candidates(measured_steps: MeasuredSteps, parts: Sequence[StepPart], away: _Candidate | None) -> list[_Candidate]:
@@ -109,17 +109,17 @@ def _candidates(measured_steps: MeasuredSteps, parts: Sequence[StepPart], away: 
         kind = row_name(charge.doing.partition(":")[0])
         if charge.rank == rank or kind in ("data", "checkpoint", "host"):
             caused[kind] = max(caused.get(kind, 0.0), charge.seconds / max(1, charge.waiting))
-    own = {
+    seconds_here = {
         kind: sum(part.measured_s for part in parts if part.name == kind)
         for kind in ("data", "host", "checkpoint", "watching")
     }
-    made = [_straggler(measured_steps), *_links(measured_steps, parts), *_bubbles(parts), _imbalance(measured_steps)]
+    pool = [_straggler(measured_steps), *_links(measured_steps, parts), *_bubbles(parts), _imbalance(measured_steps)]
     computing = sum(part.measured_s for part in parts if part.name in _OWN)
     if away is not None:
-        made.append(away)
+        pool.append(away)
         computing = min(computing, statistics.median(measured_steps.cpu_s[rank]))  # for so long it had a processor
     on_cpu = " of CPU time" if away is not None else ""
-    made.append(_Candidate("compute", computing, "compute", f"compute takes {_ms(computing)}{on_cpu} on rank {rank}"))
+    pool.append(_Candidate("compute", computing, "compute", f"compute takes {_ms(computing)}{on_cpu} on rank {rank}"))
     words = {
         "data": ("input", "waits for samples"),
         "checkpoint": ("checkpoint", "saves"),
@@ -127,11 +127,11 @@ def _candidates(measured_steps: MeasuredSteps, parts: Sequence[StepPart], away: 
         "watching": ("watching", "self-checks (train.watch_every)"),
     }
     for kind, (name, text) in words.items():
-        seconds = max([own[kind], *(s for row, s in caused.items() if row == kind)])
-        late = next((one for one in measured_steps.charges if row_name(one.doing.partition(":")[0]) == kind), None)
+        seconds = max([seconds_here[kind], *(s for row, s in caused.items() if row == kind)])
+        late = next((c for c in measured_steps.charges if row_name(c.doing.partition(":")[0]) == kind), None)
         where = f"rank {late.rank} is waited for" if late else f"rank {rank}"
-        made.append(_Candidate(name, seconds, row_label(name, None), f"{text}: {_ms(seconds)} per step ({where})"))
-    return [one for one in made if one is not None and one.seconds > 0]
+        pool.append(_Candidate(name, seconds, row_label(name, None), f"{text}: {_ms(seconds)} per step ({where})"))
+    return [candidate for candidate in pool if candidate is not None and candidate.seconds > 0]
 
 
 def _away(measured_steps: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
@@ -160,8 +160,8 @@ def _straggler(measured_steps: MeasuredSteps) -> _Candidate | None:
         return None
     rank, more_s = late
     host = measured_steps.records[rank].head.host
-    mine = [charge for charge in measured_steps.charges if charge.rank == rank]
-    doing = f", in {mine[0].doing}" if mine else ""
+    charges = [charge for charge in measured_steps.charges if charge.rank == rank]
+    doing = f", in {charges[0].doing}" if charges else ""
     reason = f"rank {rank} works {_ms(more_s)} longer than its peers{doing}; others wait for it"
     return _Candidate("straggler", more_s, f"straggler rank {rank} on host {host}", reason)
 
@@ -202,7 +202,7 @@ def _links(measured_steps: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Ca
             late.append(_Candidate("load", min(senders_s, part.measured_s), "other load on the machine", text))
             continue
         made.append(_Candidate("link", part.measured_s - queued_s, f"link of {part.axis}", text))
-    return [*made, *sorted(late, key=lambda one: -one.seconds)[:1]]
+    return [*made, *sorted(late, key=lambda candidate: -candidate.seconds)[:1]]
 
 
 def _bubbles(parts: Sequence[StepPart]) -> list[_Candidate]:

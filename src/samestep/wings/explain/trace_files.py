@@ -116,9 +116,9 @@ def _take(event: Mapping[str, Any], events: list[_TraceEvent]) -> None:
     """Add what is needed of an event as it stands in a trace, if it is an interval."""
     if event.get("ph") != "X" or "dur" not in event:
         return
-    begin, given = round(float(event["ts"]) * 1e3), event.get("args") or {}
+    begin, arguments = round(float(event["ts"]) * 1e3), event.get("args") or {}
     category, name = sys.intern(str(event.get("cat"))), sys.intern(str(event["name"]))
-    kept = given if "Collective name" in given or "Process Group Ranks" in given else _NOTHING
+    kept = arguments if "Collective name" in arguments or "Process Group Ranks" in arguments else _NOTHING
     events.append(_TraceEvent(category, name, event.get("tid"), begin, begin + round(float(event["dur"]) * 1e3), kept))
 
 
@@ -153,10 +153,10 @@ def _rank_of(path: Path, position: int) -> int:
     return int(next(filter(None, numbers[-1]))) if numbers else position
 
 
-def _of_kineto(found: Mapping[str, Any], events: Sequence[_TraceEvent], path: Path, position: int) -> RankTrace:
-    about = found.get("distributedInfo") or {}
+def _of_kineto(record: Mapping[str, Any], events: Sequence[_TraceEvent], path: Path, position: int) -> RankTrace:
+    about = record.get("distributedInfo") or {}
     trace = RankTrace(int(about.get("rank", _rank_of(path, position))), path, world_size=about.get("world_size"))
-    base = int(found.get("baseTimeNanoseconds", 0))
+    base = int(record.get("baseTimeNanoseconds", 0))
     groups = [group["ranks"] for group in about.get("pg_config", ()) if isinstance(group.get("ranks"), list)]
 
     def times(event: _TraceEvent) -> tuple[int, int]:
@@ -178,15 +178,15 @@ def _of_kineto(found: Mapping[str, Any], events: Sequence[_TraceEvent], path: Pa
         for event in noted
         if event.name.startswith("Optimizer.step#") and (has_kernels or event.thread == main)
     )
-    own = _own_times([(*times(event), event.name) for event in operations])
-    trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own]
+    own_s = _own_times([(*times(event), event.name) for event in operations])
+    trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own_s]
     for event in events:
-        given = event.given
+        args = event.given
         sent = _SENT.match(event.name)
         is_kernel = event.category in ("kernel", "gpu_memcpy", "gpu_memset")
-        if (sent or "Collective name" in given) and (is_kernel or not has_kernels) and event.category != "cpu_op":
-            kind = str(given.get("Collective name") or next(filter(None, sent.groups() if sent else ()), "collective"))
-            trace.sent.append((*times(event), kind, _group(given, groups)))
+        if (sent or "Collective name" in args) and (is_kernel or not has_kernels) and event.category != "cpu_op":
+            kind = str(args.get("Collective name") or next(filter(None, sent.groups() if sent else ()), "collective"))
+            trace.sent.append((*times(event), kind, _group(args, groups)))
         elif is_kernel:
             begin, end = times(event)
             trace.computing.append((begin, end, _operation(begin, updates)))
@@ -268,8 +268,8 @@ def _name_what_is_missing(trace: RankTrace, ends: Sequence[tuple[int, int]], *, 
         trace.missing.append("ranks of groups: the axes of collectives cannot be guessed")
 
 
-def _group(given: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> str:
-    ranks = given.get("Process Group Ranks")
+def _group(arguments: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> str:
+    ranks = arguments.get("Process Group Ranks")
     if isinstance(ranks, str):
         ranks = re.findall(r"\d+", ranks)
     if not ranks and len(groups) == 1:
@@ -285,10 +285,10 @@ def _in_short(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _of_flight_recorder(found: Mapping[str, Any], path: Path, position: int) -> RankTrace:
-    trace = RankTrace(int(found.get("rank", _rank_of(path, position))), path)
-    configured = found.get("pg_config") or {}
-    for entry in found["entries"]:
+def _of_flight_recorder(record: Mapping[str, Any], path: Path, position: int) -> RankTrace:
+    trace = RankTrace(int(record.get("rank", _rank_of(path, position))), path)
+    configured = record.get("pg_config") or {}
+    for entry in record["entries"]:
         name, began = str(entry.get("profiling_name", "nccl:collective")), entry.get("time_created_ns")
         ended = entry.get("time_discovered_completed_ns")
         if began is None:
@@ -326,16 +326,16 @@ def read_members(file: TextIO, array: str, take: Callable[[Any], None]) -> dict[
     if text.next() != "{":
         text.value()
         return {}
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name in text.items("{", "}"):
         text.expect(":")
         if name == array and text.next() == "[":
-            found[name] = []
+            members[name] = []
             for item in text.items("[", "]"):
                 take(item)
         else:
-            found[name] = text.value()
-    return found
+            members[name] = text.value()
+    return members
 
 
 class _Text:
@@ -390,7 +390,7 @@ class _Text:
         self.next()
         while True:
             try:
-                found, end = self._decode(self._text, self._at)
+                parsed, end = self._decode(self._text, self._at)
             except JSONDecodeError:
                 if not self._read():
                     raise
@@ -398,4 +398,4 @@ class _Text:
             may_go_on = end == len(self._text) or self._text[end] in _OF_NUMBERS
             if not (may_go_on and self._read()):
                 self._at = end
-                return found
+                return parsed

@@ -43,7 +43,7 @@ def bars(rows: Sequence[Bar], step_s: float, above: str = "predicted") -> str:
     `above` is the word for what is drawn above, if it is another step.
     """
     longest_s = max((value for row in rows for value in (row.measured_s, row.predicted_s) if value), default=0.0) or 1.0
-    unit_s, unit = next(((one, name) for one, name in SECONDS if longest_s >= one), SECONDS[-1])
+    unit_s, unit = next(((unit_size, name) for unit_size, name in SECONDS if longest_s >= unit_size), SECONDS[-1])
     places = max(0, 3 - math.floor(math.log10(longest_s / unit_s)))
 
     def said_s(seconds: float) -> str:
@@ -152,21 +152,21 @@ def _unit(top: float) -> float:
 def _columns(curve: MemoryCurve, step_s: float) -> list[int]:
     """Return, for each column, the index of the largest total among the times that fall into it, or else of the last before it."""
     totals = [sum(values) for values in zip(*curve.parts.values(), strict=True)]
-    found = [-1] * _POINTS
+    columns = [-1] * _POINTS
     scale = _POINTS / (step_s or 1.0)
     for index, time_s in enumerate(curve.times_s):
         column = min(max(int(time_s * scale), 0), _POINTS - 1)
-        if found[column] < 0 or totals[index] > totals[found[column]]:
-            found[column] = index
+        if columns[column] < 0 or totals[index] > totals[columns[column]]:
+            columns[column] = index
     ends = [-1] * _POINTS
     for index, time_s in enumerate(curve.times_s):
         ends[min(max(int(time_s * scale), 0), _POINTS - 1)] = index
     last = min(range(len(curve.times_s)), key=lambda index: curve.times_s[index], default=-1)
     for column in range(_POINTS):
-        if found[column] < 0:
-            found[column] = last
+        if columns[column] < 0:
+            columns[column] = last
         last = ends[column] if ends[column] >= 0 else last
-    return found
+    return columns
 
 
 def _area(below: Sequence[float], above: Sequence[float], top: float) -> str:
@@ -176,14 +176,14 @@ def _area(below: Sequence[float], above: Sequence[float], top: float) -> str:
 
 
 def _steps(values: Sequence[float], top: float) -> list[str]:
-    points, before = [], ""
+    points, previous = [], ""
     for column, value in enumerate(values):
         y = f"{100 * (1 - value / top):.1f}"
-        if y != before:
-            points += [f"{column} {before}"] if before else []
+        if y != previous:
+            points += [f"{column} {previous}"] if previous else []
             points.append(f"{column} {y}")
-            before = y
-    return [*points, f"{len(values)} {before}"]
+            previous = y
+    return [*points, f"{len(values)} {previous}"]
 
 
 def curve(label: str, steps: Sequence[int], values: Sequence[float]) -> str:
@@ -212,12 +212,12 @@ def curve(label: str, steps: Sequence[int], values: Sequence[float]) -> str:
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the least and the largest of each column, in the order in which they come."""
-    found: dict[int, list[tuple[float, float]]] = {}
+    thinned: dict[int, list[tuple[float, float]]] = {}
     for point in points:
-        found.setdefault(int(point[0]), []).append(point)
+        thinned.setdefault(int(point[0]), []).append(point)
     return [
         point
-        for column in found.values()
+        for column in thinned.values()
         for point in sorted({min(column, key=lambda point: point[1]), max(column, key=lambda point: point[1])})
     ]
 
@@ -299,12 +299,12 @@ class TimelineFigure:
         tasks: dict[str, int] = {}
         rows = []
         for lane in lanes:
-            row, before = [], 0
+            row, last_end = [], 0
             for box in lane.boxes:
                 start, end = round(box.start_s / unit_s), round(box.end_s / unit_s)
                 name = names.setdefault((box.name, box.kind, box.amount), len(names))
-                row += [name, tasks.setdefault(box.task, len(tasks)), start - before, end - start]
-                before = end
+                row += [name, tasks.setdefault(box.task, len(tasks)), start - last_end, end - start]
+                last_end = end
             rows.append(row)
         data = {"unit_s": unit_s, "names": [*names], "tasks": [*tasks], "lanes": rows}
         return base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
@@ -384,20 +384,20 @@ def _fewer(lanes: Sequence[Lane], step_s: float, most: int) -> Sequence[Lane]:
 
 def _joined(boxes: Sequence[Box], near_s: float) -> list[Box]:
     """Return one box for consecutive ops of one task; and for what follows within `near_s`, is of one kind or as short as that."""
-    found: list[Box] = []
+    joined: list[Box] = []
     for box in boxes:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is not None and last.kind == box.kind and last.task == box.task:
-            found[-1] = last._replace(end_s=box.end_s, name=box.kind, amount=0)
+            joined[-1] = last._replace(end_s=box.end_s, name=box.kind, amount=0)
         elif (
             last is not None
             and box.start_s - last.end_s < near_s
             and (last.kind == box.kind or box.end_s - box.start_s < near_s)
         ):
-            found[-1] = last._replace(end_s=max(last.end_s, box.end_s), name=last.kind, task="", amount=0)
+            joined[-1] = last._replace(end_s=max(last.end_s, box.end_s), name=last.kind, task="", amount=0)
         else:
-            found.append(box)
-    return found
+            joined.append(box)
+    return joined
 
 
 def _legend(lanes: Sequence[Lane]) -> str:
@@ -426,9 +426,9 @@ def some_of(indices: Sequence[int], wanted: Sequence[int] = (), most: int = MOST
     """Return at most `most` of the indices: those that are wanted, the first, the last, and others at equal distances."""
     if len(indices) <= most:
         return [*indices]
-    kept = {*wanted}
+    chosen = {*wanted}
     spread = [indices[round(place * (len(indices) - 1) / (most - 1))] for place in range(most)]
     for index in (spread[0], spread[-1], *spread):
-        if len(kept) < most:
-            kept.add(index)
-    return sorted(kept)
+        if len(chosen) < most:
+            chosen.add(index)
+    return sorted(chosen)

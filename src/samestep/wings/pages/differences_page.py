@@ -12,11 +12,11 @@ from samestep.wings.pages.prediction_page import row_kind
 from samestep.wings.plan.simulation.partition import row_label
 
 
-def page_of(found: Differences, *, small: bool = False) -> Page:
+def page_of(differences: Differences, *, small: bool = False) -> Page:
     """Return the page of a comparison; a small one has no record."""
-    one, other = found.one, found.other
+    one, other = differences.one, differences.other
     more = other.step_s - one.step_s
-    first, second = _names(found)
+    first, second = _names(differences)
     mixed = "Measured against predicted: " if bool(one.predicted_for) != bool(other.predicted_for) else ""
     return Page(
         verb="explain",
@@ -27,17 +27,17 @@ def page_of(found: Differences, *, small: bool = False) -> Page:
             Answer(second, duration(other.step_s), None, _kind(other)),
             Answer("difference", _signed(more), None, "per step"),
         ],
-        verdict=found.verdict,
-        reasons=[f"known difference: {cause}" for cause in found.causes],
-        sections=[_parts(found), _sides(found)],
-        record=None if small else found.to_record(),
+        verdict=differences.verdict,
+        reasons=[f"known difference: {cause}" for cause in differences.causes],
+        sections=[_parts(differences), _sides(differences)],
+        record=None if small else differences.to_record(),
     )
 
 
 def _names(differences: Differences) -> tuple[str, str]:
     """Return a name for each side; both are different."""
-    one, other = differences.one.name, differences.other.name
-    return (one, other) if one != other else ("first", "second")
+    name, other = differences.one.name, differences.other.name
+    return (name, other) if name != other else ("first", "second")
 
 
 def _kind(side: OneSide) -> str:
@@ -53,15 +53,15 @@ def _parts(differences: Differences) -> Section:
     shown = [
         row for row in differences.rows if max(row[2:]) > 1e-4 * max(differences.one.step_s, differences.other.step_s)
     ]
-    drawn = [Bar(row_label(name, axis), row_kind(name, axis), after, before) for name, axis, before, after in shown]
+    drawn = [Bar(row_label(name, axis), row_kind(name, axis), new_s, old_s) for name, axis, old_s, new_s in shown]
     rows = [
         (
             escape(row_label(name, axis)),
-            duration(before).to_html(),
-            duration(after).to_html(),
-            _signed(after - before).to_html(),
+            duration(old_s).to_html(),
+            duration(new_s).to_html(),
+            _signed(new_s - old_s).to_html(),
         )
-        for name, axis, before, after in shown
+        for name, axis, old_s, new_s in shown
     ]
     first, second = _names(differences)
     body = bars(drawn, differences.other.step_s, above=first) + table(("part", first, second, "difference"), rows)

@@ -46,27 +46,27 @@ _MOST_LETTERS = 120
 """Letters of a kernel's name."""
 
 
-def page_of(found: Explained, *, small: bool = False) -> Page:
+def page_of(explained: Explained, *, small: bool = False) -> Page:
     """Return the page of an explained run; a small one has neither boxes to zoom into nor a record."""
-    ranks = len(found.found.records)
-    keys = ("loss", "tokens_per_s", "samples_per_s", "mfu") if found.folder.name == recorded.FOLDER else ()
-    series = logged(found.folder.parent, *keys)
-    steps = found.found.steps
+    ranks = len(explained.found.records)
+    keys = ("loss", "tokens_per_s", "samples_per_s", "mfu") if explained.folder.name == recorded.FOLDER else ()
+    series = logged(explained.folder.parent, *keys)
+    steps = explained.found.steps
     return Page(
         verb="explain",
-        title=f"{duration(found.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
-        subject=f'{_run_name(found)} · "{found.layout}" · {_which(steps)}',
-        answers=_answers(found, series),
-        verdict=found.verdict.line,
-        reasons=found.verdict.reasons,
-        tries=found.verdict.tries,
-        sections=[*_figures(found, small=small), *_kernels(found), *curves(series), *_described(found)],
+        title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
+        subject=f'{_run_name(explained)} · "{explained.layout}" · {_which(steps)}',
+        answers=_answers(explained, series),
+        verdict=explained.verdict.line,
+        reasons=explained.verdict.reasons,
+        tries=explained.verdict.tries,
+        sections=[*_figures(explained, small=small), *_kernels(explained), *curves(series), *_described(explained)],
         notes=[
-            _machine(found),
-            *(clock.to_line() for clock in found.found.clocks.values() if clock.width_s),
-            *found.missing,
+            _machine(explained),
+            *(clock.to_line() for clock in explained.found.clocks.values() if clock.width_s),
+            *explained.missing,
         ],
-        record=None if small else _record(found),
+        record=None if small else _record(explained),
     )
 
 
@@ -133,11 +133,11 @@ def _answers(explained: Explained, series: dict[str, LoggedSeries]) -> list[Answ
             note = f"{predicted[key]} predicted" if key in predicted else ""
             mean = sum(values) / len(values)
             answers.append(Answer(label, form(mean), (form(min(values)), form(max(values))), note))
-    memories = [one for rank in explained.found.records if (one := explained.memory_of(rank)) is not None]
+    memories = [peak for rank in explained.found.records if (peak := explained.memory_of(rank)) is not None]
     if memories:
-        most = max(memories, key=lambda one: one.peak_bytes)
+        most = max(memories, key=lambda peak: peak.peak_bytes)
         note = f"on rank {most.rank}" + ("" if said is None else f", {size(said.peak.total).text} predicted")
-        least = min(one.peak_bytes for one in memories)
+        least = min(peak.peak_bytes for peak in memories)
         answers.append(Answer("memory", size(most.peak_bytes), (size(least), size(most.peak_bytes)), note))
     return answers
 
@@ -168,10 +168,10 @@ def _figures(explained: Explained, *, small: bool) -> Iterator[Section]:
 def _bytes(explained: Explained) -> Iterator[Section]:
     """Yield the bytes of the busiest rank's buffers by axis: those that its program lists, and those that torch was given."""
     sent = explained.bytes_of(explained.found.busiest)
-    is_counted = any(one.measured is not None for one in sent)
+    is_counted = any(row.measured is not None for row in sent)
     rows = [
-        (one.axis, size(one.predicted).to_html(), *([size(one.measured or 0).to_html()] if is_counted else []))
-        for one in sent
+        (row.axis, size(row.predicted).to_html(), *([size(row.measured or 0).to_html()] if is_counted else []))
+        for row in sent
     ]
     if rows:
         head = ("axis", "predicted", *(["sent"] if is_counted else []))
@@ -242,17 +242,17 @@ def _each_rank(explained: Explained) -> Section:
 def _memory(explained: Explained, ranks: list[int]) -> Iterator[Section]:
     """Yield the measured memory of some ranks over the step, and its peak by part against the predicted one."""
     shown = some_of(ranks, [explained.found.busiest], prediction_page.MOST_CHARTS)
-    memories = [one for rank in shown if (one := explained.memory_of(rank)) is not None]
+    memories = [peak for rank in shown if (peak := explained.memory_of(rank)) is not None]
     if not memories:
         return
-    charts = "".join(_memory_chart(explained, one) for one in memories)
+    charts = "".join(_memory_chart(explained, peak) for peak in memories)
     legend = "".join(f'<span><i class="{_PART_KINDS[name]}"></i>{name}</span>' for name in memories[0].parts)
     legend += '<span><i class="said"></i>predicted, in all</span>' if explained.predicted else ""
     of = "of the process, libraries included" if memories[0].is_process else "that the allocator has given away"
     caption = f"Memory {of}, at the end of each layer and task."
     yield Section("Memory", f'<div class="grid">{charts}</div><p class="legend">{legend}</p>', caption)
     head = ("peak of memory", "measured", *(["predicted"] if explained.predicted else []))
-    rows = [row for one in memories for row in _memory_rows(one)]
+    rows = [row for peak in memories for row in _memory_rows(peak)]
     yield Section(
         "The peak by part",
         table(head, rows),
@@ -277,10 +277,10 @@ def _memory_rows(step_memory: StepMemory) -> Iterator[tuple[str, ...]]:
     said = [size(step_memory.predicted.total).to_html()] if step_memory.predicted else []
     at = f"<span><b>rank {step_memory.rank}</b> at <code>{escape(step_memory.peak_at)}</code></span>"
     yield (at, size(step_memory.peak_bytes).to_html(), *said)
-    for name, held in step_memory.parts.items():
+    for name, part_bytes in step_memory.parts.items():
         yield (
             name,
-            size(held).to_html(),
+            size(part_bytes).to_html(),
             *([size(step_memory.predicted_parts[name]).to_html()] if step_memory.predicted else []),
         )
     if step_memory.reserved_bytes is not None:

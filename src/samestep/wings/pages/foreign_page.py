@@ -18,20 +18,20 @@ _MOST_LETTERS = 13
 """Letters of the name of a lane."""
 
 
-def page_of(found: ForeignSteps, *, small: bool = False) -> Page:
+def page_of(foreign_steps: ForeignSteps, *, small: bool = False) -> Page:
     """Return the page of a folder of traces; a small one has neither boxes to zoom into nor a record."""
-    ranks, steps = len(found.ranks), found.steps
+    ranks, steps = len(foreign_steps.ranks), foreign_steps.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return Page(
         verb="explain",
-        title=f"{duration(found.step_s).text} a step on {ranks:,} rank{'s' * (ranks > 1)}",
-        subject=f"{found.folder.resolve().name} · {which}",
-        answers=_answers(found),
-        verdict=found.verdict,
-        sections=[_timeline(found, small=small), _busiest(found), _each_rank(found)],
-        notes=[f"missing: {text}" for text in found.missing]
+        title=f"{duration(foreign_steps.step_s).text} a step on {ranks:,} rank{'s' * (ranks > 1)}",
+        subject=f"{foreign_steps.folder.resolve().name} · {which}",
+        answers=_answers(foreign_steps),
+        verdict=foreign_steps.verdict,
+        sections=[_timeline(foreign_steps, small=small), _busiest(foreign_steps), _each_rank(foreign_steps)],
+        notes=[f"missing: {text}" for text in foreign_steps.missing]
         + ["The axis of a collective is a guess: the ranks of its group. Nothing is predicted."],
-        record=None if small else found.to_record(),
+        record=None if small else foreign_steps.to_record(),
     )
 
 

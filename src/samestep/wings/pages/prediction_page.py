@@ -27,80 +27,78 @@ _PASSES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT)
 """Kinds of ops on the compute stream that have a colour each; all others have that of their row."""
 
 
-def page_of(found: Prediction, *, small: bool = False) -> Page:
+def page_of(step: Prediction, *, small: bool = False) -> Page:
     """Return the page of a prediction; a small one has neither boxes to zoom into nor a record."""
     return Page(
         verb="simulate",
-        title=title_of(found),
-        subject=subject_of(found),
-        answers=answers_of(found),
-        verdict=f"Bound by {simulate.binds(found)}",
-        reasons=simulate.reasons(found),
-        sections=[*figures_of(found, small=small), described(found.job, found.layout, found.hardware)],
-        notes=notes_of(found.labels),
-        record=None if small else found.to_record(),
+        title=title_of(step),
+        subject=subject_of(step),
+        answers=answers_of(step),
+        verdict=f"Bound by {simulate.binds(step)}",
+        reasons=simulate.reasons(step),
+        sections=[*figures_of(step, small=small), described(step.job, step.layout, step.hardware)],
+        notes=notes_of(step.labels),
+        record=None if small else step.to_record(),
     )
 
 
-def title_of(found: Prediction) -> str:
+def title_of(step: Prediction) -> str:
     """Return the answer in one sentence."""
-    likely = "Fits" if found.chance_to_fit >= SAFE else f"{found.chance_to_fit:.0%} likely to fit"
-    fits = likely if found.fits else "Does not fit"
-    return f"{fits}: {duration(found.step_s).text} per step on {found.devices:,} device{'s' * (found.devices > 1)}"
+    likely = "Fits" if step.chance_to_fit >= SAFE else f"{step.chance_to_fit:.0%} likely to fit"
+    fits = likely if step.fits else "Does not fit"
+    return f"{fits}: {duration(step.step_s).text} per step on {step.devices:,} device{'s' * (step.devices > 1)}"
 
 
-def subject_of(found: Prediction) -> str:
+def subject_of(step: Prediction) -> str:
     """Return model, layout and machine in one line."""
-    return f'{found.job.model.source} · "{found.layout}" · {found.hardware.name}'
+    return f'{step.job.model.source} · "{step.layout}" · {step.hardware.name}'
 
 
-def answers_of(found: Prediction) -> list[Answer]:
+def answers_of(step: Prediction) -> list[Answer]:
     """Return whether a layout fits, and its step, its speed and its MFU, each with the interval of the record of predictions."""
-    low_s, high_s = intervals()["time"].of(found.step_s)
-    least, most = intervals()["memory"].of(found.peak.total)
-    per_s = found.tokens / found.step_s
-    room = f"{found.chance_to_fit:.0%} likely to fit in {size(found.hardware.memory_bytes).text}"
-    tone = "good" if found.fits and found.chance_to_fit >= SAFE else "unsure" if found.fits else "bad"
+    low_s, high_s = intervals()["time"].of(step.step_s)
+    least, most = intervals()["memory"].of(step.peak.total)
+    per_s = step.tokens / step.step_s
+    room = f"{step.chance_to_fit:.0%} likely to fit in {size(step.hardware.memory_bytes).text}"
+    tone = "good" if step.fits and step.chance_to_fit >= SAFE else "unsure" if step.fits else "bad"
     return [
-        Answer("fits" if found.fits else "does not fit", size(found.peak.total), (size(least), size(most)), room, tone),
-        Answer("step", duration(found.step_s), (duration(low_s), duration(high_s))),
+        Answer("fits" if step.fits else "does not fit", size(step.peak.total), (size(least), size(most)), room, tone),
+        Answer("step", duration(step.step_s), (duration(low_s), duration(high_s))),
         Answer(
-            f"{found.unit}/s",
+            f"{step.unit}/s",
             count(per_s),
-            (count(found.tokens / high_s), count(found.tokens / low_s)),
-            f"{count(found.tokens_per_s_per_device).text} per device",
+            (count(step.tokens / high_s), count(step.tokens / low_s)),
+            f"{count(step.tokens_per_s_per_device).text} per device",
         ),
-        Answer(
-            "MFU", share(found.mfu), (share(found.mfu * found.step_s / high_s), share(found.mfu * found.step_s / low_s))
-        ),
+        Answer("MFU", share(step.mfu), (share(step.mfu * step.step_s / high_s), share(step.mfu * step.step_s / low_s))),
     ]
 
 
-def figures_of(found: Prediction, *, small: bool = False) -> Iterator[Section]:
+def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     """Yield the figures of a prediction: the step, its parts, its memory."""
-    stages, peak = found.timeline.stages, found.memory.index(found.peak)
-    drawn = some_of(stages, [peak], most_drawn(found.timeline))
+    stages, peak = step.timeline.stages, step.memory.index(step.peak)
+    drawn = some_of(stages, [peak], most_drawn(step.timeline))
     some = "" if len(drawn) == len(stages) else f" {len(drawn)} of {len(stages)} stages are drawn."
-    figure = TimelineFigure([*lanes_of(found.timeline, drawn, amounts_of(found))], found.timeline.step_s)
+    figure = TimelineFigure([*lanes_of(step.timeline, drawn, amounts_of(step))], step.timeline.step_s)
     yield Section(
         "The step",
         figure.to_html(small=small),
         f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{some}",
     )
-    parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in found.parts]
-    if found.exchange_s:
-        parts.append(Bar("exchange of replicas", "dp", None, found.step_s - found.timeline.step_s))
-    caption = f"Stage {found.parts[0].stage if found.parts else 0}, the slowest stage. The parts add up to the step."
-    yield Section("Where the time goes", bars(parts, found.step_s), caption)
+    parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in step.parts]
+    if step.exchange_s:
+        parts.append(Bar("exchange of replicas", "dp", None, step.step_s - step.timeline.step_s))
+    caption = f"Stage {step.parts[0].stage if step.parts else 0}, the slowest stage. The parts add up to the step."
+    yield Section("Where the time goes", bars(parts, step.step_s), caption)
     charts = [
-        memory_chart(predicted_memory(found, stage), found.timeline.step_s)
+        memory_chart(predicted_memory(step, stage), step.timeline.step_s)
         for stage in some_of(stages, [peak], MOST_CHARTS)
     ]
-    keys = dict.fromkeys(name for use in found.memory for name, held in use.parts().items() if held)
+    keys = dict.fromkeys(name for use in step.memory for name, part_bytes in use.parts().items() if part_bytes)
     legend = "".join(f'<span><i class="{name.replace(" ", "-")}"></i>{name}</span>' for name in keys)
     caption = "One rank of each stage over the step, and the capacity of its device (dashed)."
-    kept = memory_use.allocator_summary(found.peak, found.reserved_bytes, found.hardware)
-    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in kept)])
+    summary = memory_use.allocator_summary(step.peak, step.reserved_bytes, step.hardware)
+    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in summary)])
     yield Section("Memory", f'<div class="grid">{"".join(charts)}</div><p class="legend">{legend}</p>', caption)
 
 
@@ -111,11 +109,11 @@ def most_drawn(timeline: Timeline) -> int:
     return most_groups(streams / groups)
 
 
-def amounts_of(found: Prediction) -> dict[int, dict[str, int]]:
+def amounts_of(step: Prediction) -> dict[int, dict[str, int]]:
     """Return the FLOPs or bytes of each op by its name, for each stage."""
     return {
         stage: {f"{op.kind}:{op.owner}": op.size_bytes or op.flops for _, op in program.ops()}
-        for stage, program in enumerate(found.programs)
+        for stage, program in enumerate(step.programs)
     }
 
 
@@ -130,9 +128,9 @@ def lanes_of(
             if span.end_s > span.start_s:
                 kind, amount = _kind(span.stream, span.name), known.get(span.name, 0)
                 boxes[span.stream].append(Box(span.start_s, span.end_s, kind, span.name, span.task, amount))
-        for stream, found in boxes.items():
-            found.sort(key=lambda box: box.start_s)
-            yield Lane(f"{timeline.lane} {stage}", stream, found, predicted)
+        for stream, lane_boxes in boxes.items():
+            lane_boxes.sort(key=lambda box: box.start_s)
+            yield Lane(f"{timeline.lane} {stage}", stream, lane_boxes, predicted)
 
 
 def _kind(stream: str, name: str) -> str:
@@ -155,16 +153,16 @@ def row_kind(name: str, axis: str | None) -> str:
     return name
 
 
-def predicted_memory(found: Prediction, stage: int, label: str = "") -> MemoryCurve:
+def predicted_memory(step: Prediction, stage: int, label: str = "") -> MemoryCurve:
     """Return the predicted memory of a rank of one stage over the step."""
-    moments, use = memory_over_step(found, stage), found.memory[stage]
-    held = [moment.held.parts() for moment in moments]
-    parts = {name: [one[name] for one in held] for name in use.parts()}
+    moments, use = memory_over_step(step, stage), step.memory[stage]
+    sizes = [moment.held.parts() for moment in moments]
+    parts = {name: [each[name] for each in sizes] for name in use.parts()}
     return MemoryCurve(
         label or f"stage {stage}",
         parts,
         [moment.time_s for moment in moments],
-        found.hardware.memory_bytes,
+        step.hardware.memory_bytes,
         size(use.total),
         use.peak_at,
     )
@@ -190,11 +188,11 @@ def described(job: Job, layout: Layout, hardware: Hardware | None) -> Section:
 
 def keys_of(job: Job) -> dict[str, object]:
     """Return the keys of a job that differ from their defaults."""
-    usual, mine = (
+    usual, values = (
         Job().model_dump(mode="json"),
         job.model_dump(mode="json", exclude={"layout": True, "run": {"folder"}}),
     )
-    changed = {table: _changed(usual[table], row) for table, row in mine.items()}
+    changed = {table: _changed(usual[table], row) for table, row in values.items()}
     return {key: value for key, value in _flat("", changed) if value not in (None, [], "")}
 
 
@@ -210,16 +208,16 @@ def _words(layout: Layout) -> dict[str, object]:
     return {field.name: getattr(layout, field.name) for field in fields(Layout)}
 
 
-def _changed(usual: Mapping[str, object], mine: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in mine.items() if usual.get(key) != value}
+def _changed(usual: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if usual.get(key) != value}
 
 
 def notes_of(labels: Mapping[str, str]) -> list[str]:
     """Return notes on how the numbers of a prediction were computed."""
-    time, held = intervals()["time"], intervals()["memory"]
+    time, memory = intervals()["time"], intervals()["memory"]
     return [
         *(f"{subject}: {origin}." for subject, origin in labels.items()),
-        f"Intervals hold 8 in 10 of {time.rows:,} published steps and of {held.rows:,} published peaks of memory.",
+        f"Intervals hold 8 in 10 of {time.rows:,} published steps and of {memory.rows:,} published peaks of memory.",
     ]
 
 
@@ -232,20 +230,20 @@ class MemoryMoment:
     held: MemoryUse
 
 
-def memory_over_step(found: Prediction, stage: int) -> list[MemoryMoment]:
+def memory_over_step(step: Prediction, stage: int) -> list[MemoryMoment]:
     """Return what a rank of one stage holds at each op of a step, in the order of time."""
     times: dict[tuple[str, str], float] = {}
-    for span in found.timeline.spans_of(stage):
+    for span in step.timeline.spans_of(stage):
         times.setdefault((span.task, span.name), span.start_s)
-    last_s = max((span.start_s for span in found.timeline.spans_of(stage) if span.stream == COMPUTE), default=0.0)
+    last_s = max((span.start_s for span in step.timeline.spans_of(stage) if span.stream == COMPUTE), default=0.0)
     moments: list[MemoryMoment] = []
     now_s = 0.0
-    for task, held in memory_use.over_step(found.programs[stage], found.states_per_param):
+    for task, use in memory_use.over_step(step.programs[stage], step.states_per_param):
         label = f"{task.kind}{task.microbatch}"
-        at_s = times.get((label, held.peak_at), last_s if held.peak_at == "update:optimizer" else now_s)
+        at_s = times.get((label, use.peak_at), last_s if use.peak_at == "update:optimizer" else now_s)
         now_s = max(now_s, at_s)
-        held = replace(held, overhead=found.hardware.reserved_bytes)
-        if moments and moments[-1].time_s == now_s and moments[-1].held.total >= held.total:
+        use = replace(use, overhead=step.hardware.reserved_bytes)
+        if moments and moments[-1].time_s == now_s and moments[-1].held.total >= use.total:
             continue
-        moments.append(MemoryMoment(now_s, label, held))
+        moments.append(MemoryMoment(now_s, label, use))
     return moments

@@ -95,18 +95,18 @@ def logged(folder: Path, *keys: str) -> dict[str, LoggedSeries]:
     path = folder / LOG
     if not path.is_file():
         return {}
-    found: dict[str, tuple[list[int], list[float]]] = {key: ([], []) for key in keys}
+    numbers: dict[str, tuple[list[int], list[float]]] = {key: ([], []) for key in keys}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
             continue
-        for key, (steps, values) in found.items():
+        for key, (steps, values) in numbers.items():
             if isinstance(value := line.get(key), int | float):
                 steps.append(step)
                 values.append(float(value))
-    return {key: LoggedSeries(*series) for key, series in found.items() if series[0]}
+    return {key: LoggedSeries(*series) for key, series in numbers.items() if series[0]}
 
 
 def curves(series: Mapping[str, LoggedSeries]) -> Iterator[Section]:

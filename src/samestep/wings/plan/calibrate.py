@@ -199,8 +199,8 @@ def _calibrated(
     result = Calibration(
         steps=calibrated_steps, factors=factors, hardware=fitted, path=None, kept="", skipped=tuple(said)
     )
-    if kept := _why_kept(result):
-        return replace(result, hardware=machine, kept=kept)
+    if reason := _why_kept(result):
+        return replace(result, hardware=machine, kept=reason)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, _as_toml(fitted, machine, factors, f"{len(steps)} measured steps"))
@@ -216,9 +216,9 @@ def _why_kept(calibration: Calibration) -> str:
     """Return why a refitted profile is worth no more than the one before; empty if it is worth more."""
     if far := [name for name, value in calibration.factors.items() if not 1.01 / _MOST < value < 0.99 * _MOST]:
         return f"{far[0]} would take {calibration.factors[far[0]]:.3g} times as long, which no machine of this data sheet does: another --hardware, or other rows, may be right"
-    before, left_out = calibration.off("before"), calibration.off("left_out")
-    if left_out >= before:
-        return f"steps that a fit has not seen are {left_out:.1%} off with it, and {before:.1%} without"
+    errors, left_out = calibration.off("before"), calibration.off("left_out")
+    if left_out >= errors:
+        return f"steps that a fit has not seen are {left_out:.1%} off with it, and {errors:.1%} without"
     return ""
 
 
@@ -253,10 +253,10 @@ def _refuse_too_large(steps: Sequence[TimedStep], programs: Sequence[tuple[Progr
     """Refuse steps whose weights, gradients and states alone do not fit, held in half the bytes: no such run was measured."""
     mistakes = []
     for step, stages in zip(steps, programs, strict=True):
-        held = max(at_rest(stage).total for stage in stages)
-        if held > 2 * machine.memory_bytes:
+        size = max(at_rest(stage).total for stage in stages)
+        if size > 2 * machine.memory_bytes:
             mistakes.append(
-                f"{step.origin}: weights, gradients and optimizer states alone are {readable(held)} of a device that has "
+                f"{step.origin}: weights, gradients and optimizer states alone are {readable(size)} of a device that has "
                 f"{readable(machine.memory_bytes)}: another layout, such as a ZeRO stage that is missing, or --hardware may be right"
             )
     if mistakes:
@@ -290,7 +290,7 @@ class Fit:
     ) -> None:
         self._machines, self._predictors, self._measured_s = machines, predictors, measured_s
         every = [_limits(machine) for machine in machines]
-        self._least = {name: max(one[name] for one in every) for name in every[0]}
+        self._least = {name: max(row[name] for row in every) for name in every[0]}
         self._known: dict[tuple[float, ...], list[float]] = {}
 
     def seconds(self, factors: _Factors) -> list[float]:
@@ -323,9 +323,9 @@ class Fit:
         folds = min(count, _MOST_FOLDS)
         for fold in range(folds):
             others = [index for index in range(count) if index % folds != fold]
-            found = self.seconds(self.best(others, factors))
+            seconds = self.seconds(self.best(others, factors))
             for index in range(fold, count, folds):
-                predicted_s[index] = found[index]
+                predicted_s[index] = seconds[index]
         return predicted_s
 
     def _is_possible(self, name: str, factor: float) -> bool:

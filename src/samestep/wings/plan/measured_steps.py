@@ -68,8 +68,8 @@ class TimedStep:
     @property
     def configuration(self) -> str:
         """All that a prediction reads of it, as text: steps with the same text are predicted alike."""
-        own = self.job.model_dump_json(include={"model", "numerics", "optimizer"})
-        return f"{self.layout} of {self.job.train.global_batch} samples of {self.model.length}: {own}"
+        keys = self.job.model_dump_json(include={"model", "numerics", "optimizer"})
+        return f"{self.layout} of {self.job.train.global_batch} samples of {self.model.length}: {keys}"
 
 
 def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[TimedStep], list[str]]:
@@ -108,8 +108,8 @@ def _refuse_machines(steps: Sequence[TimedStep]) -> None:
     """Refuse steps of several machines: one profile is refitted."""
     first = {step.hardware: step.origin for step in reversed(steps) if step.hardware}
     if len(first) > 1:
-        found = ", ".join(f"{name} ({origin})" for name, origin in first.items())
-        raise InputError("measured-steps", f"the steps are of several machines: {found}; a file for each of them works")
+        names = ", ".join(f"{name} ({origin})" for name, origin in first.items())
+        raise InputError("measured-steps", f"the steps are of several machines: {names}; a file for each of them works")
 
 
 def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
@@ -119,8 +119,8 @@ def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
         InputError: two of these are too far apart to be the same step.
     """
     alike: dict[str, list[TimedStep]] = {}
-    for one in steps:
-        alike.setdefault(one.configuration, []).append(one)
+    for measured in steps:
+        alike.setdefault(measured.configuration, []).append(measured)
     timed_steps, mistakes = list[TimedStep](), list[str]()
     for same in alike.values():
         fast, slow = min(same, key=lambda step: step.step_s), max(same, key=lambda step: step.step_s)
@@ -181,31 +181,31 @@ def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> TimedStep:
     """Return the measured step of one line."""
     if None in row or any(value is None for value in row.values()):
         raise InputError("measured-steps", "it has more or fewer values than the file has columns")
-    given = {str(name): str(value).strip() for name, value in row.items() if str(value).strip()}
-    _refuse_unsaid(given, job)
-    settings = [f"{_SHORT.get(name, name)}={value}" for name, value in given.items() if name in _SHORT or "." in name]
+    cells = {str(name): str(value).strip() for name, value in row.items() if str(value).strip()}
+    _refuse_unsaid(cells, job)
+    settings = [f"{_SHORT.get(name, name)}={value}" for name, value in cells.items() if name in _SHORT or "." in name]
     if job is None:
-        own, _ = as_published(jobs.default(settings))
+        row_job, _ = as_published(jobs.default(settings))
     else:
         tables = job.model_dump(exclude_unset=True)
         for setting in settings:
             jobs.set_key(tables, setting)
-        own, _ = as_published(Job(**tables))
-    layout = _layout_of(given)
-    if "devices" in given and given["devices"] != str(layout.world_size):
+        row_job, _ = as_published(Job(**tables))
+    layout = _layout_of(cells)
+    if "devices" in cells and cells["devices"] != str(layout.world_size):
         raise InputError(
             "devices-and-ranks",
-            f"devices = {given['devices']}, and layout {str(layout)!r} has {layout.world_size} ranks",
+            f"devices = {cells['devices']}, and layout {str(layout)!r} has {layout.world_size} ranks",
         )
-    model = catalog.model_spec(own)
-    step_s = _seconds_of(given, own, model, layout)
-    hardware = given.get("hardware", "")
-    return TimedStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s, hardware=hardware)
+    model = catalog.model_spec(row_job)
+    step_s = _seconds_of(cells, row_job, model, layout)
+    hardware = cells.get("hardware", "")
+    return TimedStep(origin=origin, job=row_job, model=model, layout=layout, step_s=step_s, hardware=hardware)
 
 
-def _refuse_unsaid(given: Mapping[str, str], job: Job | None) -> None:
+def _refuse_unsaid(cells: Mapping[str, str], job: Job | None) -> None:
     """Refuse a line that leaves to a default what nobody but its author knows."""
-    names = {_SHORT.get(name, name) for name in given}
+    names = {_SHORT.get(name, name) for name in cells}
     for column in _NEEDED:
         table, _, key = _SHORT[column].partition(".")
         if _SHORT[column] not in names and (job is None or key not in getattr(job, table).model_fields_set):
@@ -215,12 +215,12 @@ def _refuse_unsaid(given: Mapping[str, str], job: Job | None) -> None:
             )
 
 
-def _layout_of(given: Mapping[str, str]) -> Layout:
-    words = {name: given[name] for name in _WORDS if name in given}
-    if "layout" in given and words:
+def _layout_of(cells: Mapping[str, str]) -> Layout:
+    words = {name: cells[name] for name in _WORDS if name in cells}
+    if "layout" in cells and words:
         raise InputError("command-options", f"layout and {next(iter(words))} both say the layout: one of them works")
-    if "layout" in given:
-        return Layout(given["layout"])
+    if "layout" in cells:
+        return Layout(cells["layout"])
     if not words:
         raise InputError(
             "measured-steps",
@@ -229,9 +229,9 @@ def _layout_of(given: Mapping[str, str]) -> Layout:
     return Layout(**words)
 
 
-def _seconds_of(given: Mapping[str, str], job: Job, model: ModelSpec, layout: Layout) -> float:
+def _seconds_of(cells: Mapping[str, str], job: Job, model: ModelSpec, layout: Layout) -> float:
     """Return the seconds of a step, from whatever says how fast it was."""
-    speeds = [name for name in _SPEEDS if name in given]
+    speeds = [name for name in _SPEEDS if name in cells]
     if len(speeds) != 1:
         raise InputError(
             "measured-steps",
@@ -239,11 +239,11 @@ def _seconds_of(given: Mapping[str, str], job: Job, model: ModelSpec, layout: La
         )
     name = speeds[0]
     try:
-        value = float(given[name])
+        value = float(cells[name])
     except ValueError:
-        raise InputError("measured-steps", f"{name} = {given[name]!r} must be a number, such as 1234.5") from None
+        raise InputError("measured-steps", f"{name} = {cells[name]!r} must be a number, such as 1234.5") from None
     if not 0 < value < math.inf:
-        raise InputError("measured-steps", f"{name} = {given[name]} must be a speed above 0")
+        raise InputError("measured-steps", f"{name} = {cells[name]} must be a speed above 0")
     if name == "step_s":
         return value
     samples, devices = job.train.global_batch, layout.world_size

@@ -93,7 +93,7 @@ class ScheduleRules:
         """Return the degrees with each schedule that the rules allow with some split of the data axis."""
         if degrees not in self._known_schedules:
             every = candidates.vary_schedules(degrees, self.thinned.model)
-            self._known_schedules[degrees] = tuple(one for one in every if self._is_legal(one))
+            self._known_schedules[degrees] = tuple(family for family in every if self._is_legal(family))
         return self._known_schedules[degrees]
 
     def by_reason(self, family: Layout, splits: Iterable[Split]) -> dict[str | None, tuple[Split, ...]]:
@@ -103,10 +103,10 @@ class ScheduleRules:
         """
         if family not in self._known_reasons:
             self._known_reasons[family] = self._asked(family)
-        reasons, found = self._known_reasons[family], dict[str | None, list[Split]]()
+        reasons, groups = self._known_reasons[family], dict[str | None, list[Split]]()
         for split in splits:
-            found.setdefault(reasons[split], []).append(split)
-        return {reason: tuple(some) for reason, some in found.items()}
+            groups.setdefault(reasons[split], []).append(split)
+        return {reason: tuple(some) for reason, some in groups.items()}
 
     def _is_legal(self, family: Layout) -> bool:
         if self._refused_whole(family):
@@ -117,14 +117,14 @@ class ScheduleRules:
         splits = self.thinned.splits(family, 1)
         if reason := self._refused_whole(family):
             return dict.fromkeys(splits, reason)
-        found: dict[Split, str | None] = {}
+        reasons: dict[Split, str | None] = {}
         allowed: set[tuple[object, ...]] = set()
         for split in splits:
             kind = split.zero, split.accumulate, split.reduce
-            found[split] = None if kind in allowed else self._refusal(family, split)
-            if found[split] is None:
+            reasons[split] = None if kind in allowed else self._refusal(family, split)
+            if reasons[split] is None:
                 allowed.add(kind)
-        return found
+        return reasons
 
     def _refused_whole(self, family: Layout) -> str | None:
         """Return why no split of the data axis is allowed under a schedule: what stages refuse does not depend on it."""
@@ -191,10 +191,10 @@ def at_least(need: Need, total: float, hardware: Hardware) -> str:
 
 def nearest_to_fitting(fallen: Sequence[Fallen]) -> str:
     """Return the layout that comes nearest to fitting, and what it needs, as text."""
-    too_large = [one for one in fallen if one.rule == "memory"]
+    too_large = [group for group in fallen if group.rule == "memory"]
     if not too_large:
         return "no layout of these devices is legal"
-    near = min(too_large, key=lambda one: one.needed_bytes)
+    near = min(too_large, key=lambda group: group.needed_bytes)
     return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'
 
 
@@ -221,12 +221,12 @@ def nearest(
     for _, alike in itertools.groupby(asked, key=far):
         steps = (builder.step(one) for one in alike)
         may_be = (step for step in steps if refusal_of(step) is None and needs.need(step).total <= room)
-        found = []
+        predictions = []
         for step in itertools.islice(may_be, MOST_PLAYED):
             programs = builder.programs(step.layout)
             uses = memory_of(programs, hardware, states_per_param)
             if max(use.total for use in uses) <= hardware.room_bytes:
-                found.append(predict_programs(programs, model, job, hardware, uses, states_per_param))
-        if found:
-            return min(found, key=lambda one: one.step_s)
+                predictions.append(predict_programs(programs, model, job, hardware, uses, states_per_param))
+        if predictions:
+            return min(predictions, key=lambda one: one.step_s)
     return None

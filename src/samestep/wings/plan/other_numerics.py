@@ -10,6 +10,7 @@ a search under the other numerics would find may be better still.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from samestep.errors import LayoutError
@@ -53,78 +54,34 @@ def savings(
     best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int = 2
 ) -> list[Saving]:
     """List the changes of numerics that would save time worth having in this layout, the greatest first."""
-    savings = [
-        saving
-        for saving in (
-            _try_tf32(best, model, job, hardware, states_per_param),
-            _try_half_precision(best, model, job, hardware, states_per_param),
-            _of_bytes(best, model, job, hardware, states_per_param),
-            _as_they_are(best, model, job, hardware, states_per_param),
-        )
-        if saving is not None and saving.step_s < (1 - WORTH) * saving.before_s
-    ]
+    savings = []
+    for change, keys in _changes(best, job, hardware):
+        changed = job.model_copy(update={"numerics": job.numerics.model_copy(update=keys)})
+        try:
+            prediction = predict(model, changed, best.layout, hardware, states_per_param)
+        except LayoutError:
+            continue
+        if prediction.step_s < (1 - WORTH) * best.step_s:
+            peak_bytes = None if "tf32" in keys else prediction.peak.total
+            times = {"step_s": prediction.step_s, "before_s": best.step_s}
+            savings.append(Saving(change=change, **times, peak_bytes=peak_bytes, before_bytes=best.peak.total))
     return sorted(savings, key=lambda saving: saving.step_s)
 
 
-def _try_tf32(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
-    """Round the factors of products as they are multiplied."""
-    if job.numerics.precision != "float32" or job.numerics.tf32 or TF32 not in hardware.flops_per_s:
-        return None
-    said = predict(model, _under(job, tf32=True), best.layout, hardware, states)
-    return Saving(change="numerics.tf32=true", step_s=said.step_s, before_s=best.step_s, before_bytes=best.peak.total)
-
-
-def _try_half_precision(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
-    """Compute in half precision, with masters, gradients and reductions as they are."""
-    if job.numerics.precision != "float32":
-        return None  # float64 is asked for by who wants every digit
-    kinds = (("bf16", "bfloat16"), ("fp16", "float16"))
-    precision = next((name for name, dtype in kinds if dtype in hardware.flops_per_s), None)
-    if precision is None:
-        return None
-    said = predict(model, _under(job, precision=precision), best.layout, hardware, states)
-    return Saving(
-        change=f"numerics.precision={precision}",
-        step_s=said.step_s,
-        before_s=best.step_s,
-        peak_bytes=said.peak.total,
-        before_bytes=best.peak.total,
-    )
-
-
-def _under(job: Job, **numerics: object) -> Job:
-    return job.model_copy(update={"numerics": job.numerics.model_copy(update=numerics)})
-
-
-def _as_they_are(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
-    """Send what a codec of the job compresses as it is."""
-    if job.numerics.compression == "none":
-        return None
-    replicas = 1 if job.numerics.exchange_every == 1 else job.numerics.replicas
-    said = predict(model, _under(job, compression="none", replicas=replicas), best.layout, hardware, states)
-    return Saving(
-        change=f"numerics.compression=none in place of {job.numerics.compression}, which costs more than it saves",
-        step_s=said.step_s,
-        before_s=best.step_s,
-        peak_bytes=said.peak.total,
-        before_bytes=best.peak.total,
-    )
-
-
-def _of_bytes(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
-    """Send gradients between the outermost data ranks as one byte each."""
-    step = best.programs[0].step
-    ranks = Contributions.of(best.layout, step.zero, 1).ranks
-    if job.numerics.compression != "none" or ranks == 1 or job.train.global_batch % ranks:
-        return None
-    try:
-        said = predict(model, _under(job, compression="int8", replicas=ranks), best.layout, hardware, states)
-    except LayoutError:
-        return None
-    return Saving(
-        change=f"numerics.compression=int8 with numerics.replicas={ranks}",
-        step_s=said.step_s,
-        before_s=best.step_s,
-        peak_bytes=said.peak.total,
-        before_bytes=best.peak.total,
-    )
+def _changes(best: Prediction, job: Job, hardware: Hardware) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the changes of a job's numerics that may pay in a layout, as text and as keys."""
+    numerics, speeds = job.numerics, hardware.flops_per_s
+    if numerics.precision == "float32":  # float64 is asked for by who wants every digit
+        if not numerics.tf32 and TF32 in speeds:
+            yield "numerics.tf32=true", {"tf32": True}
+        if halves := [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in speeds]:
+            yield f"numerics.precision={halves[0]}", {"precision": halves[0]}
+    if numerics.compression != "none":
+        text = f"numerics.compression=none in place of {numerics.compression}, which costs more than it saves"
+        yield text, {"compression": "none", "replicas": 1 if numerics.exchange_every == 1 else numerics.replicas}
+        return
+    # Gradients between the outermost data ranks as one byte each.
+    ranks = Contributions.of(best.layout, best.programs[0].step.zero, 1).ranks
+    if ranks > 1 and job.train.global_batch % ranks == 0:
+        text = f"numerics.compression=int8 with numerics.replicas={ranks}"
+        yield text, {"compression": "int8", "replicas": ranks}

@@ -78,10 +78,10 @@ def _safe(plan: Plan, model: ModelSpec, job: Job, where: Hardware, states: int) 
 
     None where the layouts that were found are as likely to fit as any other.
     """
-    surest = max(one.chance_to_fit for one in plan.best)
+    surest = max(prediction.chance_to_fit for prediction in plan.best)
     for chance in (SAFE, *LESS_SAFE):
         if surest >= chance:
-            return next(one for one in plan.best if one.chance_to_fit >= chance)
+            return next(prediction for prediction in plan.best if prediction.chance_to_fit >= chance)
         room_bytes = intervals(class_of(where, plan.devices))["memory"].safe_below(where.memory_bytes, chance)
         roomy = replace(where, kept_free=max(where.kept_free, 1 - room_bytes / where.memory_bytes))
         others = search.plan(model, job, roomy, plan.devices, top=1, states_per_param=states, may_offload=False)

@@ -35,35 +35,35 @@ def plan(words: Namespace) -> Result:
     if words.measure_top:
         _check_measurable(words, job)
     top = max(words.top, words.measure_top)
-    found = plan.plan(
+    planned = plan.plan(
         job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
     )
-    say_cautions(words, found.hardware, words.devices)
-    why = [] if asked is None else [ranking.why_not(found, asked)]
-    answers = ranking.answers(found, words.days_for_tokens, words.cost_per_hour)
-    recipe = _recipe(words, job, *found.best)
-    text = wrap("\n".join([ranking.as_text(found), *why, *answers, *ranking.other_numerics(found)]))
+    say_cautions(words, planned.hardware, words.devices)
+    why = [] if asked is None else [ranking.why_not(planned, asked)]
+    answers = ranking.answers(planned, words.days_for_tokens, words.cost_per_hour)
+    recipe = _recipe(words, job, *planned.best)
+    text = wrap("\n".join([ranking.as_text(planned), *why, *answers, *ranking.other_numerics(planned)]))
     text = "\n".join([text, *_emitted(words, recipe)])
     measured = None
-    if words.measure_top and found.best:
+    if words.measure_top and planned.best:
         limit_threads(job.run.threads)
         from samestep.wings.plan.measurement.profile import benchmark_layouts
 
         print(text)
-        measured = benchmark_layouts(job, [one.layout for one in found.best[: words.measure_top]])
+        measured = benchmark_layouts(job, [prediction.layout for prediction in planned.best[: words.measure_top]])
         text = measured.to_text()
 
     if words.html:
         plan_page = wings.required("pages", "plan_page")
-        write(words.html, plan_page.page_of(found).to_html())
+        write(words.html, plan_page.page_of(planned).to_html())
 
     def record() -> dict[str, object]:
         more: dict[str, object] = {"why": why[0]} if why else {}
         more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
         more |= {"emitted": recipe.to_record()} if recipe else {}
-        return ranking.as_record(found) | more
+        return ranking.as_record(planned) | more
 
-    return Result(record, text, 0 if found.best else 1)
+    return Result(record, text, 0 if planned.best else 1)
 
 
 def _check_emit(words: Namespace) -> None:
@@ -118,13 +118,13 @@ def simulate(words: Namespace) -> Result:
 
     _check_emit(words)
     job = planned_job(words)
-    found = simulate(job, words.layout, words.hardware, devices=words.devices)
-    say_cautions(words, found.hardware, found.devices)
-    _write_pictures(words, found)
-    recipe = _recipe(words, job, found)
+    prediction = simulate(job, words.layout, words.hardware, devices=words.devices)
+    say_cautions(words, prediction.hardware, prediction.devices)
+    _write_pictures(words, prediction)
+    recipe = _recipe(words, job, prediction)
     more = {"job": job.model_dump(mode="json"), **({"emitted": recipe.to_record()} if recipe else {})}
-    text = "\n".join([as_text(found, whole=words.program), *_emitted(words, recipe)])
-    return Result(lambda: found.to_record() | more, text)
+    text = "\n".join([as_text(prediction, whole=words.program), *_emitted(words, recipe)])
+    return Result(lambda: prediction.to_record() | more, text)
 
 
 def _case(words: Namespace) -> Result:
@@ -150,12 +150,12 @@ def _case(words: Namespace) -> Result:
     return Result(lambda: run.predict().to_record(), "\n".join(lines))
 
 
-def _write_pictures(words: Namespace, found: Any) -> None:
+def _write_pictures(words: Namespace, prediction: Any) -> None:
     if words.trace:
-        write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
+        write(words.trace, json.dumps(prediction.timeline.to_chrome_trace()))
     if words.html:
         prediction_page = wings.required("pages", "prediction_page")
-        write(words.html, prediction_page.page_of(found).to_html())
+        write(words.html, prediction_page.page_of(prediction).to_html())
 
 
 def measure(words: Namespace) -> Result:
@@ -187,5 +187,5 @@ def calibrate(words: Namespace) -> Result:
     from samestep.wings.plan.calibrate import calibrate
 
     job = _of_settings(words.set) if words.job is None else job_of(words)
-    found = calibrate(words.rows, words.hardware, words.out, job=job)
-    return Result(found.to_record, found.to_text(), 1 if found.kept else 0)
+    calibration = calibrate(words.rows, words.hardware, words.out, job=job)
+    return Result(calibration.to_record, calibration.to_text(), 1 if calibration.kept else 0)

@@ -24,50 +24,50 @@ _OUTCOMES = {
 """The words for each rule by which a layout is left out."""
 
 
-def as_text(found: Plan) -> str:
+def as_text(plan: Plan) -> str:
     """Write the ranked table, the bottleneck of the recommended layout, and the reasons against the others."""
     lines = []
-    if found.best:
-        best = recommended(found)
-        lines += _table(found)
-        lines.append(_fits(found))
-        lines += allocator_summary(best.peak, best.reserved_bytes, found.hardware)
+    if plan.best:
+        best = recommended(plan)
+        lines += _table(plan)
+        lines.append(_fits(plan))
+        lines += allocator_summary(best.peak, best.reserved_bytes, plan.hardware)
         lines.append(f"it is bound by {binds(best)}")
         lines += unpriced(best.job)
-        lines += cautions(found.best)
-        if found.best[0].layout.offload:
-            ranks = found.devices // len(found.best[0].memory)
-            rate = f"{found.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"
+        lines += cautions(plan.best)
+        if plan.best[0].layout.offload:
+            ranks = plan.devices // len(plan.best[0].memory)
+            rate = f"{plan.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"
             lines.append(
                 f"nothing fits without offload; the update on the host is predicted at {rate} (host_update_bytes_per_s), and needs "
-                f"{gib(sum(use.host for use in found.best[0].memory) * ranks)} GiB of the memory of its hosts"
+                f"{gib(sum(use.host for use in plan.best[0].memory) * ranks)} GiB of the memory of its hosts"
             )
     else:
-        lines.append(found.nearest)
-    lines += _describe_kept_free(found.hardware)
-    rules = found.counts
+        lines.append(plan.nearest)
+    lines += _describe_kept_free(plan.hardware)
+    rules = plan.counts
     counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
-        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+        f"{plan.considered} layouts of {plan.devices} device{'s' * (plan.devices > 1)} in {plan.seconds:.2f} s: {counts}"
     )
     if rules["unplayed"]:
         lines.append(
             f"the search ended after {MOST_PLAYED} layouts were played: one that was not played may be faster than those shown"
         )
-    lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
-    lines += describe_accuracy(found.hardware, found.devices)
-    lines += [f'  "{next(one.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    lines.append(f"model: {plan.labels['model']}; figures of {plan.hardware.name}: {plan.labels['hardware']}")
+    lines += describe_accuracy(plan.hardware, plan.devices)
+    lines += [f'  "{next(group.layouts())}" {group.reason}' for group in examples(plan.fallen)]
     return "\n".join(lines)
 
 
-def _table(found: Plan) -> list[str]:
+def _table(plan: Plan) -> list[str]:
     """Return the table of the layouts to show; a long layout goes on below in its column."""
-    shown = in_order(found)
-    head = tuple(title.format(found.best[0].unit) for title in _HEAD)
-    cells = align_columns([head, *((mark_of(found, one), *_cells(one)) for one in shown)]).splitlines()
+    shown = in_order(plan)
+    head = tuple(title.format(plan.best[0].unit) for title in _HEAD)
+    cells = align_columns([head, *((mark_of(plan, row), *_cells(row)) for row in shown)]).splitlines()
     indent = max(map(len, cells)) + 2
     lines = []
-    for cell, text in zip(cells, ["layout", *(str(one.layout) for one in shown)], strict=True):
+    for cell, text in zip(cells, ["layout", *(str(row.layout) for row in shown)], strict=True):
         first, *more = textwrap.wrap(text, COLUMNS - indent, break_on_hyphens=False)
         lines += [cell.ljust(indent) + first, *(" " * (indent + 2) + part for part in more)]
     return lines
@@ -77,25 +77,25 @@ SAFE = 0.9
 """The probability to fit from which a layout is shown as one that fits."""
 
 
-def mark_of(found: Plan, one: Prediction) -> str:
+def mark_of(plan: Plan, prediction: Prediction) -> str:
     """Return the label of a row of the table."""
-    return ", ".join(["recommended"] * (one is recommended(found)) + ["fastest"] * (one is found.best[0]))
+    return ", ".join(["recommended"] * (prediction is recommended(plan)) + ["fastest"] * (prediction is plan.best[0]))
 
 
-def recommended(found: Plan) -> Prediction:
+def recommended(plan: Plan) -> Prediction:
     """Return the layout to take: the fastest one that is likely to fit, or else the one that is most likely to."""
-    return found.safe or found.best[0]
+    return plan.safe or plan.best[0]
 
 
-def in_order(found: Plan) -> list[Prediction]:
+def in_order(plan: Plan) -> list[Prediction]:
     """Return the layouts to show: the recommended one, then the fastest ones."""
-    best = recommended(found)
-    return [best, *(one for one in found.best if one is not best)]
+    best = recommended(plan)
+    return [best, *(prediction for prediction in plan.best if prediction is not best)]
 
 
-def _fits(found: Plan) -> str:
+def _fits(plan: Plan) -> str:
     """Return a line on the recommended layout: how likely it fits, and the time that it costs over the fastest one."""
-    first, best = found.best[0], recommended(found)
+    first, best = plan.best[0], recommended(plan)
     text = f'recommended: "{best.layout}", {best.chance_to_fit:.0%} likely to fit, by the record of predictions'
     if best is first:
         return text
@@ -156,24 +156,24 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
 def _by_kind(fallen: Sequence[Fallen]) -> list[list[Fallen]]:
     """Divide them by rule and reason, with its numbers left out of account."""
     kinds: dict[tuple[str, str], list[Fallen]] = {}
-    for one in fallen:
-        kinds.setdefault((one.rule, one.reason.partition(":")[0].translate(_NUMBERS)), []).append(one)
+    for group in fallen:
+        kinds.setdefault((group.rule, group.reason.partition(":")[0].translate(_NUMBERS)), []).append(group)
     return list(kinds.values())
 
 
-def _cells(one: Prediction) -> tuple[str, ...]:
+def _cells(prediction: Prediction) -> tuple[str, ...]:
     return (
-        f"{one.step_s:.4g}",
-        f"{one.tokens_per_s_per_device:,.0f}",
-        f"{one.mfu:.1%}",
-        gib(one.peak.total),
-        f"{one.chance_to_fit:.0%}",
-        f"{one.bubble_fraction:.1%}",
-        f"{one.exposed_comm_s:.3g}",
+        f"{prediction.step_s:.4g}",
+        f"{prediction.tokens_per_s_per_device:,.0f}",
+        f"{prediction.mfu:.1%}",
+        gib(prediction.peak.total),
+        f"{prediction.chance_to_fit:.0%}",
+        f"{prediction.bubble_fraction:.1%}",
+        f"{prediction.exposed_comm_s:.3g}",
     )
 
 
-def as_record(found: Plan) -> dict[str, object]:
+def as_record(plan: Plan) -> dict[str, object]:
     """Return plain data for JSON; of the layouts that fell out, which may be millions, the number for each kind of reason and an example."""
     reasons = [
         {
@@ -182,84 +182,84 @@ def as_record(found: Plan) -> dict[str, object]:
             "layout": str(next(first.layouts())),
             "reason": first.reason,
         }
-        for first, *more in _by_kind(found.fallen)
+        for first, *more in _by_kind(plan.fallen)
     ]
     record: dict[str, object] = {
-        "devices": found.devices,
-        "hardware": found.hardware.name,
-        "considered": found.considered,
-        "seconds": found.seconds,
-        "best": [one.to_record() for one in found.best],
-        "safe": found.safe.to_record() if found.safe else None,
-        "rejections": {"counts": dict(found.counts), "reasons": reasons},
-        "nearest": found.nearest,
-        "labels": dict(found.labels),
+        "devices": plan.devices,
+        "hardware": plan.hardware.name,
+        "considered": plan.considered,
+        "seconds": plan.seconds,
+        "best": [one.to_record() for one in plan.best],
+        "safe": plan.safe.to_record() if plan.safe else None,
+        "rejections": {"counts": dict(plan.counts), "reasons": reasons},
+        "nearest": plan.nearest,
+        "labels": dict(plan.labels),
     }
-    if found.best:
-        record["other_numerics"] = [saving.to_record() for saving in found.other_numerics]
+    if plan.best:
+        record["other_numerics"] = [saving.to_record() for saving in plan.other_numerics]
     return record
 
 
-def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
+def answers(plan: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
     """Return lines with the time and the cost of a training in the best layout and in the safe one; none where nothing fits.
 
     Args:
-        found: what was planned.
+        plan: what was planned.
         tokens: how many the whole training reads.
         cost_per_hour: of one device.
     """
-    if not found.best:
+    if not plan.best:
         return []
-    best = found.best[0]
+    best = plan.best[0]
     if not tokens and not cost_per_hour:
         return []
-    shown = [best, *([found.safe] if found.safe not in (None, best) else [])]
-    return [f"{mark_of(found, one)}: {_long(one, tokens or 1e9, cost_per_hour)}" for one in shown]
+    shown = [best, *([plan.safe] if plan.safe not in (None, best) else [])]
+    return [f"{mark_of(plan, prediction)}: {_long(prediction, tokens or 1e9, cost_per_hour)}" for prediction in shown]
 
 
-def _long(one: Prediction, tokens: float, cost_per_hour: float | None) -> str:
+def _long(prediction: Prediction, tokens: float, cost_per_hour: float | None) -> str:
     """Return how long one layout takes for so many tokens, with the interval of the record, the hours of devices and their cost."""
-    seconds = tokens / one.tokens_per_s_per_device / one.devices
-    low, high = one.intervals["time"].of(seconds)
+    seconds = tokens / prediction.tokens_per_s_per_device / prediction.devices
+    low, high = prediction.intervals["time"].of(seconds)
     unit, size = ("days", 86_400) if seconds >= 2 * 86_400 else ("hours", 3_600)
-    hours = one.devices * seconds / 3_600
+    hours = prediction.devices * seconds / 3_600
     cost = f", {digits(hours * cost_per_hour)} at {cost_per_hour:g} each" if cost_per_hour else ""
     took = f"{digits(seconds / size)} {unit} ({digits(low / size)} to {digits(high / size)})"
     number, name = (tokens / 1e12, "trillion") if tokens >= 1e12 else (tokens / 1e9, "billion")
-    return f"{number:,.4g} {name} {one.unit} in {took}, {digits(hours)} device hours{cost}"
+    return f"{number:,.4g} {name} {prediction.unit} in {took}, {digits(hours)} device hours{cost}"
 
 
-def other_numerics(found: Plan) -> list[str]:
+def other_numerics(plan: Plan) -> list[str]:
     """Return a line for each change of numerics that would save seconds in the best layout."""
-    return [f"other numerics, which may change results: {saving.to_line()}" for saving in found.other_numerics]
+    return [f"other numerics, which may change results: {saving.to_line()}" for saving in plan.other_numerics]
 
 
-def why_not(found: Plan, layout: Layout) -> str:
+def why_not(plan: Plan, layout: Layout) -> str:
     """Return why one layout is not the best, or that it is: the answer to `--why`."""
 
     def near() -> str:
-        if not found.best:
-            return f"; {found.nearest}"
-        works = nearest(found.model, found.job, found.hardware, layout, found.devices, found.states_per_param)
+        if not plan.best:
+            return f"; {plan.nearest}"
+        works = nearest(plan.model, plan.job, plan.hardware, layout, plan.devices, plan.states_per_param)
         return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
 
     try:
-        mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
+        prediction = predict(plan.model, plan.job, layout, plan.hardware, plan.states_per_param)
     except LayoutError as error:
         return f'"{layout}" is refused: {error}{near()}'
-    if not mine.fits:
-        return f'"{layout}" does not fit: {memory_summary(mine.peak, mine.hardware)}{near()}'
-    if not found.best:
-        return f'"{layout}" fits: {mine.step_s:.4g} s a step'
-    first = found.best[0]
-    if mine.devices != found.devices:
-        return f'"{layout}" is a layout of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is for {found.devices}'
-    if mine.layout == first.layout or mine.step_s <= first.step_s:
-        return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
+    if not prediction.fits:
+        return f'"{layout}" does not fit: {memory_summary(prediction.peak, prediction.hardware)}{near()}'
+    if not plan.best:
+        return f'"{layout}" fits: {prediction.step_s:.4g} s a step'
+    first = plan.best[0]
+    if prediction.devices != plan.devices:
+        return f'"{layout}" is a layout of {prediction.devices} devices, {prediction.step_s:.4g} s a step; this plan is for {plan.devices}'
+    if prediction.layout == first.layout or prediction.step_s <= first.step_s:
+        return f'"{layout}" is the fastest: {prediction.step_s:.4g} s a step'
     costs = [
-        ("exposed communication", mine.exposed_comm_s, first.exposed_comm_s),
-        ("bubbles", mine.bubble_fraction * mine.step_s, first.bubble_fraction * first.step_s),
+        ("exposed communication", prediction.exposed_comm_s, first.exposed_comm_s),
+        ("bubbles", prediction.bubble_fraction * prediction.step_s, first.bubble_fraction * first.step_s),
     ]
     more = [f"{name} {ours:.3g} s instead of {theirs:.3g} s" for name, ours, theirs in costs if ours > theirs]
     rest = "; " + ", ".join(more) if more else ""
-    return f'"{layout}" takes {mine.step_s / first.step_s:.3g} times the step of "{first.layout}" ({mine.step_s:.4g} s){rest}'
+    return f'"{layout}" takes {prediction.step_s / first.step_s:.3g} times the step of "{first.layout}" ({prediction.step_s:.4g} s){rest}'

@@ -108,16 +108,16 @@ class Plan:
     @cached_property
     def counts(self) -> Counter[str]:
         """The numbers of layouts that fell out, by rule."""
-        found: Counter[str] = Counter()
-        for one in self.fallen:
-            found[one.rule] += one.num_layouts
-        return found
+        counts: Counter[str] = Counter()
+        for group in self.fallen:
+            counts[group.rule] += group.num_layouts
+        return counts
 
     @cached_property
     def rejections(self) -> tuple[open_groups.Rejection, ...]:
         """Every layout that fell out."""
         return tuple(
-            open_groups.Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts()
+            open_groups.Rejection(layout, row.rule, row.reason) for row in self.fallen for layout in row.layouts()
         )
 
 
@@ -186,7 +186,7 @@ class _Search:
         """Return the steps with each choice of chunks of which the first stages differ: not in those of the loss where another stage
         has the head, whose forward computes as much in any."""
         every = candidates.chunk_words(sized, self.model)
-        return [self.builder.step(sized.but(**one)) for one in every if sized.pp == 1 or one["loss_chunk"] is None]
+        return [self.builder.step(sized.but(**cut)) for cut in every if sized.pp == 1 or cut["loss_chunk"] is None]
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
@@ -206,8 +206,8 @@ class _Search:
             self._put(sent_s, group)
             return
         of_one = self._unlike_first(sized), schedules, self._recomputations
-        if found := self.splits.first_with_room(*of_one, self._room_bytes):
-            self._put(bound_s, group._replace(sized=sized.but(recompute=found[0]), has_room=True))
+        if first := self.splits.first_with_room(*of_one, self._room_bytes):
+            self._put(bound_s, group._replace(sized=sized.but(recompute=first[0]), has_room=True))
         else:
             self._throw_out_large((group,), sized, self.splits.least_bytes(*of_one))
 
@@ -265,10 +265,10 @@ class _Search:
         slower = self._recomputations[self._recomputations.index(sized.recompute) :]
         schedules = [(family.schedule, family.virtual_stages)]
         of_one = self._unlike_first(family), schedules, slower
-        if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+        if not (first := self.splits.first_with_room(*of_one, self._room_bytes)):
             self._throw_out_large(what.groups, sized, self.splits.least_bytes(*of_one))
             return
-        steps = self._in_chunks(family.but(recompute=found[0]))
+        steps = self._in_chunks(family.but(recompute=first[0]))
         self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
@@ -277,7 +277,7 @@ class _Search:
             step = self.builder.step(group.base)
             words = step.layout
             of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
-            if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+            if not (first := self.splits.first_with_room(*of_one, self._room_bytes)):
                 self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
@@ -285,10 +285,10 @@ class _Search:
                 self._throw_out_large((group,), group.sized, needed)
                 continue
             least_s = max(bound_s, self.bounds.group_s(step))
-            if found[1] <= least_s:
+            if first[1] <= least_s:
                 self._put(least_s, open_groups.Chain(groups[number:], step, stages))
                 return
-            self._put(found[1], open_groups.Chain(groups[number : number + 1], step, stages))
+            self._put(first[1], open_groups.Chain(groups[number : number + 1], step, stages))
 
     def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
         """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""
@@ -391,7 +391,7 @@ class _Search:
         prediction = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         if not layout.loss_chunk:
             self._whole_losses[whole] = prediction.step_s
-        self.best = sorted([*self.best, prediction], key=lambda one: one.step_s)
+        self.best = sorted([*self.best, prediction], key=lambda played: played.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
         del self.best[self.top :]
@@ -432,7 +432,7 @@ def plan(
     search = _Search(model, job, hardware, devices, top, states_per_param)
     with _pause_collector():
         search.run()
-        if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
+        if may_offload and not search.best and any(group.rule == "memory" for group in search.fallen):
             search.run(offload=True)
     nearest = "" if search.best else open_groups.nearest_to_fitting(search.fallen)
     if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
@@ -489,11 +489,11 @@ def fewest(
 
     node, too_few = hardware.devices_per_node, 0
     for power in sorted({*(1 << exponent for exponent in range((most - 1).bit_length())), most}):
-        found = on(power)
-        if found.best or power == most:
+        planned = on(power)
+        if planned.best or power == most:
             break
         too_few = power
     for devices in range(too_few + 1, power):
         if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
             return fewer
-    return found
+    return planned

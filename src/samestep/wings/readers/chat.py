@@ -59,9 +59,9 @@ def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turn
     parts = chosen or [(number + 1, (number,)) for number in replies]
     if not tokenizer.has_template:
         return [_plain(conversation, end, counted, tokenizer) for end, counted in parts]
-    given = _readable(conversation, tokenizer)
+    conversation_turns = _readable(conversation, tokenizer)
     render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
-    return [_encode(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
+    return [_encode(_pieces(conversation_turns[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
 
 
 def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
@@ -84,7 +84,7 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
         except DataError:  # the template needs the part that is left out
             return False
 
-    found = {
+    lost = {
         f"{key!r}"
         for key in settings
         if f"{key!r}" in names
@@ -98,13 +98,13 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
             others = [*messages[:number], text, *messages[number + 1 :]]
             # Some templates leave out the thoughts of earlier turns: only the last turn shows which parts are written.
             if name in names and all(is_same(end, others, settings) for end in (number + 1, len(messages))):
-                found.add(name)
-    if role_named({"role": "assistant"}) in found:
+                lost.add(name)
+    if role_named({"role": "assistant"}) in lost:
         raise DataError(
             "chat-template",
             "the tokenizer's chat template does not write the replies of the assistant: a template that does works, or a folder without the template",
         )
-    return sorted(found)
+    return sorted(lost)
 
 
 def _other_content(content: Any) -> Any:
@@ -178,9 +178,9 @@ def _with_objects(messages: list[Message], render: Render) -> list[Message]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             return call
-        given = function.get("arguments")
+        text = function.get("arguments")
         try:
-            arguments = json.loads(given) if isinstance(given, str) else None
+            arguments = json.loads(text) if isinstance(text, str) else None
         except (ValueError, RecursionError):
             return call
         return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
@@ -211,15 +211,15 @@ def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
 @functools.lru_cache(maxsize=8)
 def _forms(tokenizer: Tokenizer) -> tuple[bool, bool]:
     """Return whether the tokenizer's template writes contents that are texts, and contents that are lists of parts."""
-    found = []
+    forms = []
     for content in ("0z0", [{"type": "text", "text": "0z0"}]):
         try:
             text = tokenizer.render_chat([{"role": "user", "content": content}], True)
         except DataError:
-            found.append(False)
+            forms.append(False)
             continue
-        found.append("0z0" in text and "'type'" not in text and '"type"' not in text)
-    return (found[0] or not found[1], found[1])
+        forms.append("0z0" in text and "'type'" not in text and '"type"' not in text)
+    return (forms[0] or not forms[1], forms[1])
 
 
 def _join_parts(content: Any) -> Any:
@@ -266,8 +266,8 @@ def _pieces(
     for number in counted:
         before, whole = _reply(messages[: number + 1], render, tokenizer)
         reply = whole[len(before) :]
-        kept = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
-        pieces += [(_added_text(written, before), False), (reply[:kept], True), (reply[kept:], False)]
+        length = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
+        pieces += [(_added_text(written, before), False), (reply[:length], True), (reply[length:], False)]
         written = whole
     if counted[-1] + 1 < len(messages):
         pieces.append((_added_text(written, render(messages, False)), False))
@@ -280,15 +280,15 @@ def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) ->
     Raises:
         DataError: the template writes no such opening.
     """
-    *before, _ = messages
-    whole = render(messages, False)
-    if before and whole.startswith(opened := render(before, True)):
-        return opened, whole
+    *earlier, _ = messages
+    text = render(messages, False)
+    if earlier and text.startswith(opened := render(earlier, True)):
+        return opened, text
     # Some templates prompt for thoughts that they leave out of a reply: the common beginning of any two replies opens
     # it.
-    opened = _common(*(render([*before, probe], False) for probe in _probes(tokenizer)))
-    if whole.startswith(opened):
-        return opened, whole
+    opened = _common(*(render([*earlier, probe], False) for probe in _probes(tokenizer)))
+    if text.startswith(opened):
+        return opened, text
     raise DataError(
         "chat-template",
         "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
@@ -319,15 +319,15 @@ def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
         return None
 
 
-def _space_behind(one: str, other: str) -> str:
+def _space_behind(text: str, other: str) -> str:
     """Return the white space that ends the common ending of two texts; empty where that white space is all of it."""
-    ending = _common(one[::-1], other[::-1])[::-1]
+    ending = _common(text[::-1], other[::-1])[::-1]
     return ending[len(ending.rstrip()) :] if ending.strip() else ""
 
 
-def _common(one: str, other: str) -> str:
+def _common(text: str, other: str) -> str:
     """Return the beginning that two texts have in common."""
-    return one[: next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))]
+    return text[: next((at for at, pair in enumerate(zip(text, other, strict=False)) if len(set(pair)) > 1), len(text))]
 
 
 def _added_text(written: str, longer: str) -> str:

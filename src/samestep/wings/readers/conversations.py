@@ -89,8 +89,8 @@ def wanted_columns(names: Iterable[str], text_field: str) -> list[str]:
     names = list(names)
     top = text_field if text_field in names else text_field.partition(".")[0]
     keys = ("messages", "conversations", "system", *_TEMPLATE_KEYS) if top in names else _CHAT_KEYS
-    found = [name for name in keys if name in names and name != top]
-    return [text_field, *found] if top in names else found
+    columns = [name for name in keys if name in names and name != top]
+    return [text_field, *columns] if top in names else columns
 
 
 def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> Document:
@@ -105,21 +105,21 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
             f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}',
         )
     text = _at(row, text_field)
-    given = {key: value for key, value in row.items() if value is not None}
+    values = {key: value for key, value in row.items() if value is not None}
     is_chat = isinstance(text, list) and text != [] and isinstance(text[0], Mapping)
-    if text is not None and not is_chat and not (text == "" and ("messages" in given or "conversations" in given)):
+    if text is not None and not is_chat and not (text == "" and ("messages" in values or "conversations" in values)):
         return _text(text, text_field)
     if is_chat:
-        given = {**given, "messages": text}
+        values = {**values, "messages": text}
     if may_lack_nulls:
-        given = {key: _without_nulls(value) for key, value in given.items()}
-    if (name := next((key for key in ("messages", "conversations") if key in given), None)) is not None:
-        turns = [_turn(number, turn) for number, turn in enumerate(_parse_messages(given[name], name))]
-        return _conversation(given, _with_system(given, turns))
-    if "prompt" in given and "completion" in given:
-        return _document_of_prompt(given)
-    if "instruction" in given and "output" in given:
-        return _conversation(given, _alpaca(given))
+        values = {key: _without_nulls(value) for key, value in values.items()}
+    if (name := next((key for key in ("messages", "conversations") if key in values), None)) is not None:
+        turns = [_turn(number, turn) for number, turn in enumerate(_parse_messages(values[name], name))]
+        return _conversation(values, _with_system(values, turns))
+    if "prompt" in values and "completion" in values:
+        return _document_of_prompt(values)
+    if "instruction" in values and "output" in values:
+        return _conversation(values, _alpaca(values))
     if text_field in row:
         raise DataError(
             "conversation-form",
@@ -143,10 +143,10 @@ def _at(row: Mapping[str, Any], path: str) -> Any:
     """Return a row's value under a key, or under nested keys that dots separate; None where there is none."""
     if path in row:
         return row[path]
-    found: Any = row
+    value: Any = row
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _text(value: Any, name: str) -> str:
@@ -193,13 +193,13 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
     return conversation
 
 
-def _message(number: int, given: Any) -> Message:
+def _message(number: int, turn_value: Any) -> Message:
     """Return a message with all its keys that have a value, and its content, which may be null where it has tool calls."""
     right = 'a list of {"role": "user", "content": "text"} works'
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+    if not isinstance(turn_value, Mapping) or not isinstance(turn_value.get("role"), str):
         raise DataError("conversation-form", f"message {number} has no role and content that are text; {right}")
-    role, content = given["role"], given.get("content")
-    message = {key: value for key, value in given.items() if value is not None}
+    role, content = turn_value["role"], turn_value.get("content")
+    message = {key: value for key, value in turn_value.items() if value is not None}
     if role == "assistant" and message.get("weight", 1) not in (0, 1):
         raise DataError(
             "conversation-form",
@@ -261,10 +261,10 @@ def _turn(number: int, turn: Any) -> Any:
 def _with_content(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a turn whose content has that name; ShareGPT's is `value`."""
     others = {key: value for key, value in turn.items() if key not in ("content", "value")}
-    given = [turn[key] for key in ("content", "value") if turn.get(key) is not None]
-    if len(given) == 2:  # both are kept: which of them is meant is not known
+    contents = [turn[key] for key in ("content", "value") if turn.get(key) is not None]
+    if len(contents) == 2:  # both are kept: which of them is meant is not known
         return dict(turn)
-    return {**others, "content": given[0] if given else None}
+    return {**others, "content": contents[0] if contents else None}
 
 
 def _document_of_prompt(row: Mapping[str, Any]) -> Document:
@@ -318,16 +318,16 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
 
 
 def _parse_messages(value: Any, name: str) -> list[Any]:
-    found = _parse_json(value, name)
+    messages = _parse_json(value, name)
     if (
-        isinstance(found, Mapping)
-        and len({len(values) if isinstance(values, list) else -1 for values in found.values()} - {-1}) == 1
+        isinstance(messages, Mapping)
+        and len({len(values) if isinstance(values, list) else -1 for values in messages.values()} - {-1}) == 1
     ):
         # Some tables have a list for each key in place of an object for each message.
-        lists = {key: values for key, values in found.items() if isinstance(values, list)}
-        found = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    if isinstance(found, list) and (found or name == "history"):
-        return found
+        lists = {key: values for key, values in messages.items() if isinstance(values, list)}
+        messages = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    if isinstance(messages, list) and (messages or name == "history"):
+        return messages
     raise DataError(
         "conversation-form",
         f'{name} is not a list of messages; a list of {{"role": "user", "content": "text"}} works',

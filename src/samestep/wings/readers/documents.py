@@ -93,17 +93,17 @@ def packed_part(
     """
     origin = replace(rows.origin, key=("packed", data.text_field, data.turns, *rows.origin.key, *tokenizer_key))
     dtypes = {"tokens": token_dtype(tokenizer), "labels": np.int32, "starts": np.int64, "remarks": np.uint8}
-    whole = columns(origin, dtypes, lambda: _pieces(rows, tokenizer, data))
-    starts = whole["starts"]
+    corpus = columns(origin, dtypes, lambda: _pieces(rows, tokenizer, data))
+    starts = corpus["starts"]
     part = part_of(len(starts), data.held_out, split)
-    first, last = (int(starts[at]) if at < len(starts) else len(whole["tokens"]) for at in (part.start, part.stop))
+    first, last = (int(starts[at]) if at < len(starts) else len(corpus["tokens"]) for at in (part.start, part.stop))
     packed = PackedDocuments(
-        tokens=whole["tokens"][first:last],
-        labels=whole["labels"][first:last],
+        tokens=corpus["tokens"][first:last],
+        labels=corpus["labels"][first:last],
         starts=starts[part.start : part.stop],
         sequence_length=data.sequence_length,
         first=first,
-        remarks=tuple(bytes(whole["remarks"]).decode().split("\n")[:-1]),
+        remarks=tuple(bytes(corpus["remarks"]).decode().split("\n")[:-1]),
     )
     if len(packed):
         return packed
@@ -125,7 +125,7 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
     for where, row, size_bytes in rows.read():
         try:
             document = document_of(row, data.text_field, may_lack_nulls=rows.may_lack_nulls)
-            found = _encode_document(document, tokenizer, data)
+            encoded = _encode_document(document, tokenizer, data)
             names = {name for name in _said(document) - noted if looked_at[name] < _LOOKED_AT}
             lost = unwritten(document, tokenizer, names) if isinstance(document, Conversation) else []
         except (DataError, RecursionError) as error:
@@ -137,9 +137,9 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
         for name in lost:
             said = f"{where}: the tokenizer's chat template does not use {name}: what is learned lacks them\n"
             yield 0, {"remarks": np.frombuffer(said.encode("utf-8", "replace"), np.uint8)}
-        for runs in found:
+        for runs in encoded:
             tokens, labels = _label_tokens(runs, tokenizer)
-            yield size_bytes // len(found), {"tokens": tokens, "labels": labels, "starts": np.array([start])}
+            yield size_bytes // len(encoded), {"tokens": tokens, "labels": labels, "starts": np.array([start])}
             start += len(tokens)
 
 

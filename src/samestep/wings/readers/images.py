@@ -75,8 +75,8 @@ class ImageFolder(FileSamples):
         size, changes = self.settings.image_size, self.settings.augment
         picture = self._opened(index, size + size // 8 * ("crop" in changes))
         where = torch.rand(3, generator=generator).tolist()
-        made = _cut_out(picture, size, where[:2]) if "crop" in changes else _cut_out(picture, size)
-        pixels = self._normalised(made)
+        cut_picture = _cut_out(picture, size, where[:2]) if "crop" in changes else _cut_out(picture, size)
+        pixels = self._normalised(cut_picture)
         return (pixels.flip(-1) if "flip" in changes and where[2] < 0.5 else pixels), self.files[index][1]
 
     def _opened(self, index: int, side: int) -> Any:

@@ -106,9 +106,9 @@ def _json_rows(file: Path, content: BinaryIO) -> Iterator[Row]:
             return
         for number, line in read_lines(file, text or content):
             where = f"{file}:{number}"
-            given = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
-            if given.strip():
-                yield where, parse_json(given.rstrip(), where), len(line)
+            line_text = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
+            if line_text.strip():
+                yield where, parse_json(line_text.rstrip(), where), len(line)
 
 
 def _utf8(line: bytes, where: str, *, is_first: bool = False) -> str:

@@ -94,11 +94,11 @@ class LocalReplicas(HeldAssembly):
             build_blueprint(self.source, self.job) for _ in range(each - 1)
         ]  # of an instance copies, before it is taken
         source = replace(self.source, prepared=examine(self.source, self.job, example, self.layout))
-        found = [assemble(source, self.layout, self.job, self.place, example)]
+        assemblies = [assemble(source, self.layout, self.job, self.place, example)]
         for plan in plans:
             another = replace(source, prepared=with_new_blueprint(source, self.job, plan))
-            found.append(assemble(another, self.layout, self.job, self.place, example))
-        parallel, updater = found[0].parallel, found[0].weights.updater
+            assemblies.append(assemble(another, self.layout, self.job, self.place, example))
+        parallel, updater = assemblies[0].parallel, assemblies[0].weights.updater
         if updater.optimizer is not None and not is_torchs_own(updater.optimizer):
             raise ModelError(
                 "diloco-unsupported",
@@ -109,7 +109,7 @@ class LocalReplicas(HeldAssembly):
         self.first = parallel.mesh.index(contributions.axis) * contributions.each if contributions.ranks > 1 else 0
         self.weights = [piece.master().clone() for piece in updater.pieces]
         self.momentum = [torch.zeros_like(weight) for weight in self.weights]
-        self.assemblies = found
+        self.assemblies = assemblies
 
     def each(self) -> Iterator[tuple[int, Assembly]]:
         """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
@@ -120,12 +120,12 @@ class LocalReplicas(HeldAssembly):
         finally:
             self.turn = 0
 
-    def sums(self, own: Sequence[Tensor]) -> Tensor:
+    def sums(self, local: Sequence[Tensor]) -> Tensor:
         """Return the scalars of all replicas in one tensor: this rank gives those of its replicas, and has zeros for the others."""
-        found = own[0].new_zeros(self.number, len(own[0]))
-        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
-            found[number] = scalars
-        return found.view(-1)
+        sums = local[0].new_zeros(self.number, len(local[0]))
+        for (number, _), scalars in zip(self.numbered_assemblies, local, strict=True):
+            sums[number] = scalars
+        return sums.view(-1)
 
     def value_of(self, index: int) -> Tensor:
         """Return the outer values of a piece."""
@@ -211,15 +211,15 @@ class LocalReplicas(HeldAssembly):
 
     def _receive(self, part: int) -> None:
         """Wait for the summed moves of a part, which are then the gradients of the first replica."""
-        mine = [self.pieces[index].gradient() for index in self.indices_of(part)]
+        gradients = [self.pieces[index].gradient() for index in self.indices_of(part)]
         if part not in self.arrived:
             self._sum(part)
             self.assemblies[0].weights.store.exchange.end(part)
-            self.arrived[part] = mine
+            self.arrived[part] = gradients
             return
-        for gradient, move in zip(mine, self.arrived[part], strict=True):
+        for gradient, move in zip(gradients, self.arrived[part], strict=True):
             gradient.copy_(move.view_as(gradient))
-        self.arrived[part] = mine
+        self.arrived[part] = gradients
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -231,7 +231,7 @@ class LocalReplicas(HeldAssembly):
             self._receive(part)
             self.arrived[part] = [move.clone() for move in self.arrived[part]]
 
-    def _go_on_from_outer(self, part: int, kept: float) -> None:
+    def _go_on_from_outer(self, part: int, rate: float) -> None:
         """Set one part of every replica's weights to the outer ones, mixed with a kept fraction of its present ones."""
         indices = self.indices_of(part)
         for assembly in self.assemblies:
@@ -239,7 +239,7 @@ class LocalReplicas(HeldAssembly):
             assembly.weights.store.settle()  # a gather of the step still sends what is written over here
             for index in indices:
                 piece, outer = updater.pieces[index], self.weights[index]
-                piece.set_master(outer if kept == 0.0 else torch.lerp(outer, piece.master().view_as(outer), kept))
+                piece.set_master(outer if rate == 0.0 else torch.lerp(outer, piece.master().view_as(outer), rate))
             updater.publish()
             assembly.weights.store.publish(part=part)
 
@@ -253,12 +253,12 @@ class LocalReplicas(HeldAssembly):
         if self.is_fresh:
             yield
             return
-        own = [piece.master().clone() for piece in self.pieces]
+        masters = [piece.master().clone() for piece in self.pieces]
         set_weights(self.assemblies[0], self.weights)
         try:
             yield
         finally:
-            set_weights(self.assemblies[0], own)
+            set_weights(self.assemblies[0], masters)
 
     @torch.no_grad()
     def restart(self, start: Sequence[Tensor]) -> None:

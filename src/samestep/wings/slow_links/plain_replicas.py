@@ -100,12 +100,12 @@ class _Exchanges:
         moved: dict[str, Tensor] = {}
         for due, moves in self._under_way:
             if step in (due, self._last):
-                moved |= self._end(moves, kept=self._numerics.exchange_mix)
+                moved |= self._end(moves, fraction=self._numerics.exchange_mix)
         self._under_way = [(due, moves) for due, moves in self._under_way if step < due]
         for part, names in enumerate(self._names):
             behind = step - (part + 1) * every // parts
             if step == self._last or (delay == 0 and behind >= 0 and behind % every == 0):
-                moved |= self._end(self._moves(names), kept=0.0)
+                moved |= self._end(self._moves(names), fraction=0.0)
             elif behind >= 0 and behind % every == 0:
                 self._under_way.append((step + delay, self._moves(names)))
         return moved
@@ -127,14 +127,14 @@ class _Exchanges:
         return {name: gradient_of(param) for name, param in outer.items()}
 
     @torch.no_grad()
-    def _end(self, moves: dict[str, Tensor], kept: float) -> dict[str, Tensor]:
+    def _end(self, moves: dict[str, Tensor], fraction: float) -> dict[str, Tensor]:
         """Take the outer step with some moves, which are returned, and set the weights of replicas."""
         for name, param in self._outer.items():
             param.grad = moves.get(name)
         self._optimizer.step()
         for name in moves:
             for replica in self._replicas:
-                replica[name].copy_(kept * replica[name] + (1.0 - kept) * self._outer[name])
+                replica[name].copy_(fraction * replica[name] + (1.0 - fraction) * self._outer[name])
         return moves
 
 

@@ -53,7 +53,7 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
     By Cholesky's factor of P^T P in float64, for all factors at once.
     """
     wide = [factor.double() for factor in factors]
-    grams = torch.cat([one @ one.mT for one in wide])
+    grams = torch.cat([matrix @ matrix.mT for matrix in wide])
     lengths = grams.diagonal(dim1=1, dim2=2)
     inverse = torch.where(lengths == 0, 0.0, lengths.rsqrt())
     # Once more without those that depend on others: in float32 rounding errors give them a direction.
@@ -62,8 +62,8 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
     lower = _cholesky(grams, inverse)
     mixing = torch.linalg.solve_triangular(lower, torch.diag_embed(inverse), upper=False)
     mixing += 0.0 * lengths.sum(1)[:, None, None]  # keeps values that are not finite
-    for factor, one, mix in zip(factors, wide, mixing.split([len(one) for one in wide]), strict=True):
-        factor.copy_(mix @ one)
+    for factor, matrix, mix in zip(factors, wide, mixing.split([len(matrix) for matrix in wide]), strict=True):
+        factor.copy_(mix @ matrix)
 
 
 def _cholesky(grams: Tensor, inverse: Tensor) -> Tensor:
@@ -115,15 +115,15 @@ class FactoredExchange:
     """
 
     def __init__(
-        self, part: CodedPart, made: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
+        self, part: CodedPart, sums: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
     ) -> None:
         """Make an exchange over `group`, None for a single rank, of a buffer in the dtype and on the device of `like`.
 
         Unless it `gathers`, each rank gets only its chunk of the sum.
         """
-        self._part, self._made, self._group = part, made, group
+        self._part, self._made, self._group = part, sums, group
         self._index = dist.get_rank(group) if group is not None else 0
-        self._gathers = gathers or made.ranks == 1
+        self._gathers = gathers or sums.ranks == 1
         first, second = part.factor_numels
         self._first, self._own, self._second, self._directions = map(like.new_zeros, (first, second, second, second))
         self._kept = like.new_zeros(part.numel)

@@ -106,19 +106,17 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
     addresses = {address for host in heard.hosts if host.network is not None for address in host.network.addresses}
     silent = [name for name in listed if name not in there and name not in addresses]
     if not absent:
-        found = f"{len(heard.identities)} of {size} {unit}s came"
+        text = f"{len(heard.identities)} of {size} {unit}s came"
     else:
-        found = (
+        text = (
             f"{unit}{'s' * (len(absent) > 1)} {_some(absent)} of {size} {'were' if len(absent) > 1 else 'was'} silent"
         )
-    shown = (
-        f"{found}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else found
-    )
+    shown = f"{text}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else text
     net = heard.hosts[0].network if heard.hosts else None
     if net is not None and net.meeting_addresses[:1] and net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES):
         shown += f"; {net.meets_at}, at which they meet, is {net.meeting_addresses[0]} here: every host itself"
-        own = next((address for address in net.addresses if not address.startswith(LOOPBACK_ADDRESSES)), "")
-        first = f"MASTER_ADDR={own} on all hosts" if own and heard.identities[0].rank == 0 else "its own address"
+        ip = next((address for address in net.addresses if not address.startswith(LOOPBACK_ADDRESSES)), "")
+        first = f"MASTER_ADDR={ip} on all hosts" if ip and heard.identities[0].rank == 0 else "its own address"
         works = f"for several hosts an address of the first one that the others reach works: {first}, or {net.meets_at} with that address in /etc/hosts"
         yield ReportLine("fault", "world", shown, works)
         return
@@ -147,12 +145,12 @@ def _software_lines(heard: Heard) -> Iterator[ReportLine]:
             differs = True
             yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", works)
     if not differs:
-        one = known[0][1]
-        commit = f", commit {one.commit}" if one.commit else ""
+        first = known[0][1]
+        commit = f", commit {first.commit}" if first.commit else ""
         on = " on all hosts" if len(heard.hosts) > 1 else ""
-        job = f", job {one.job}" if one.job else ""
+        job = f", job {first.job}" if first.job else ""
         yield ReportLine(
-            "ok", "software", f"samestep {one.samestep}, torch {one.torch}, Python {one.python}{commit}{job}{on}"
+            "ok", "software", f"samestep {first.samestep}, torch {first.torch}, Python {first.python}{commit}{job}{on}"
         )
 
 
@@ -185,8 +183,8 @@ def _unknown_lines(heard: Heard) -> Iterator[ReportLine]:
         return
     for name in dict.fromkeys(name for _, name in dead):
         places = [place for place, other in dead if other == name]
-        found, works = f"the name {name} has no address here", "an entry for it in DNS or /etc/hosts works"
-        yield ReportLine("fault", "names", found, works, _hosts(heard, places))
+        text, works = f"the name {name} has no address here", "an entry for it in DNS or /etc/hosts works"
+        yield ReportLine("fault", "names", text, works, _hosts(heard, places))
 
 
 def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -197,11 +195,11 @@ def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
         pairs += 1
         if problem := _problem(heard, target, attempts):
             problems.setdefault((target, *problem), []).append(place)
-    for (target, about, found, works), places in problems.items():
+    for (target, about, text, works), places in problems.items():
         yield ReportLine(
             "fault",
             about,
-            f"{found}, from {_some([heard.name(place) for place in places])}",
+            f"{text}, from {_some([heard.name(place) for place in places])}",
             works,
             (heard.name(target),),
         )
@@ -251,9 +249,9 @@ def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
         if outcome != REACHED:
             places = [place for place, answer in heard.meeting.items() if answer.outcome == outcome]
             at = heard.meeting[places[0]].address
-            found = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
+            text = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
             works = "a firewall that leaves it open works, or another MASTER_PORT"
-            yield ReportLine("fault", "ports", found, works, _hosts(heard, places))
+            yield ReportLine("fault", "ports", text, works, _hosts(heard, places))
 
 
 def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -322,8 +320,8 @@ def _clock_lines(heard: Heard) -> Iterator[ReportLine]:
         if abs(off_s) - exact_s > _LITTLE_SKEW_S:
             level: Level = "fault" if abs(off_s) > _SKEW_S else "warning"
             others = "the others" if len(ahead) > 2 else f"that of {heard.name(1 - place)}"
-            found = f"its clock is {abs(off_s):.1f} s {'ahead of' if off_s > 0 else 'behind'} {others}"
-            yield ReportLine(level, "clock", found, "chrony or ntpd on every host works", (heard.name(place),))
+            text = f"its clock is {abs(off_s):.1f} s {'ahead of' if off_s > 0 else 'behind'} {others}"
+            yield ReportLine(level, "clock", text, "chrony or ntpd on every host works", (heard.name(place),))
     most_s = max(abs(ahead_s) + exact_s for ahead_s, exact_s in heard.skews.values())
     if most_s <= _LITTLE_SKEW_S:
         yield ReportLine("ok", "clock", f"the clocks of all hosts agree within {max(most_s, 0.001) * 1e3:.0f} ms")

@@ -23,10 +23,11 @@ from samestep.output.durable_files import check_writable
 from samestep.wings.cluster.diagnosis import all_hosts, gathering, link_rates, one_host
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.findings import at_once
-from samestep.wings.cluster.diagnosis.gathering import AbsentHost, Followed, Peer
+from samestep.wings.cluster.diagnosis.gathering import AbsentHost, Peer
 from samestep.wings.cluster.diagnosis.identity import Identity, identify
 from samestep.wings.cluster.diagnosis.questions import Examined, Questions
 from samestep.wings.cluster.diagnosis.report import Report, ReportLine, merged
+from samestep.wings.cluster.hosts.channel import Channel
 
 WAIT_S = 10.0
 _TOTAL_S = 27.0
@@ -110,14 +111,14 @@ def _look(
         report = _report([Peer(identity, None, me.answer)], (), wanted)
         say(report.to_text())
         return report
-    own = _own_report(me, identity, wanted)
+    host_report = _own_report(me, identity, wanted)
     if identity.is_first_of_host:
-        say(own.to_short_text())
+        say(host_report.to_short_text())
     met = gathering.meet(identity, secret, wait_s)
     if isinstance(met, AbsentHost):
-        return _of_absent(own, met, identity, wanted, say)
-    if isinstance(met, Followed):
-        return _of_follower(own, gathering.follow(met.channel, me.answer), wanted)
+        return _of_absent(host_report, met, identity, wanted, say)
+    if isinstance(met, Channel):
+        return _of_follower(host_report, gathering.follow(met, me.answer), wanted)
     with gathering.gathered(met, identity, secret, wait_s, me.answer) as peers:
         report = _report(peers, met.taken, wanted)
         say(report.to_text())
@@ -173,9 +174,9 @@ def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> tuple[str, bool
         except InputError as error:
             return str(error), True
 
-    found, late = at_once({"bound": bound}, limit_s)
-    if found["bound"] is not None:
-        predicted: tuple[str, bool] = found["bound"]
+    results, late = at_once({"bound": bound}, limit_s)
+    if results["bound"] is not None:
+        predicted: tuple[str, bool] = results["bound"]
         return predicted
     return f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} takes its time", False
 

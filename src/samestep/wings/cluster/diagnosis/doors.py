@@ -172,9 +172,9 @@ def attempt(address: str, port: int, token: bytes, number: int | None = None) ->
         if number is None:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
             return Attempt(address, port, REACHED)
-        connected, found = _dial(address, port, token)
+        connected, outcome = _dial(address, port, token)
         connected.close()
-        return Attempt(address, port, REACHED if found == number else "another host answers")
+        return Attempt(address, port, REACHED if outcome == number else "another host answers")
     except (GreetingError, TokenError):
         return Attempt(address, port, "another program answers")
     except TimeoutError:

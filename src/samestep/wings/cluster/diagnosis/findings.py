@@ -82,8 +82,8 @@ def find(identity: Identity, job: Job | None, job_folder: Path, folder: Path) ->
         "limits": _find_limits,
         "gpus": find_gpus,
     }
-    found, late = at_once(probes)
-    return HostFindings(identity, **found, late=late)
+    values, late = at_once(probes)
+    return HostFindings(identity, **values, late=late)
 
 
 def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -193,10 +193,10 @@ def _processes_left() -> int:
 
 
 def _threads_of_user() -> int:
-    mine, count = os.getuid(), 0
+    user_id, count = os.getuid(), 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real == mine:
+            if process.uids().real == user_id:
                 count += process.num_threads()
     return count
 
@@ -256,11 +256,11 @@ def _find_software(job: Job | None, folder: Path) -> Software:
 
 
 def _cuda_of_torch() -> str:
-    found = util.find_spec("torch")
-    if found is None or not found.origin:
+    spec = util.find_spec("torch")
+    if spec is None or not spec.origin:
         return ""
     try:
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return ""
     known = re.search(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
@@ -274,13 +274,13 @@ def _digest_of_job(job: Job, folder: Path) -> str:
 
 def _digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, and of their names without folders."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.parts):
         try:
-            found.update(path.name.encode() + b"\0" + path.read_bytes())
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
         except OSError:
-            found.update(b"cannot be read")
-    return found.hexdigest()[:12]
+            digest.update(b"cannot be read")
+    return digest.hexdigest()[:12]
 
 
 def _commit(folder: Path) -> str:

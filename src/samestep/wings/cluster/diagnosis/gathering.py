@@ -91,13 +91,6 @@ class AbsentHost:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A process that met the one that leads."""
-
-    channel: Channel
-
-
-@dataclass(frozen=True)
 class Leads:
     """A process that leads: the sockets at which it listens, and the ports that another program holds."""
 
@@ -105,33 +98,33 @@ class Leads:
     taken: tuple[int, ...]
 
 
-def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | AbsentHost:
-    """Lead, or find the process that leads."""
+def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Channel | AbsentHost:
+    """Lead, or return the channel to the process that leads."""
     began_s, outcomes = time.monotonic(), dict[str, str]()
     while True:
         addresses = addresses_of(identity.meets_at)[:_MOST_ADDRESSES]
         if not addresses:
             outcomes = {identity.meets_at: "this name has no address here"}
-        held = set()
+        ports_tried = set()
         for address, port in itertools.product(addresses, identity.ports):
             tried = _try(address, port, token)
             if isinstance(tried, Channel):
                 tried.send(dataclasses.asdict(identity))
-                return Followed(tried)
+                return tried
             if outcomes.get(at := f"{address}, port {port}") != _OTHER_RUN:  # which ends before this process does
                 outcomes[at] = tried
-            held |= {port} if tried != _REFUSED else set()
+            ports_tried |= {port} if tried != _REFUSED else set()
         passed_s = time.monotonic() - began_s
         anywhere = [""] if identity.rank == 0 and addresses and passed_s > _LEAD_ANYWHERE_S else []
         for address in [*addresses, *anywhere]:
-            if (found := _lead_at(address, identity.ports, held)) is not None:
-                return found
+            if (leader := _lead_at(address, identity.ports, ports_tried)) is not None:
+                return leader
         if passed_s > wait_s + _LATER_S:
             return AbsentHost(outcomes)
         time.sleep(_RETRY_S)
 
 
-def _lead_at(address: str, ports: Sequence[int], held: Collection[int]) -> Leads | None:
+def _lead_at(address: str, ports: Sequence[int], ports_tried: Collection[int]) -> Leads | None:
     """Listen at the ports of an address, but for those that another program holds.
 
     None where the address is that of another host, or where a process of this run came first: it has the first free port.
@@ -144,7 +137,7 @@ def _lead_at(address: str, ports: Sequence[int], held: Collection[int]) -> Leads
                 socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
             )
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or port not in held:
+            if error.errno != errno.EADDRINUSE or port not in ports_tried:
                 for listener in listening:
                     listener.close()
                 return None
@@ -181,11 +174,11 @@ def gathered(leads: Leads, identity: Identity, token: bytes, wait_s: float, answ
         while time.monotonic() < end_s:
             with contextlib.redirect_stdout(sys.stderr):  # who leaves again is no part of the report
                 came = [arrival for lobby in lobbies for arrival in lobby.look(0.05)]
-            known = {one: known[one] if one in known else of_record(Identity, one.says) for one in came}
+            known = {guest: known[guest] if guest in known else of_record(Identity, guest.says) for guest in came}
             complete_s = complete_s or time.monotonic() if 1 + len(known) >= identity.size else 0.0
             if complete_s and time.monotonic() > complete_s + _GRACE_S:
                 break
-        peers = [Peer(found, one.channel) for one, found in known.items() if found is not None]
+        peers = [Peer(facts, guest.channel) for guest, facts in known.items() if facts is not None]
         peers.sort(key=lambda peer: (peer.identity.rank, peer.identity.key, peer.identity.pid))
         yield [Peer(identity, None, answer), *peers]
 

@@ -103,15 +103,15 @@ def _by_driver() -> tuple[tuple[str, ...], str, str]:
 
 
 def _infiniband() -> tuple[str, ...]:
-    root, found = Path("/sys/class/infiniband"), []
+    root, adapters = Path("/sys/class/infiniband"), []
     for device in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             states = [path.read_text() for path in device.glob("ports/*/state")]
         except OSError:
             continue
         if any("ACTIVE" in state for state in states):
-            found.append(device.name)
-    return tuple(found)
+            adapters.append(device.name)
+    return tuple(adapters)
 
 
 class TorchQuestion:

@@ -249,11 +249,11 @@ def _choose(meets_at: str, interfaces: Iterable[Interface], env: Mapping[str, st
     for variable in INTERFACE_VARIABLES:
         if not (value := env.get(variable, "")):
             continue
-        found = _named_by(value, here, is_exact=variable.startswith("GLOO"))
-        if found is None:
+        matches = _named_by(value, here, is_exact=variable.startswith("GLOO"))
+        if matches is None:
             unknown.append(f"{variable}={value}")
         elif not chosen:
-            chosen, chosen_by = found, f"{variable}={value}"
+            chosen, chosen_by = matches, f"{variable}={value}"
     if not chosen:
         towards = interface_towards(meets_at) if meets_at else ""
         chosen, chosen_by = towards or LOOPBACK, f"the way to {meets_at}" if towards else "no other host"

@@ -76,11 +76,11 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLi
     if not links.between:
         return
     failed = {pair: rate for pair, rate in links.between.items() if rate.error}
-    for (start, end), one in failed.items():
+    for (start, end), failure in failed.items():
         yield ReportLine(
             "fault",
             "bandwidth",
-            f"nothing could be measured to {heard.name(end)}: {one.error}",
+            f"nothing could be measured to {heard.name(end)}: {failure.error}",
             "the lines above say why",
             (heard.name(start),),
         )
@@ -128,12 +128,12 @@ def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         places = _common(slow, rates)
         worst = min(slow, key=lambda pair: slow[pair])
         way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
-        found = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
+        text = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
         works = "the interface of the fast network works, by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; plan --hardware FILE with --out FILE of this reckons with it"
         yield ReportLine(
             "fault" if level == "fault" else "warning",
             "bandwidth",
-            found,
+            text,
             works,
             tuple(heard.name(place) for place in places),
         )
@@ -153,11 +153,11 @@ def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
     pair, worst = max(measured.items(), key=lambda item: item[1].latency_s)
     wanted_s = machine.inter.latency_s
     if worst.latency_s > max(_LATE_TIMES * wanted_s, wanted_s + _LATE_S):
-        found = f"a slow link: {worst.latency_s * 1e3:.3g} ms from {heard.name(pair[0])} to {heard.name(pair[1])}, at least {least_s * 1e3:.3g} ms on the others, while {machine.name} has {wanted_s * 1e3:.3g} ms"
+        text = f"a slow link: {worst.latency_s * 1e3:.3g} ms from {heard.name(pair[0])} to {heard.name(pair[1])}, at least {least_s * 1e3:.3g} ms on the others, while {machine.name} has {wanted_s * 1e3:.3g} ms"
         yield ReportLine(
             "fault",
             "latency",
-            found,
+            text,
             "hosts that are closer to each other, or fewer and larger messages, work",
             tuple(heard.name(place) for place in pair),
         )
@@ -177,8 +177,8 @@ def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -
         elif machine.library == "gloo" and rate.bytes_per_s < _SLOW_INSIDE * min(
             machine.intra.bytes_per_s, _ONE_STREAM_BYTES_PER_S
         ):
-            found = f"{_rate(rate.bytes_per_s)} inside the host, while {machine.name} has {_rate(machine.intra.bytes_per_s)}"
-            yield ReportLine("warning", "bandwidth", found, "a host without other programs works", host)
+            text = f"{_rate(rate.bytes_per_s)} inside the host, while {machine.name} has {_rate(machine.intra.bytes_per_s)}"
+            yield ReportLine("warning", "bandwidth", text, "a host without other programs works", host)
         else:
             yield ReportLine(
                 "ok",
@@ -234,13 +234,13 @@ def write_profile(
 def bound_of(job: Job, layout: str | None, devices: int, machine: Hardware) -> str:
     """Return what a layout would be bound by on a machine; without a layout, the fastest that `plan` finds."""
     if layout is not None or job.layout:
-        found = simulate(job, layout, machine)
+        prediction = simulate(job, layout, machine)
     else:
         planned = plan(job, devices, machine, top=1)
         if not planned.best:
             return planned.nearest
-        found = planned.best[0]
-    return f'"{found.layout}" would be bound by {binds(found)}, {found.step_s:.3g} s a step'
+        prediction = planned.best[0]
+    return f'"{prediction.layout}" would be bound by {binds(prediction)}, {prediction.step_s:.3g} s a step'
 
 
 def ranks_of_host(heard: Heard, layout: str | None, job: Job | None) -> int:
@@ -248,25 +248,25 @@ def ranks_of_host(heard: Heard, layout: str | None, job: Job | None) -> int:
     hosts = len(heard.hosts)
     if not heard.identities[0].is_host and len(heard.identities) > hosts:
         return len(heard.identities) // hosts
-    given = Layout(layout) if layout else Layout(**job.layout) if job is not None and job.layout else None
-    if given is not None and given.world_size >= hosts:
-        return given.world_size // hosts
+    spec = Layout(layout) if layout else Layout(**job.layout) if job is not None and job.layout else None
+    if spec is not None and spec.world_size >= hosts:
+        return spec.world_size // hosts
     gpus = [host.gpus.num_visible for host in heard.hosts if host.gpus is not None]
     return max(1, *gpus) if gpus else 1
 
 
 def layout_lines(heard: Heard, layout: str | None, job: Job | None) -> Iterator[ReportLine]:
     """Yield a line where a layout is for another number of ranks than the launcher has started; a single process starts its ranks itself."""
-    given = Layout(layout) if layout else Layout(**job.layout) if job is not None and job.layout else None
+    spec = Layout(layout) if layout else Layout(**job.layout) if job is not None and job.layout else None
     who = heard.identities[0]
-    if given is None or (who.size == 1 and not who.variables):
+    if spec is None or (who.size == 1 and not who.variables):
         return
-    needs, size, unit = given.world_size, who.size, "host" if who.is_host else "rank"
+    needs, size, unit = spec.world_size, who.size, "host" if who.is_host else "rank"
     if needs == size or (who.is_host and needs % size == 0):
         return
     rule = f"a layout of {size} ranks" if unit == "rank" else f"a layout with as many ranks on each of {size} hosts"
-    found = f'"{given}" is for {needs} ranks, and {who.launcher} has {size} {unit}{"s" * (size > 1)}'
-    yield ReportLine("fault", "layout", found, f"{rule} works, or {needs} ranks")
+    text = f'"{spec}" is for {needs} ranks, and {who.launcher} has {size} {unit}{"s" * (size > 1)}'
+    yield ReportLine("fault", "layout", text, f"{rule} works, or {needs} ranks")
 
 
 def pairs_of(played: Sequence[Sequence[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:

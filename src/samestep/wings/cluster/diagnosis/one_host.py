@@ -117,7 +117,7 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
         works = "an entry for it in DNS or /etc/hosts works, or its address as MASTER_ADDR"
         yield "fault", "names", f"{at}, at which all ranks meet, has no address here", works
         return
-    mine = {interface.address for interface in net.interfaces}
+    addresses = {interface.address for interface in net.interfaces}
     is_loopback = net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES)
     if is_loopback and any(not address.startswith(LOOPBACK_ADDRESSES) for address in net.first_addresses):
         works = f"MASTER_ADDR={who.listed[0]}, the first host of the job, works"
@@ -128,7 +128,7 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             works,
         )
     elif net.own_addresses and not any(
-        address in mine or address.startswith(LOOPBACK_ADDRESSES) for address in net.own_addresses
+        address in addresses or address.startswith(LOOPBACK_ADDRESSES) for address in net.own_addresses
     ):
         works = "the entry of its own address in DNS or /etc/hosts works"
         yield (
@@ -137,7 +137,7 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             f"its own name {net.name} is {net.own_addresses[0]}, which no interface here has",
             works,
         )
-    elif net.reverse and net.reverse_addresses and not {*net.reverse_addresses} & mine:
+    elif net.reverse and net.reverse_addresses and not {*net.reverse_addresses} & addresses:
         works = "one entry for name and address works"
         yield (
             "warning",

@@ -72,37 +72,37 @@ class Questions:
     def torches(self, timeout_s: float) -> dict[int, Torch]:
         """Return what torch says on every host."""
         said = self._asked("torch", self._all(timeout_s=timeout_s), timeout_s)
-        return {place: found for place, record in said.items() if (found := of_record(Torch, record)) is not None}
+        return {place: facts for place, record in said.items() if (facts := of_record(Torch, record)) is not None}
 
-    def _all(self, **given: Any) -> dict[int, dict[str, Any]]:
-        return dict.fromkeys(range(len(self._hosts)), given)
+    def _all(self, **arguments: Any) -> dict[int, dict[str, Any]]:
+        return dict.fromkeys(range(len(self._hosts)), arguments)
 
     def _asked(
-        self, word: str, given: Mapping[int, Mapping[str, Any]], probe_s: float = PROBE_S
+        self, word: str, arguments: Mapping[int, Mapping[str, Any]], probe_s: float = PROBE_S
     ) -> dict[int, dict[str, Any]]:
         """Ask hosts by their numbers; return the answers, and keep who gave none."""
-        questions = {self._hosts[place]: {"do": word, **more} for place, more in given.items()}
+        questions = {self._hosts[place]: {"do": word, **more} for place, more in arguments.items()}
         said = ask_all(questions, probe_s)
         answers = {}
-        for place in given:
+        for place in arguments:
             peer = self._hosts[place]
-            one = said.get(peer, {"failed": "nothing came"})
-            if "failed" in one:
-                self._mute.setdefault(peer.identity.host, []).append(f"{word}: {one['failed']}")
+            answer = said.get(peer, {"failed": "nothing came"})
+            if "failed" in answer:
+                self._mute.setdefault(peer.identity.host, []).append(f"{word}: {answer['failed']}")
                 if peer.channel is not None and peer.channel.lost:
                     self._gone[peer.identity.host] = peer.channel.lost
             else:
-                answers[place] = one
+                answers[place] = answer
         return answers
 
     def _ask_findings(self) -> None:
         said = self._asked("findings", self._all(), 2 * PROBE_S)
         kept = []
         for place, record in said.items():
-            found = of_record(HostFindings, record.get("findings"))
-            if found is not None:
+            host_findings = of_record(HostFindings, record.get("findings"))
+            if host_findings is not None:
                 kept.append(self._hosts[place])
-                self._found.append(found)
+                self._found.append(host_findings)
                 self._ports.append(tuple(record["ports"]))
         self._hosts = kept
 
@@ -118,7 +118,7 @@ class Questions:
         said = self._asked(
             "look", {place: {"nonces": {str(key): nonce for key, nonce in nonces.items()}} for place in nonces}
         )
-        return {place: found for place, record in said.items() if (found := of_record(Sight, record)) is not None}
+        return {place: sight for place, record in said.items() if (sight := of_record(Sight, record)) is not None}
 
     def _names(self) -> dict[int, tuple[str, ...]]:
         """Return the names in the launcher's list that have no address on each host."""
@@ -131,19 +131,19 @@ class Questions:
         targets = [
             {
                 "number": place,
-                "addresses": [*found.network.addresses] if found.network is not None else [],
+                "addresses": [*host_findings.network.addresses] if host_findings.network is not None else [],
                 "ports": [*self._ports[place]],
             }
-            for place, found in enumerate(self._found)
+            for place, host_findings in enumerate(self._found)
         ]
         port = self._peers[0].identity.port
-        given = {}
-        for place, found in enumerate(self._found):
-            at = found.network.meeting_addresses[:1] if found.network is not None else ()
+        words = {}
+        for place, host_findings in enumerate(self._found):
+            at = host_findings.network.meeting_addresses[:1] if host_findings.network is not None else ()
             meeting = [(address, port) for address in at] if port and port not in self._taken and place else []
-            given[place] = {"targets": [target for target in targets if target["number"] != place], "meeting": meeting}
+            words[place] = {"targets": [target for target in targets if target["number"] != place], "meeting": meeting}
         met: dict[int, Attempt] = {}
-        for place, records in self._asked("reach", given).items():
+        for place, records in self._asked("reach", words).items():
             others = [other for other in range(len(self._hosts)) if other != place]
             for other, tried in zip(others, records["reached"], strict=True):
                 self._reached[place, other] = _attempts(tried)
@@ -170,11 +170,11 @@ class Questions:
         """Return the better of two measurements of each host, which another program may disturb."""
         best: dict[int, Rate] = {}
         for _turn in range(2):
-            given = {place: {"address": _INSIDE, "port": ports[0]} for place, ports in enumerate(self._ports)}
-            for place, record in self._asked("rate", given).items():
-                found = of_record(Rate, record)
-                if found is not None and (place not in best or found.bytes_per_s > best[place].bytes_per_s):
-                    best[place] = found
+            arguments = {place: {"address": _INSIDE, "port": ports[0]} for place, ports in enumerate(self._ports)}
+            for place, record in self._asked("rate", arguments).items():
+                rate = of_record(Rate, record)
+                if rate is not None and (place not in best or rate.bytes_per_s > best[place].bytes_per_s):
+                    best[place] = rate
         return best
 
     def _between(self) -> dict[tuple[int, int], Rate]:
@@ -194,7 +194,7 @@ class Questions:
         said = self._asked(
             "rate", {start: {"address": way.address, "port": way.port} for (start, _), way in ways.items()}
         )
-        return {(start, end): found for start, end in ways if (found := of_record(Rate, said.get(start))) is not None}
+        return {(start, end): rate for start, end in ways if (rate := of_record(Rate, said.get(start))) is not None}
 
     def _way(self, start: int, end: int) -> Attempt | None:
         """Return an attempt by which one host has reached another; None where it has not."""
@@ -202,7 +202,7 @@ class Questions:
 
 
 def _attempts(records: Sequence[Any]) -> tuple[Attempt, ...]:
-    return tuple(found for record in records if (found := of_record(Attempt, record)) is not None)
+    return tuple(reach for record in records if (reach := of_record(Attempt, record)) is not None)
 
 
 class Examined:
@@ -251,34 +251,34 @@ class Examined:
 
     def close(self) -> None:
         """End what is open."""
-        for one in (self._door, self._files, self._torch):
-            if one is not None:
-                one.close()
+        for resource in (self._door, self._files, self._torch):
+            if resource is not None:
+                resource.close()
 
     def _within(self, asked: Callable[[Any], dict[str, Any]], question: Mapping[str, Any]) -> dict[str, Any]:
         if question["do"] in ("findings", "torch"):  # these have limits of their own
             return asked(question)
-        found, late = at_once({"probe": lambda: asked(question)})
-        return found["probe"] if found["probe"] is not None else {"failed": late[0].partition(": ")[2]}
+        results, late = at_once({"probe": lambda: asked(question)})
+        return results["probe"] if results["probe"] is not None else {"failed": late[0].partition(": ")[2]}
 
     def _open(self, _given: Mapping[str, Any]) -> dict[str, Any]:
         self._door = self._door or Door(self._token)
         return {"findings": self.findings().to_record(), "ports": [*self._door.ports]}
 
-    def _reach(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        targets = [found for record in given["targets"] if (found := of_record(Target, record)) is not None]
-        extra = [doors.attempt(address, port, self._token) for address, port in given["meeting"]]
+    def _reach(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        targets = [target for record in question["targets"] if (target := of_record(Target, record)) is not None]
+        extra = [doors.attempt(address, port, self._token) for address, port in question["meeting"]]
         reached = doors.reach(targets, self._token)
         return {
             "reached": [[dataclasses.asdict(attempt) for attempt in attempts] for attempts in reached],
             "meeting": [dataclasses.asdict(attempt) for attempt in extra],
         }
 
-    def _write(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(self, question: Mapping[str, Any]) -> dict[str, Any]:
         if self._door is not None:
-            self._door.number = int(given["place"])
-        self._files = SharedFiles(self._folder, str(given["name"]))
-        return {"refused": self._files.write(int(given["place"]), str(given["nonce"]))}
+            self._door.number = int(question["place"])
+        self._files = SharedFiles(self._folder, str(question["name"]))
+        return {"refused": self._files.write(int(question["place"]), str(question["nonce"]))}
 
     def _look(self, nonces: Mapping[str, str]) -> dict[str, Any]:
         seen = (

@@ -72,14 +72,14 @@ def _written(path: Path, text: str) -> str:
 
 
 def _mount_of(path: Path) -> str:
-    found = ("", "")
+    mount = ("", "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             device, at, kind, *_ = line.split(" ")
             at = at.encode().decode("unicode_escape")
-            if path.is_relative_to(at) and len(at) >= len(found[0]):
-                found = (at, f"{kind} of {device}")
-    return found[1]
+            if path.is_relative_to(at) and len(at) >= len(mount[0]):
+                mount = (at, f"{kind} of {device}")
+    return mount[1]
 
 
 class SharedFiles:

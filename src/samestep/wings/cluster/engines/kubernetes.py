@@ -18,13 +18,13 @@ from samestep.errors import InputError
 from samestep.wings.cluster.engines.launch_request import LaunchRequest
 
 
-def script(wanted: LaunchRequest) -> str:
+def script(request: LaunchRequest) -> str:
     """Return the manifest.
 
     Raises:
         InputError: the site names no image.
     """
-    site = wanted.site.kubernetes
+    site = request.site.kubernetes
     if not site.image:
         raise InputError(
             "launch-nodes",
@@ -32,28 +32,28 @@ def script(wanted: LaunchRequest) -> str:
         )
     if site.kind == "TrainJob":
         notes = ("kubectl apply -f THIS_FILE starts it, where Kubeflow's Trainer is installed.",)
-        documents = [_train_job(wanted)]
+        documents = [_train_job(request)]
     else:
         notes = (
             "kubectl apply -f THIS_FILE starts it. The pods meet at the name that the Service gives to the first one.",
         )
-        documents = [_job(wanted), _service(wanted)]
+        documents = [_job(request), _service(request)]
     return (
         "\n---\n".join(
-            ["\n".join([*wanted.head("kubernetes", *notes), _yaml(documents[0])]), *map(_yaml, documents[1:])]
+            ["\n".join([*request.head("kubernetes", *notes), _yaml(documents[0])]), *map(_yaml, documents[1:])]
         )
         + "\n"
     )
 
 
-def _metadata(wanted: LaunchRequest) -> dict[str, Any]:
-    namespace = wanted.site.kubernetes.namespace
-    return {"name": wanted.name, **({"namespace": namespace} if namespace else {})}
+def _metadata(request: LaunchRequest) -> dict[str, Any]:
+    namespace = request.site.kubernetes.namespace
+    return {"name": request.name, **({"namespace": namespace} if namespace else {})}
 
 
-def _command(wanted: LaunchRequest) -> list[str]:
+def _command(request: LaunchRequest) -> list[str]:
     """Return the command of a pod: the words alone, or in a shell after the lines of the site."""
-    words, setup = wanted.train_words(), wanted.site.run.setup
+    words, setup = request.train_words(), request.site.run.setup
     if setup:
         words = ["sh", "-c", "\n".join([*setup, 'exec "$@"']), "sh", *words]
     return [_literal(word) for word in words]
@@ -64,18 +64,18 @@ def _literal(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _environment(wanted: LaunchRequest, more: dict[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "value": _literal(value)} for name, value in (more | wanted.site.run.environment).items()]
+def _environment(request: LaunchRequest, more: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "value": _literal(value)} for name, value in (more | request.site.run.environment).items()]
 
 
-def _resources(wanted: LaunchRequest) -> dict[str, Any]:
-    site = wanted.site.kubernetes
+def _resources(request: LaunchRequest) -> dict[str, Any]:
+    site = request.site.kubernetes
     return {"resources": {"limits": {site.gpu: str(site.gpus_per_node)}}} if site.gpus_per_node else {}
 
 
-def _volumes(wanted: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes of a pod, and where they are mounted: the shared folder, and memory for workers to share."""
-    site = wanted.site.kubernetes
+    site = request.site.kubernetes
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if site.claim:
@@ -84,22 +84,22 @@ def _volumes(wanted: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str
     return volumes, mounts
 
 
-def _job(wanted: LaunchRequest) -> dict[str, Any]:
+def _job(request: LaunchRequest) -> dict[str, Any]:
     """Return the indexed Job, whose pods have the variables of a TrainJob's."""
-    site = wanted.site.kubernetes
-    volumes, mounts = _volumes(wanted)
+    site = request.site.kubernetes
+    volumes, mounts = _volumes(request)
     meeting = {
-        "PET_NNODES": str(wanted.nodes),
-        "PET_NPROC_PER_NODE": str(wanted.ranks_per_node),
-        "PET_MASTER_ADDR": f"{wanted.name}-0.{wanted.name}",
+        "PET_NNODES": str(request.nodes),
+        "PET_NPROC_PER_NODE": str(request.ranks_per_node),
+        "PET_MASTER_ADDR": f"{request.name}-0.{request.name}",
         "PET_MASTER_PORT": str(site.port),
     }
     container = {
         "name": "train",
         "image": site.image,
-        "command": _command(wanted),
-        "env": _environment(wanted, meeting),
-        **_resources(wanted),
+        "command": _command(request),
+        "env": _environment(request, meeting),
+        **_resources(request),
         "volumeMounts": mounts,
     }
     passes = [
@@ -108,46 +108,46 @@ def _job(wanted: LaunchRequest) -> dict[str, Any]:
         {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}},
     ]
     pod = {
-        "subdomain": wanted.name,
+        "subdomain": request.name,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": site.grace_s,
         "containers": [container],
         "volumes": volumes,
     }
     spec = {
-        "completions": wanted.nodes,
-        "parallelism": wanted.nodes,
+        "completions": request.nodes,
+        "parallelism": request.nodes,
         "completionMode": "Indexed",
-        "backoffLimit": site.restarts * wanted.nodes,
+        "backoffLimit": site.restarts * request.nodes,
         "podFailurePolicy": {"rules": passes},
         "template": {"spec": pod},
     }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(wanted), "spec": spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(request), "spec": spec}
 
 
-def _service(wanted: LaunchRequest) -> dict[str, Any]:
+def _service(request: LaunchRequest) -> dict[str, Any]:
     """Return the headless Service, by which a pod has a name before it is ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {"job-name": wanted.name},
-        "ports": [{"name": "meeting", "port": wanted.site.kubernetes.port}],
+        "selector": {"job-name": request.name},
+        "ports": [{"name": "meeting", "port": request.site.kubernetes.port}],
     }
-    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(wanted), "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(request), "spec": spec}
 
 
-def _train_job(wanted: LaunchRequest) -> dict[str, Any]:
+def _train_job(request: LaunchRequest) -> dict[str, Any]:
     """Return the TrainJob; the Trainer gives its pods the variables of their rendezvous."""
-    site = wanted.site.kubernetes
-    volumes, mounts = _volumes(wanted)
-    resources = _resources(wanted)
-    environment = _environment(wanted, {})
+    site = request.site.kubernetes
+    volumes, mounts = _volumes(request)
+    resources = _resources(request)
+    environment = _environment(request, {})
     trainer = {
         "image": site.image,
-        "command": _command(wanted),
+        "command": _command(request),
         **({"env": environment} if environment else {}),
-        "numNodes": wanted.nodes,
-        "numProcPerNode": wanted.ranks_per_node,
+        "numNodes": request.nodes,
+        "numProcPerNode": request.ranks_per_node,
         **({"resourcesPerNode": resources["resources"]} if resources else {}),
     }
     pod = {
@@ -164,7 +164,7 @@ def _train_job(wanted: LaunchRequest) -> dict[str, Any]:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(wanted),
+        "metadata": _metadata(request),
         "spec": spec,
     }
 

@@ -20,17 +20,20 @@ claim = "shared"                  # the volume that all pods see, at `at`
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from samestep import job_files as jobs
-from samestep.errors import InputError, LayoutError, did_you_mean, short_repr
+from samestep.errors import InputError, LayoutError, short_repr
+from samestep.job import mistakes_in
+from samestep.job_tables import Table
 from samestep.layout import Layout
 
 
@@ -108,14 +111,14 @@ def wanted_of(
     if num_nodes < 1:
         raise InputError("value-out-of-range", f"--nodes {nodes}: at least one node works")
     layout = str(layout) if layout else None
-    given = (
+    spec = (
         None if layout == "auto" else Layout(layout) if layout else Layout(**loaded.layout) if loaded.layout else None
     )
-    each = ranks_per_node or _share(given, num_nodes)
-    if given is not None and given.world_size != num_nodes * each:
+    each = ranks_per_node or _share(spec, num_nodes)
+    if spec is not None and spec.world_size != num_nodes * each:
         raise LayoutError(
             "devices-and-ranks",
-            f"layout {str(given)!r} has {given.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}: "
+            f"layout {str(spec)!r} has {spec.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}: "
             f"a layout with degrees that multiply to {num_nodes * each} works, such as dp={num_nodes * each}",
         )
     called = name or (Path(job).stem if job else "default")
@@ -124,7 +127,7 @@ def wanted_of(
         str(job) if job else "",
         num_nodes,
         each,
-        layout or ("" if given else f"dp={num_nodes * each}"),
+        layout or ("" if spec else f"dp={num_nodes * each}"),
         str(out) if out else f"runs/{re.sub(r'[^A-Za-z0-9_.-]+', '-', called)}",
         tuple(settings),
         hosts,
@@ -163,20 +166,37 @@ def shell(words: Sequence[str], environment: Mapping[str, str] | None = None) ->
     return shlex.join([*(f"{name}={value}" for name, value in (environment or {}).items()), *words])
 
 
-@dataclass(frozen=True)
-class RunSettings:
+class SiteTable(Table):
+    """Settings of a site, which become words of a command: texts of one line, and numbers that count something."""
+
+    model_config = ConfigDict(strict=True)
+
+    @field_validator("*")
+    @classmethod
+    def _is_one_line_or_a_count(cls, value: Any) -> Any:
+        if isinstance(value, str) and ("\n" in value or "\0" in value):
+            raise InputError("site-value", f"{short_repr(value)} has more than one line")
+        if isinstance(value, int | float) and value < 0:
+            raise InputError("value-out-of-range", f"{value} is below 0")
+        return value
+
+
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+"""A list of texts in TOML."""
+
+
+class RunSettings(SiteTable):
     """The command on the machines of the site."""
 
     command: str = "samestep"
     """The words by which samestep is called."""
-    setup: tuple[str, ...] = ()
+    setup: Texts = ()
     """Lines of a shell that come before it."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(default_factory=dict)
     """Variables of the environment."""
 
 
-@dataclass(frozen=True)
-class SlurmSettings:
+class SlurmSettings(SiteTable):
     """The options of sbatch."""
 
     by: Literal["srun", "torchrun"] = "srun"
@@ -193,12 +213,11 @@ class SlurmSettings:
     """Seconds before the time limit at which the run is asked to save and end."""
     restarts: int = 3
     """How often a run that fails, as one whose node is lost, goes back into the queue; a run that was stopped always does."""
-    options: tuple[str, ...] = ()
+    options: Texts = ()
     """Further options, such as --exclusive."""
 
 
-@dataclass(frozen=True)
-class KubernetesSettings:
+class KubernetesSettings(SiteTable):
     """The pods of a cluster."""
 
     kind: Literal["Job", "TrainJob"] = "Job"
@@ -221,36 +240,32 @@ class KubernetesSettings:
     """Seconds between the request to stop and the end of a pod."""
 
 
-@dataclass(frozen=True)
-class MpiSettings:
+class MpiSettings(SiteTable):
     """The options of mpirun."""
 
     by: Literal["openmpi", "mpich"] = "openmpi"
-    hosts: tuple[str, ...] = ()
+    hosts: Texts = ()
     """The hosts; without them those that mpirun knows from its allocation."""
     port: int = 29500
-    options: tuple[str, ...] = ()
+    options: Texts = ()
 
 
-@dataclass(frozen=True)
-class SshSettings:
+class SshSettings(SiteTable):
     """The hosts that are reached by ssh."""
 
-    hosts: tuple[str, ...] = ()
+    hosts: Texts = ()
 
 
-@dataclass(frozen=True)
-class TorchrunSettings:
+class TorchrunSettings(SiteTable):
     """The options of torchrun."""
 
     endpoint: str = ""
     """HOST:PORT, at which the agents of several hosts meet."""
     restarts: int = 3
-    options: tuple[str, ...] = ()
+    options: Texts = ()
 
 
-@dataclass(frozen=True)
-class RaySettings:
+class RaySettings(SiteTable):
     """The cluster of Ray."""
 
     address: str = ""
@@ -263,8 +278,7 @@ class RaySettings:
     """How often Ray starts the ranks again."""
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(SiteTable):
     """All settings of a site; each engine reads the table with its name."""
 
     run: RunSettings = RunSettings()
@@ -293,67 +307,7 @@ def read_site(path: str | Path | None) -> Site:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError("hardware-profile", f"--site {path}: {error}") from None
-    return Site(**_read(Site, tables, f"--site {path}: "))
-
-
-def _read(kind: type, values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of a dataclass's fields, checked.
-
-    Raises:
-        InputError: a key is unknown, or a value is of another type.
-    """
-    types = get_type_hints(kind)
-    found = {}
-    for key, value in values.items():
-        if key not in types:
-            raise InputError(
-                "site-value",
-                f"{where}unknown key {key!r}{did_you_mean(key, types)}; the keys here are {', '.join(types)}",
-            )
-        wanted = types[key]
-        if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
-            if not isinstance(value, dict):
-                raise InputError("site-value", f"{where}{key} = {short_repr(value)} must be a table [{key}]")
-            found[key] = wanted(**_read(wanted, value, f"{where}{key}."))
-        else:
-            found[key] = _value(wanted, value, f"{where}{key}")
-    return found
-
-
-def _value(wanted: Any, value: Any, where: str) -> Any:
-    """Return a value in the type of its key.
-
-    Raises:
-        InputError: it is of another type, or no word that works.
-    """
-    if get_origin(wanted) is Literal:
-        if value not in get_args(wanted):
-            raise InputError(
-                "site-value", f"{where} = {short_repr(value)}: {' and '.join(map(repr, get_args(wanted)))} work"
-            )
-    elif get_origin(wanted) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise InputError("site-value", f'{where} = {short_repr(value)} must be a list of texts, such as ["..."]')
-        value = tuple(value)
-    elif get_origin(wanted) is dict:
-        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-            raise InputError(
-                "site-value", f'{where} = {short_repr(value)} must be a table of texts, such as {{NAME = "..."}}'
-            )
-        if wrong := [name for name in value if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]:
-            raise InputError(
-                "site-value",
-                f"{where}: {wrong[0]!r} is no name of a variable: letters, digits and _ are, as in HF_HOME",
-            )
-    elif wanted is float and type(value) is int:
-        value = float(value)
-    elif type(value) is not wanted:
-        raise InputError("site-value", f"{where} = {short_repr(value)} is no {_WORDS[wanted]}")
-    if wanted in (int, float) and value < 0:
-        raise InputError("value-out-of-range", f"{where} = {value} is below 0")
-    if isinstance(value, str) and ("\n" in value or "\0" in value):
-        raise InputError("site-value", f"{where} = {short_repr(value)} has more than one line")
-    return value
-
-
-_WORDS = {str: 'text, such as "gpu"', int: "whole number", float: "number"}
+    try:
+        return Site(**tables)
+    except ValidationError as error:
+        raise InputError("site-value", mistakes_in(error, lambda key: f"--site {path}", Site)[1]) from None

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from samestep.wings.cluster.engines.launch_request import LaunchRequest, read_si
 _FIRST_PORT = 20000
 
 
-def script(wanted: LaunchRequest) -> str:
+def script(request: LaunchRequest) -> str:
     """Return the batch script."""
-    by_torchrun = wanted.site.slurm.by == "torchrun"
-    tasks = 1 if by_torchrun else wanted.ranks_per_node
-    lines = ["#!/bin/bash", *wanted.head("slurm", *_NOTES), *_options(wanted, tasks, "B:" if by_torchrun else ""), ""]
-    lines += [*wanted.setup(), *_REQUEUE, *(_ADDRESS if wanted.nodes > 1 or by_torchrun else [])]
-    return "\n".join([*lines, *(_torchrun_lines(wanted) if by_torchrun else _srun_lines(wanted))]) + "\n"
+    by_torchrun = request.site.slurm.by == "torchrun"
+    tasks = 1 if by_torchrun else request.ranks_per_node
+    lines = ["#!/bin/bash", *request.head("slurm", *_NOTES), *_options(request, tasks, "B:" if by_torchrun else ""), ""]
+    lines += [*request.setup(), *_REQUEUE, *(_ADDRESS if request.nodes > 1 or by_torchrun else [])]
+    return "\n".join([*lines, *(_torchrun_lines(request) if by_torchrun else _srun_lines(request))]) + "\n"
 
 
 # Slurm: srun starts one task for each rank, or one torchrun on each node. A run that nears its time limit, or is preempted, gets SIGTERM,
@@ -64,36 +64,36 @@ _ADDRESS = [
 ]
 
 
-def _options(wanted: LaunchRequest, tasks: int, to: str) -> list[str]:
+def _options(request: LaunchRequest, tasks: int, to: str) -> list[str]:
     """Return the options of sbatch, one a line."""
-    slurm = wanted.site.slurm
+    slurm = request.site.slurm
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
     named |= {"time": slurm.time, "mem": slurm.memory}
     counts = {"gpus-per-node": slurm.gpus_per_node, "cpus-per-task": slurm.cpus_per_task}
-    options = [f"--job-name={wanted.name}", f"--nodes={wanted.nodes}", f"--ntasks-per-node={tasks}"]
+    options = [f"--job-name={request.name}", f"--nodes={request.nodes}", f"--ntasks-per-node={tasks}"]
     options += [f"--{name}={value}" for name, value in (named | counts).items() if value]
     options += ["--output=%x-%j.log", "--open-mode=append", "--requeue", f"--signal={to}TERM@{slurm.signal_s}"]
     return [f"#SBATCH {option}" for option in (*options, *slurm.options)]
 
 
-def _srun_lines(wanted: LaunchRequest) -> list[str]:
+def _srun_lines(request: LaunchRequest) -> list[str]:
     return [
-        f"summary() {{ cat {shell([f'{wanted.out}/{run_folder.SUMMARY}'])} 2> /dev/null; }}",
+        f"summary() {{ cat {shell([f'{request.out}/{run_folder.SUMMARY}'])} 2> /dev/null; }}",
         "",
         "before=$(summary)",
-        f"srun --kill-on-bad-exit=1 {shell(wanted.train_words())}",
+        f"srun --kill-on-bad-exit=1 {shell(request.train_words())}",
         "status=$?",
         'if [ $status -eq 143 ] && [ "$(summary)" != "$before" ]; then  # stopped, with a checkpoint',
         "    requeue",
-        *_failed(wanted),
+        *_failed(request),
         "fi",
         "exit $status",
     ]
 
 
-def _failed(wanted: LaunchRequest) -> list[str]:
+def _failed(request: LaunchRequest) -> list[str]:
     """Return the branch of a run that has failed, which goes on a few times; each time adds a line to a file of the job."""
-    most = wanted.site.slurm.restarts
+    most = request.site.slurm.restarts
     return [
         "elif [ $status -ne 0 ] && [ $status -ne 2 ]; then  # a rank or a node is lost, or the run fails; 2 is a mistake",
         '    failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"',
@@ -102,11 +102,16 @@ def _failed(wanted: LaunchRequest) -> list[str]:
     ]
 
 
-def _torchrun_lines(wanted: LaunchRequest) -> list[str]:
-    torchrun = wanted.site.torchrun
-    words = ["torchrun", f"--nnodes={wanted.nodes}", f"--nproc-per-node={wanted.ranks_per_node}", "--rdzv-backend=c10d"]
+def _torchrun_lines(request: LaunchRequest) -> list[str]:
+    torchrun = request.site.torchrun
+    words = [
+        "torchrun",
+        f"--nnodes={request.nodes}",
+        f"--nproc-per-node={request.ranks_per_node}",
+        "--rdzv-backend=c10d",
+    ]
     words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]
-    wait_s = max(30, wanted.site.slurm.signal_s - 20)
+    wait_s = max(30, request.site.slurm.signal_s - 20)
     return [
         f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % 10000))",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wait_s}  # seconds that the agents leave the ranks to save",
@@ -114,60 +119,60 @@ def _torchrun_lines(wanted: LaunchRequest) -> list[str]:
         "stopped=0",
         "trap 'stopped=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM  # to the tasks, not to this script",
         f'srun {shell(words)} --rdzv-endpoint="$MASTER_ADDR:$port" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\',
-        f"    --no-python {shell(wanted.train_words())} &",
+        f"    --no-python {shell(request.train_words())} &",
         "wait $!",
         "status=$?",
         "if [ $stopped -eq 1 ]; then",
         "    wait $!  # the trap has ended the first wait",
         "    requeue",
-        *_failed(wanted),
+        *_failed(request),
         "fi",
         "exit $status",
     ]
 
 
-def _torchrun(wanted: LaunchRequest) -> str:
+def _torchrun(request: LaunchRequest) -> str:
     """Return the command of torchrun, to be run on every host.
 
     Raises:
         InputError: the agents of several hosts have no address at which they meet.
     """
-    torchrun = wanted.site.torchrun
-    words = ["torchrun", f"--nnodes={wanted.nodes}", f"--nproc-per-node={wanted.ranks_per_node}"]
+    torchrun = request.site.torchrun
+    words = ["torchrun", f"--nnodes={request.nodes}", f"--nproc-per-node={request.ranks_per_node}"]
     words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]
-    if wanted.nodes == 1:
+    if request.nodes == 1:
         words += ["--standalone"]
     else:
-        endpoint = torchrun.endpoint or (f"{wanted.hosts[0]}:29400" if wanted.hosts else "")
+        endpoint = torchrun.endpoint or (f"{request.hosts[0]}:29400" if request.hosts else "")
         if not endpoint:
             raise InputError(
                 "launch-nodes",
                 '--on torchrun with several nodes needs an address: --nodes H1,H2, or endpoint = "HOST:PORT" in [torchrun] of --site',
             )
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={wanted.name}"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={request.name}"]
     notes = ("Run it on every node; torchrun starts the ranks again where one fails, and they resume.",)
-    lines = ["#!/bin/bash", *wanted.head("torchrun", *notes), *wanted.setup()]
-    return "\n".join([*lines, f"exec {shell(words)} \\", f"    --no-python {shell(wanted.train_words())}"]) + "\n"
+    lines = ["#!/bin/bash", *request.head("torchrun", *notes), *request.setup()]
+    return "\n".join([*lines, f"exec {shell(words)} \\", f"    --no-python {shell(request.train_words())}"]) + "\n"
 
 
-def _mpi(wanted: LaunchRequest) -> str:
+def _mpi(request: LaunchRequest) -> str:
     """Return the line of Open MPI or MPICH: it starts the ranks, and is asked which host has rank 0, since it gives them no address."""
-    mpi = wanted.site.mpi
-    hosts = mpi.hosts or wanted.hosts
-    each = str(wanted.ranks_per_node)
+    mpi = request.site.mpi
+    hosts = mpi.hosts or request.hosts
+    each = str(request.ranks_per_node)
     if mpi.by == "openmpi":
         base = ["mpirun", *(["--host", ",".join(f"{host}:{each}" for host in hosts)] if hosts else []), *mpi.options]
         ranks = ["--map-by", f"ppr:{each}:node", "--bind-to", "none", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
-        ranks += [word for name in wanted.site.run.environment for word in ("-x", name)]
+        ranks += [word for name in request.site.run.environment for word in ("-x", name)]
     else:
         base = ["mpiexec.hydra", *(["-hosts", ",".join(hosts)] if hosts else []), "-ppn", each, *mpi.options]
-        ranks = ["-genvlist", ",".join(["PATH", "MASTER_ADDR", "MASTER_PORT", *wanted.site.run.environment])]
+        ranks = ["-genvlist", ",".join(["PATH", "MASTER_ADDR", "MASTER_PORT", *request.site.run.environment])]
     lines = [
         "#!/bin/bash",
-        *wanted.head("mpi", "A run that gets SIGTERM saves and ends with status 143; the same script resumes it."),
+        *request.head("mpi", "A run that gets SIGTERM saves and ends with status 143; the same script resumes it."),
     ]
-    lines += [*wanted.setup()]
-    if wanted.nodes > 1:
+    lines += [*request.setup()]
+    if request.nodes > 1:
         lines += [
             "# Rank 0 is on the first host of mpirun's list.",
             f"MASTER_ADDR=$({shell([*base, '-n', '1', 'hostname'])})",
@@ -179,8 +184,8 @@ def _mpi(wanted: LaunchRequest) -> str:
         "# Asked to end, mpirun asks the ranks, which save; Open MPI kills those that take longer than a second.",
         "stopped=0",
         "trap 'stopped=1; kill -TERM $!' TERM",
-        f"{shell([*base, '-n', str(wanted.ranks), *ranks])} \\",
-        f"    {shell(wanted.train_words())} &",
+        f"{shell([*base, '-n', str(request.ranks), *ranks])} \\",
+        f"    {shell(request.train_words())} &",
         "wait $!",
         "status=$?",
         "if [ $stopped -eq 1 ]; then",
@@ -192,45 +197,45 @@ def _mpi(wanted: LaunchRequest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ssh(wanted: LaunchRequest) -> str:
+def _ssh(request: LaunchRequest) -> str:
     """Return the command that starts the agent of samestep on hosts, to be run where ssh reaches them.
 
     Raises:
         InputError: no hosts are named.
     """
-    hosts = wanted.hosts or wanted.site.ssh.hosts
+    hosts = request.hosts or request.site.ssh.hosts
     if len(hosts) < 2:
         raise InputError(
             "launch-nodes",
             "--on ssh needs the names of two hosts or more: --nodes H1,H2, or hosts in [ssh] of --site, works",
         )
-    if len(hosts) != wanted.nodes:
+    if len(hosts) != request.nodes:
         raise InputError(
             "launch-nodes",
-            f"--nodes {wanted.nodes}: [ssh] of --site names {len(hosts)} hosts; --nodes {len(hosts)} works",
+            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts; --nodes {len(hosts)} works",
         )
     notes = ("The folder it is run in, and its Python, must be there on every host.",)
-    words = [*wanted.train_words(), "--nodes", ",".join(hosts)]
-    lines = wanted.setup()
+    words = [*request.train_words(), "--nodes", ",".join(hosts)]
+    lines = request.setup()
     on_hosts = [f"export {ON_HOSTS}={shlex.quote(chr(10).join(lines))}"] if lines else []  # ssh passes no variables on
-    return "\n".join(["#!/bin/bash", *wanted.head("ssh", *notes), *lines, *on_hosts, f"exec {shell(words)}"]) + "\n"
+    return "\n".join(["#!/bin/bash", *request.head("ssh", *notes), *lines, *on_hosts, f"exec {shell(words)}"]) + "\n"
 
 
-def _ray(wanted: LaunchRequest) -> str:
+def _ray(request: LaunchRequest) -> str:
     """Return the command that hands a run to Ray Train, to be run where the cluster is reached."""
-    ray = wanted.site.ray
+    ray = request.site.ray
     words = ["ray", "job", "submit", "--working-dir", ".", *(["--address", ray.address] if ray.address else [])]
-    if wanted.site.run.environment:  # what is exported here does not reach the cluster
-        words += ["--runtime-env-json", json.dumps({"env_vars": wanted.site.run.environment})]
-    line = f'{shell(words)} --submission-id "{wanted.name}-$(date +%s)"'
-    driver = ["python", "-m", "samestep.wings.cluster.engines.ray_job", *([wanted.job] if wanted.job else [])]
-    driver += [word for setting in wanted.settings for word in ("--set", setting)]
-    driver += ["--layout", wanted.layout] if wanted.layout else []
-    driver += ["--ranks", str(wanted.ranks), "--out", wanted.out, "--failures", str(ray.failures)]
+    if request.site.run.environment:  # what is exported here does not reach the cluster
+        words += ["--runtime-env-json", json.dumps({"env_vars": request.site.run.environment})]
+    line = f'{shell(words)} --submission-id "{request.name}-$(date +%s)"'
+    driver = ["python", "-m", "samestep.wings.cluster.engines.ray_job", *([request.job] if request.job else [])]
+    driver += [word for setting in request.settings for word in ("--set", setting)]
+    driver += ["--layout", request.layout] if request.layout else []
+    driver += ["--ranks", str(request.ranks), "--out", request.out, "--failures", str(ray.failures)]
     driver += ["--cpus-per-rank", f"{ray.cpus_per_rank:g}", "--gpus-per-rank", f"{ray.gpus_per_rank:g}"]
     driver += ["--storage", ray.storage] if ray.storage else []
     notes = ("The job file is sent with the folder it is run in; the run folder must be one that all nodes see.",)
-    lines = ["#!/bin/bash", *wanted.head("ray", *notes), *wanted.setup()]
+    lines = ["#!/bin/bash", *request.head("ray", *notes), *request.setup()]
     return "\n".join([*lines, f"exec {line} -- \\", f"    {shell(driver)}"]) + "\n"
 
 
@@ -266,21 +271,7 @@ def engine_of(name: str) -> Engine:
     return ENGINES[name]
 
 
-def emit_script(wanted: LaunchRequest, on: str, path: str | Path | None) -> tuple[str, Path]:
-    """Return the script of an engine and its file, which is written if a path is given.
-
-    Raises:
-        InputError: the engine needs more than is given, or the file cannot be written.
-    """
-    engine = engine_of(on)
-    text = engine.script(wanted)
-    file = Path(path) if path is not None else Path(f"{wanted.name}{engine.suffix}")
-    if path is not None:
-        write(file, text)
-    return text, file
-
-
-def submit_script(on: str, file: Path, run: Callable[[Sequence[str]], int] | None = None) -> None:
+def submit_script(on: str, file: Path) -> None:
     """Hand a script over to its engine.
 
     Raises:
@@ -289,7 +280,7 @@ def submit_script(on: str, file: Path, run: Callable[[Sequence[str]], int] | Non
     """
     words = [*engine_of(on).submit, str(file)]
     try:
-        status = run(words) if run else subprocess.run(words, check=False).returncode
+        status = subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise InputError(
             "submit-failed",
@@ -328,8 +319,11 @@ def write_script(
         RunError: the command of the engine failed.
     """
     path = _as_file(job, emit, submit) if isinstance(job, Job) else Path(job) if job else None
-    wanted = wanted_of(path, **settings, site=read_site(site))
-    text, file = emit_script(wanted, on, emit or (f"{wanted.name}{engine_of(on).suffix}" if submit else None))
+    request = wanted_of(path, **settings, site=read_site(site))
+    engine = engine_of(on)
+    text, file = engine.script(request), Path(emit or f"{request.name}{engine.suffix}")
+    if emit or submit:
+        write(file, text)
     show(text)
     if submit:
         submit_script(on, file)

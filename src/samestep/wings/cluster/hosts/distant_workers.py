@@ -113,8 +113,8 @@ class DistantWorkers:
             raise ValueError(f"rank {rank} is of another host")
         if word != "failed":
             return rank, word, _VALUES[word].validate_python(value)
-        given = {**value, "time_s": time.monotonic() - value["age_s"], "text": f"on {self.host}: {value['text']}"}
-        failure = _FAILURES.validate_python({**given, "rank": rank})
+        report = {**value, "time_s": time.monotonic() - value["age_s"], "text": f"on {self.host}: {value['text']}"}
+        failure = _FAILURES.validate_python({**report, "rank": rank})
         self._over.add(rank)
         return rank, word, failure
 
@@ -172,18 +172,18 @@ class Away:
         family = socket.AF_INET6 if ":" in self.meeting.address else socket.AF_INET
         listening = socket.create_server((self.meeting.address, 0), family=family)
         host, port, *_ = listening.getsockname()
-        held = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         yield host, port
-        del held
+        del server
 
     def workers(self, options: LaunchOptions) -> list[DistantWorkers]:
         """Return the workers of each other host."""
         led: list[DistantWorkers] = []
         first = self.num_ranks[0]
         for channel, count in zip(self.meeting.followers, self.num_ranks[1:], strict=True):
-            given = {"ranks": options.ranks, "first_rank": first, "local_ranks": count, "store": options.store}
-            given |= {"ranks_per_node": options.ranks_per_node, "start": next(_starts)}
-            led.append(DistantWorkers(channel, range(first, first + count), {**self.order, **given}))
+            keywords = {"ranks": options.ranks, "first_rank": first, "local_ranks": count, "store": options.store}
+            keywords |= {"ranks_per_node": options.ranks_per_node, "start": next(_starts)}
+            led.append(DistantWorkers(channel, range(first, first + count), {**self.order, **keywords}))
             first += count
         return led
 
@@ -228,8 +228,8 @@ class Follower:
     def _pass_on(self) -> None:
         """Pass the workers' messages on, and the signals of this process, which the leading host gives to the workers of all."""
         while self._num_passed_on < len(self._signals):
-            number, before = self._signals[self._num_passed_on], self._signals[: self._num_passed_on]
-            is_again = any(word not in REQUESTS for word in before)
+            number, earlier = self._signals[self._num_passed_on], self._signals[: self._num_passed_on]
+            is_again = any(word not in REQUESTS for word in earlier)
             self._say({"stop": int(number), "again": is_again})
             self._num_passed_on += 1
         for rank, word, value in self._workers.hear() if self._workers else ():

@@ -151,14 +151,14 @@ def _last_word(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "code": code, "text": shorten(str(error)) or type(error).__name__}
 
 
-def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
+def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
     """Meet the other hosts of a run at an address, and find out that they have the same versions, job and flags.
 
     Every host calls it; if one does not, the others wait for `timeout_s`.
 
     Args:
         at: where, how many hosts, and the token.
-        mine: the settings that must be equal on all hosts, by the words that name them in an error.
+        facts: the settings that must be equal on all hosts, by the words that name them in an error.
         timeout_s: seconds to wait for the others.
         least_hosts: the number of hosts that is enough where no more come in time; all, where it is not given.
 
@@ -182,13 +182,13 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
     while True:
         try:
             with socket.create_server((str(address[0]), at.port), family=family) as listening:
-                return _lead(listening, at, mine, end_s, least_hosts or at.num_hosts)
+                return _lead(listening, at, facts, end_s, least_hosts or at.num_hosts)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise JobError(
                     "rendezvous-address", f"--rendezvous {at} cannot be listened at: {error.strerror}"
                 ) from None
-        found = _follow((str(address[0]), at.port), at, {**mine, "process": process}, timeout_s)
+        found = _follow((str(address[0]), at.port), at, {**facts, "process": process}, timeout_s)
         if isinstance(found, Meeting):
             return found
         if time.monotonic() > end_s:
@@ -204,7 +204,9 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
         time.sleep(_RETRY_S)
 
 
-def _lead(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float, least_hosts: int) -> Meeting:
+def _lead(
+    listening: socket.socket, at: Rendezvous, facts: Mapping[str, str], end_s: float, least_hosts: int
+) -> Meeting:
     """Wait for the followers, and compare them with this host."""
     num_followers, began_s = at.num_hosts - 1, time.monotonic()
     if num_followers:
@@ -214,7 +216,7 @@ def _lead(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end
         while True:
             came = lobby.look(min(1.0, max(0.01, end_s - time.monotonic()))) if num_followers else []
             for arrival in [arrival for arrival in came if arrival not in compared]:
-                _compare(arrival, mine, lobby)
+                _compare(arrival, facts, lobby)
                 _drop_earlier(arrival, [arrival for arrival in compared if arrival in came], lobby)
                 compared.append(arrival)
             came = [arrival for arrival in compared if arrival in came and not arrival.channel.lost]
@@ -237,13 +239,13 @@ def _lead(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end
     return Meeting(listening.getsockname()[0], followers=tuple(followers))
 
 
-def _compare(arrival: Arrival, mine: Mapping[str, str], lobby: Lobby) -> None:
+def _compare(arrival: Arrival, facts: Mapping[str, str], lobby: Lobby) -> None:
     """Refuse a follower that differs from this host.
 
     Raises:
         JobError: it does; all that have come are told so.
     """
-    for name, value in mine.items():
+    for name, value in facts.items():
         if arrival.says.get(name) != value:
             text = (
                 f"{arrival.channel.peer} has {name} {arrival.says.get(name)}, and the leading host {value}: "
@@ -266,7 +268,7 @@ def _drop_earlier(arrival: Arrival, earlier: Sequence[Arrival], lobby: Lobby) ->
             print(f"{arrival.name} counts as one more host than {other.name}", flush=True)
 
 
-def _follow(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting | str:
+def _follow(address: tuple[str, int], at: Rendezvous, facts: Mapping[str, str], timeout_s: float) -> Meeting | str:
     """Connect to the leading host, and wait for at most `timeout_s` until all hosts have come.
 
     Returns a description of another process that listens there, as a sentence, or an empty text where none does.
@@ -290,7 +292,7 @@ def _follow(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], t
             f"--rendezvous {at}: {error}; the token file of the host that listens there works",
         ) from None
     address_here: str = connected.getsockname()[0]
-    channel.send(mine)
+    channel.send(facts)
     answer = channel.next(timeout_s + _LEADER_GRACE_S)
     if answer is not None and "agreed" in answer:
         return Meeting(address_here, leader=channel)

@@ -44,8 +44,8 @@ def identity(job: Job, flags: Mapping[str, object]) -> dict[str, str]:
     """Return the settings that must be equal on all hosts of a run, by name."""
     versions = {name: metadata.version(name) for name in ("samestep", "torch")}
     digest = hashlib.sha256(job.to_toml().encode()).hexdigest()[:16]
-    given = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
-    return {**versions, "python": platform.python_version(), "a job of digest": digest, **given}
+    texts = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
+    return {**versions, "python": platform.python_version(), "a job of digest": digest, **texts}
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def follow(
         lost = Lost("", folder, order.lock, order.hosts, run_folder.is_held(folder))
         if layout not in known:
             size: dict[str, Any] = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}
-            given: dict[str, Any] = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
-            given["allow_code"] = allow_code
-            known[layout] = check(job, **given, **size, auto_resume=True)
+            keywords: dict[str, Any] = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
+            keywords["allow_code"] = allow_code
+            known[layout] = check(job, **keywords, **size, auto_resume=True)
         checked = _apply_order(known[layout], order)
         device = resolve_device(job.run.device)
         workers.check_gpus(device, order.local_ranks)

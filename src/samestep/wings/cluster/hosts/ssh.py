@@ -63,12 +63,12 @@ def start(
         raise InputError("launch-nodes", f"--nodes {','.join(hosts)}: no name of a host begins with a dash")
     port = secrets.choice(_PORTS)
     address = rendezvous or f"{hosts[0].rpartition('@')[2]}:{port}"
-    given = _without_nodes(sys.argv[1:] if words is None else words)
-    given += ["--nodes", str(len(hosts)), "--rendezvous", address, "--token-file", "-"]
-    own = shlex.join([sys.executable, "-m", "samestep", *given])
+    arguments = _without_nodes(sys.argv[1:] if words is None else words)
+    arguments += ["--nodes", str(len(hosts)), "--rendezvous", address, "--token-file", "-"]
+    remote = shlex.join([sys.executable, "-m", "samestep", *arguments])
     if lines := os.environ.get(ON_HOSTS):
-        own = shlex.join(["bash", "-c", f"{lines}\nexec {own}"])
-    command = f"cd {shlex.quote(os.getcwd())} && exec {own}"
+        remote = shlex.join(["bash", "-c", f"{lines}\nexec {remote}"])
+    command = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
     return _Hosts(hosts, command, goes_on).run(secrets.token_hex(32).encode())
 
 
@@ -85,8 +85,8 @@ def _lines(descriptor: int) -> Iterator[bytes]:
     ends."""
     read = b""
     while more := os.read(descriptor, 4096):
-        *whole, read = (read + more).split(b"\n")
-        yield from whole
+        *lines, read = (read + more).split(b"\n")
+        yield from lines
 
 
 def _heed(lines: Iterator[bytes]) -> None:
@@ -101,13 +101,13 @@ def _heed(lines: Iterator[bytes]) -> None:
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
     """Return the arguments of a command without the flags for several hosts and the form of its result."""
-    kept, flags = [], ("--nodes", "--rendezvous", "--token-file", "--json")
+    arguments, flags = [], ("--nodes", "--rendezvous", "--token-file", "--json")
     is_value = False
     for word in words:
         if not is_value and word.partition("=")[0] not in flags:
-            kept.append(word)
+            arguments.append(word)
         is_value = not is_value and word in flags
-    return kept
+    return arguments
 
 
 class _Hosts:

@@ -104,15 +104,15 @@ class BodyBounds:
                 continue
             gather_s, scatter_s = max(part.gather_s for part in parts), max(part.scatter_s for part in parts)
             gathered_s = sum(part.number * part.gather_s for part in parts) - 2 * gather_s
-            mine = [kinds[part.kind] for part in parts]
+            times = [kinds[part.kind] for part in parts]
             forward_s = max(forward_s, gathered_s + 2 * min(kinds[kind].forward_s for kind, _ in blocks))
             if step.zero == 3 and all(part.scatter_s and part.reads for part in parts):
                 turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
-                around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
+                around_s = min(row.backward_s - row.behind_s for row in times) + min(row.backward_s for row in times)
                 slowed_s = cost.backward_s + self.slowed_s(turns_s, cost.sent_backward_s)
                 last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
                 # Where no scatter holds them up, gathers may have run beside the forward, and slowed nothing that was issued behind them.
-                backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine))
+                backward_s = max(backward_s, gathered_s + min(row.backward_s for row in times))
         if step.zero == 3:
             last_s = max(last_s, cost.backward_s + self._awaited_s(step, order))
         plain_s = forward_s if step.zero == 3 else cost.forward_s
@@ -171,13 +171,13 @@ class BodyBounds:
         key = layout.cuts, layout.dp_replicate, layout.dp_shard, layout.zero, layout.pp, kind, axis
         if key not in self._known_traffic:
             self._known_traffic[key] = self._part(step, kind, axis)
-        found = self._known_traffic[key]
-        return found if number == 1 else found._replace(number=number)
+        traffic = self._known_traffic[key]
+        return traffic if number == 1 else traffic._replace(number=number)
 
     def _part(self, step: StepSpec, kind: int, axis: str) -> UnitTraffic:
-        one = self.prices.units(step)[kind]
+        unit = self.prices.units(step)[kind]
         gathered, scattered = (
-            (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
+            (unit.expert_gathered, unit.expert_scattered) if axis == "dp_expert" else (unit.gathered, unit.scattered)
         )
         ranks = step.ranks.size(axis)
         gather_s = self.sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
@@ -242,7 +242,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     splits = SCHEDULES[schedule].splits_backward
     frees = TaskKind.WEIGHT if splits else TaskKind.BACKWARD
     counts, num_held, begun, deferred = [0] * chunks, 0, 0, 0
-    found, most = InFlight((0,) * chunks, None, 0, 0, None), 0
+    peak, most = InFlight((0,) * chunks, None, 0, 0, None), 0
     has_freed = False
     # Whether the last action is a forward after which more are in flight than ever, or as many.
     is_fullest = is_as_full = False
@@ -253,20 +253,20 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
             num_held += 1
             is_fullest, is_as_full = num_held > most, num_held == most
             if is_fullest:
-                found, most = InFlight(tuple(counts), None, begun, deferred, None), num_held
+                peak, most = InFlight(tuple(counts), None, begun, deferred, None), num_held
             continue
         goes_back = chunk if kind is TaskKind.BACKWARD else None
         if is_fullest:
-            found = found._replace(next_chunk=goes_back)
-        elif is_as_full and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
-            found = found._replace(again=begun)
+            peak = peak._replace(next_chunk=goes_back)
+        elif is_as_full and has_freed and chunks == 1 and peak.again is None and peak.next_chunk in (None, goes_back):
+            peak = peak._replace(again=begun)
         is_fullest = is_as_full = False
         deferred += (kind is TaskKind.BACKWARD and splits) - (kind is TaskKind.WEIGHT)
         if kind is frees:
             counts[chunk] -= 1
             num_held -= 1
             has_freed = True
-    return found
+    return peak
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -102,13 +102,13 @@ class DataSplits:
             room_bytes: what a rank may hold.
         """
         firsts = self._firsts(steps, schedules)
-        for recompute, (kept_of, (held, least_others), seconds) in itertools.product(recomputations, firsts):
-            kept = kept_of(recompute)
-            if least_others + kept > room_bytes:
+        for recompute, (kept_of, (sizes, least_others), seconds) in itertools.product(recomputations, firsts):
+            activations = kept_of(recompute)
+            if least_others + activations > room_bytes:
                 continue
             for took_s, number in seconds:
-                states, others = held[number]
-                if states <= room_bytes and others + kept <= room_bytes:
+                states, others = sizes[number]
+                if states <= room_bytes and others + activations <= room_bytes:
                     return recompute, took_s
         return None
 
@@ -120,7 +120,7 @@ class DataSplits:
             (
                 took_s
                 for took_s, number in self._seconds(step)
-                if any(max(held[number]) <= room_bytes for held in every)
+                if any(max(sizes[number]) <= room_bytes for sizes in every)
             ),
             float("inf"),
         )
@@ -136,9 +136,9 @@ class DataSplits:
         """Return the least bytes of the first stage in any split of the data axis; arguments as in `first_with_room`."""
         return min(
             max(states, others + kept_of(recompute))
-            for kept_of, (held, _), _ in self._firsts(steps, schedules)
+            for kept_of, (sizes, _), _ in self._firsts(steps, schedules)
             for recompute in recomputations
-            for states, others in held
+            for states, others in sizes
         )
 
     def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
@@ -148,14 +148,14 @@ class DataSplits:
         for step in steps:
             samples, took = smallest(step).microbatch_samples, self._seconds(step)
             for schedule, chunks in schedules:
-                held = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks)
-                kept_of = functools.partial(self._kept, step, chunks, held, samples)
+                flight = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks)
+                kept_of = functools.partial(self._kept, step, chunks, flight, samples)
                 firsts.append((kept_of, self._held(step, schedule, chunks), took))
         return firsts
 
-    def _kept(self, step: StepSpec, chunks: int, held: InFlight, samples: int, recompute: Recompute) -> float:
+    def _kept(self, step: StepSpec, chunks: int, flight: InFlight, samples: int, recompute: Recompute) -> float:
         """Return the least bytes of activations of a first stage at its fullest."""
-        return samples * self.needs.first_kept(step, chunks, held, recompute)
+        return samples * self.needs.first_kept(step, chunks, flight, recompute)
 
     def _held(self, step: StepSpec, schedule: str, virtual_stages: int) -> _Held:
         """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there with all
@@ -164,13 +164,13 @@ class DataSplits:
         adds_up = adds_up_all(schedule, 0, layout.pp, step.num_microbatches, virtual_stages)
         key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload, adds_up
         if key not in self._known_held:
-            held: list[tuple[float, float]] = []
+            sizes: list[tuple[float, float]] = []
             stage = StageHeld(self.needs.first_weights(step, virtual_stages), 0.0, adds_up)
             for way in self._ways(step):
                 need, *more = self.needs.split_needs(step, stage, way.split)
-                states = max(need.states, *(one.total for one in more)) if more else need.states
-                held.append((states, need.states - need.gradients + need.gathered))
-            self._known_held[key] = held, min(others for _, others in held)
+                states = max(need.states, *(other.total for other in more)) if more else need.states
+                sizes.append((states, need.states - need.gradients + need.gathered))
+            self._known_held[key] = sizes, min(others for _, others in sizes)
         return self._known_held[key]
 
     def _ways(self, step: StepSpec) -> list[_Way]:
@@ -179,12 +179,12 @@ class DataSplits:
         if key not in self._known_ways:
             ways: list[_Way] = []
             known: dict[tuple[object, ...], tuple[float, float, float]] = {}
-            is_plain, whole = step.sharing is SUMMED, BYTES_OF[step.master_dtype]
+            is_plain, element_bytes = step.sharing is SUMMED, BYTES_OF[step.master_dtype]
             for split in self._splits(layout):
                 alike = split.dp_replicate, split.dp_shard, split.zero > 0, split.reduce
                 if alike not in known:
                     known[alike] = self._rates(step.but(layout=split), split)
-                sent = whole if is_plain else least_reduced_bytes(step.but(layout=split))
+                sent = element_bytes if is_plain else least_reduced_bytes(step.but(layout=split))
                 ways.append(_Way(split, sent, *known[alike]))
             self._known_ways[key] = ways
         return self._known_ways[key]
@@ -223,18 +223,18 @@ class DataSplits:
             self._known_seconds[key] = sorted(zip(took_s, itertools.count(), strict=False))
         return self._known_seconds[key]
 
-    def _streams(self, way: _Way, own: _Sent, experts: _Sent, step: StepSpec) -> _Streams:
+    def _streams(self, way: _Way, shared: _Sent, experts: _Sent, step: StepSpec) -> _Streams:
         """Return the least seconds of communication of all stages."""
         split, size, overlaps = way.split, way.element_bytes, self.prices.hardware.overlap
-        parts = ((own, way.shared_s), (experts, way.experts_s))
+        parts = ((shared, way.shared_s), (experts, way.experts_s))
         if not split.zero:
             first_s, second_s = (part.trained * size * rate_s for part, rate_s in parts)
             return _Streams(first_s, 0.0, second_s, 0.0, 0.0)
         holders = max(1, split.num_shards // split.ep)
-        replicas_s = (own.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
+        replicas_s = (shared.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
         once_s, each_s = [0.0, 0.0], [0.0, 0.0]
         if split.zero >= 2:
-            parts = ((own, way.shared_s), (experts, way.experts_s * self.prices.expert_padding(step, holders)))
+            parts = ((shared, way.shared_s), (experts, way.experts_s * self.prices.expert_padding(step, holders)))
         for number, (part, rate_s) in enumerate(parts):
             gathers_s, scatters_s = rate_s * part.gathered, rate_s * part.scattered * size
             if split.zero == 1:
@@ -258,11 +258,11 @@ class DataSplits:
             master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
             for kind, number in self.prices.numbers:
                 layer = self.prices.few.layers[kind]
-                one = Sizes._make((*(0.0,) * first, *self.prices.cut(step).weights[kind]))
+                row = Sizes._make((*(0.0,) * first, *self.prices.cut(step).weights[kind]))
                 reads = layer.is_block and layer.backward_reads_weights and kind != self.prices.kind_of[-1]
                 parts = (
-                    (one.trained - one.expert_trained, one.apart - one.expert_apart, one.in_units, one.units_trained),
-                    (one.expert_trained, one.expert_apart, one.expert_in_units, one.expert_units_trained),
+                    (row.trained - row.expert_trained, row.apart - row.expert_apart, row.in_units, row.units_trained),
+                    (row.expert_trained, row.expert_apart, row.expert_in_units, row.expert_units_trained),
                 )
                 for total, (trained, apart, gathered, scattered) in zip(sums, parts, strict=True):
                     masters = (trained - apart) * master + apart * compute

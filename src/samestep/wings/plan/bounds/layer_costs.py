@@ -162,8 +162,8 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_cuts:
-            one = step.but(model=self.few, samples=COUNTED, layout=layout.but(recompute="none"))
-            local = self._builder.before_stages(one).step
+            counted = step.but(model=self.few, samples=COUNTED, layout=layout.but(recompute="none"))
+            local = self._builder.before_stages(counted).step
             layers = local.model.layers
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
             indices = range(len(layers))
@@ -196,10 +196,10 @@ class Prices:
         """Return the seconds of one layer of each kind."""
         key = self.key(step)
         if key not in self._known_seconds:
-            found = self._priced(step)
+            times = self._priced(step)
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
-                found = tuple(map(quicker, found, self._priced(step.but(samples=step.samples + 1))))
-            self._known_seconds[key] = found
+                times = tuple(map(quicker, times, self._priced(step.but(samples=step.samples + 1))))
+            self._known_seconds[key] = times
         return self._known_seconds[key]
 
     def sample_seconds(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Seconds, ...]:
@@ -229,10 +229,10 @@ class Prices:
     def _many(self, step: StepSpec) -> int:
         """Return a number of samples that no micro-batch exceeds, whose tokens fill tiles and chunks, and are shared by experts without rest."""
         products = [product for layer in self.cut(step).step.model.layers for product in layer.products]
-        whole = math.lcm(
+        multiple_of = math.lcm(
             ALIGNED, *(product.groups for product in products), *(product.chunk_rows or 1 for product in products)
         )
-        return -(-step.global_batch // whole) * whole
+        return -(-step.global_batch // multiple_of) * multiple_of
 
     def _least_op_s(self, like: int, group: GroupShape | None, many: int, step: StepSpec) -> float:
         """Return the least seconds of an op with so many samples."""
@@ -253,8 +253,8 @@ class Prices:
 
     def sample_s(self, step: StepSpec) -> float:
         """Return the least seconds of all layers, forward and backward, that a sample takes in a micro-batch of any size."""
-        whole = self._whole(self.sample_seconds(step))
-        return whole.forward_s + whole.backward_s
+        sums = self._whole(self.sample_seconds(step))
+        return sums.forward_s + sums.backward_s
 
     def saved_by_chunks_s(self, step: StepSpec) -> float:
         """Return the most seconds by which chunks of the loss can make a micro-batch quicker, in which the head has other tiles."""
@@ -303,7 +303,7 @@ class Prices:
 
     def _parts(self, program: Program, bodies: Mapping[TaskKind, Ops]) -> dict[int, _Uses]:
         bare, count = replace(program, bodies={}), len(self.few.layers)
-        found: dict[int, Counter[int]] = {}
+        counts: dict[int, Counter[int]] = {}
         for body, ops in bodies.items():
             layer = 0
             numbers: dict[tuple[int, int], int | None] = {}  # hops around a ring are the same op again and again
@@ -317,10 +317,10 @@ class Prices:
                     is_mine = is_mine and queue_of(op, self.hardware) in (COMPUTE, "")
                     like = numbers[key] = self._number_of(op, layer, bare) if is_mine else None
                     if like is not None:
-                        found.setdefault(like, Counter())
+                        counts.setdefault(like, Counter())
                 if like is None:
                     continue
-                uses = found[like]
+                uses = counts[like]
                 uses[_SUMS[body] * count + layer] += 1
                 if op.axis is not None and body in _SENT:
                     uses[_SENT[body] * count + layer] += 1
@@ -330,8 +330,8 @@ class Prices:
                     behind.setdefault(layer, []).append(like)
             for of_layer, followers in behind.items() if body is TaskKind.BACKWARD else ():
                 for like in followers:
-                    found[like][_Sum.BEHIND * count + of_layer] += 1
-        return {like: dict(uses) for like, uses in found.items()}
+                    counts[like][_Sum.BEHIND * count + of_layer] += 1
+        return {like: dict(uses) for like, uses in counts.items()}
 
     def _number_of(self, op: Op, layer: int, program: Program) -> int:
         """Return the number of the ops that are alike to one of a layer."""
@@ -342,8 +342,8 @@ class Prices:
         named = (op.kind, op.dtype, flops, flops_once, size_bytes, bytes_once, what)
         number = self._like.setdefault(named, len(self._like))
         if number == len(self._alike):
-            one = op.but(flops=flops + flops_once, size_bytes=size_bytes + bytes_once)
-            self._alike.append(_Alike(one, flops, size_bytes, program))
+            single = op.but(flops=flops + flops_once, size_bytes=size_bytes + bytes_once)
+            self._alike.append(_Alike(single, flops, size_bytes, program))
         return number
 
     def sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Sizes, ...]:
@@ -366,7 +366,7 @@ class Prices:
             saved = [saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers]
             parts = zip(saved, cut.weights, strict=True)
             self._known_sizes[key] = (
-                tuple(Sizes._make((one.kept, one.whole - one.kept, *held)) for one, held in parts),
+                tuple(Sizes._make((one.kept, one.whole - one.kept, *weight_sizes)) for one, weight_sizes in parts),
                 tuple(map(BackwardSizes.of, saved, cut.gradients)),
             )
         return self._known_sizes[key]
@@ -417,13 +417,13 @@ class Prices:
             unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
             latest = {(counts[stage :: layout.pp], stage == last): stage for stage in range(layout.pp)}
             tails = {run: tuple(self._tail(run)) for run in known}
-            stages, before = dict[object, tuple[_Counts, _Counts]](), Counter[int]()
+            stages, firsts = dict[object, tuple[_Counts, _Counts]](), Counter[int]()
             for stage in range(layout.pp):
-                mine = Counter[int]()
+                layers = Counter[int]()
                 for run in counts[stage :: layout.pp]:
-                    mine.update(dict(run))
-                stages[tuple(mine.items())] = tuple(mine.items()), tuple(before.items())
-                before.update(dict(counts[stage]))
+                    layers.update(dict(run))
+                stages[tuple(layers.items())] = tuple(layers.items()), tuple(firsts.items())
+                firsts.update(dict(counts[stage]))
             later = tuple(stage for stage in latest.values() if stage not in unlike.values())
             of_runs = counts, kinds, tuple(tails[run] for run in kinds)
             self._known_runs[key] = Chunks(*of_runs, tuple(stages.values()), tuple(unlike.values()), later)

@@ -132,7 +132,7 @@ def total(parts: Sequence[Parts]) -> Parts:
 
 def multiple(part: Parts, number: int) -> Parts:
     """Return `number` times a part."""
-    return part if number == 1 else type(part)(*[number * one for one in part])
+    return part if number == 1 else type(part)(*[number * value for value in part])
 
 
 def quicker(seconds: Seconds, other: Seconds) -> Seconds:
@@ -325,8 +325,8 @@ def least_sent(layers: Sequence[LayerSpec], model: ModelSpec) -> int:
 
 def least_updated(step: StepSpec, sizes: Sizes) -> float:
     """Return the least number of elements that the optimizer of a rank updates, over all splits of the data axis."""
-    whole, holders = sizes.trained - sizes.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
-    return whole / step.layout.dp_cp_size + sizes.expert_trained / holders
+    shared, holders = sizes.trained - sizes.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
+    return shared / step.layout.dp_cp_size + sizes.expert_trained / holders
 
 
 def unlike_in_chunks(steps: Sequence[StepSpec]) -> list[StepSpec]:

@@ -93,11 +93,11 @@ def _adds_up_all(step: StepSpec, stage: int) -> bool:
     return adds_up_all(words.schedule, stage, words.pp, step.num_microbatches, words.virtual_stages)
 
 
-def _sent_bytes(sent: Sequence[int], held: InFlight) -> int:
+def _sent_bytes(sent: Sequence[int], flight: InFlight) -> int:
     """Return the bytes of a sample that stages have sent each other, given those of each chunk: none of micro-batches of which gradients of
     weights alone are left."""
-    number: int = sum(map(operator.mul, held.counts, sent))
-    return max(0, number - held.deferred * max(sent))
+    number: int = sum(map(operator.mul, flight.counts, sent))
+    return max(0, number - flight.deferred * max(sent))
 
 
 class Needs:
@@ -114,14 +114,14 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_kept(self, step: StepSpec, virtual_stages: int, held: InFlight, recompute: Recompute) -> float:
+    def first_kept(self, step: StepSpec, virtual_stages: int, flight: InFlight, recompute: Recompute) -> float:
         """Return the least bytes of activations of the first stage for each sample of a micro-batch, where it has so many in flight."""
         key = step.layout.cuts, step.layout.pp, virtual_stages, recompute, step.splits_backward
         if key not in self._known_kept:
             self._known_kept[key] = self._first_runs(step, virtual_stages, recompute)
-        kept, works, sent = self._known_kept[key]
-        found: float = sum(map(operator.mul, held.counts, kept)) + _sent_bytes(sent, held)
-        return found if held.next_chunk is None else found + works[held.next_chunk]
+        activations, works, sent = self._known_kept[key]
+        size: float = sum(map(operator.mul, flight.counts, activations)) + _sent_bytes(sent, flight)
+        return size if flight.next_chunk is None else size + works[flight.next_chunk]
 
     def _first_runs(
         self, step: StepSpec, virtual_stages: int, recompute: Recompute
@@ -175,9 +175,9 @@ class Needs:
     def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
         """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
         needed = 0.0
-        for mine, kept, _ in stages:
-            states, gradients = self._least_states(step, mine, least_updated(step, mine))
-            needed = max(needed, states, states - gradients + kept)
+        for sizes, activations, _ in stages:
+            states, gradients = self._least_states(step, sizes, least_updated(step, sizes))
+            needed = max(needed, states, states - gradients + activations)
         return max(0.0, needed - self._on_host(step))
 
     def split_need(self, step: StepSpec, stages: Sequence[StageHeld], split: Layout) -> Need:
@@ -193,23 +193,23 @@ class Needs:
 
     def split_needs(self, step: StepSpec, stage: StageHeld, split: Layout) -> tuple[Need, ...]:
         """Bound the memory of a stage in a split of the data axis, at each moment that may be its fullest."""
-        mine, kept, adds_up = stage
+        sizes, activations, adds_up = stage
         master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
-            states = self._whole_states(step, mine, split.zero, shards, experts)
-            late = mine.trained * master if split.dp_cp_size == 1 else 0.0  # in buckets they are always there
-            return (Need(states - on_host, kept, 0.0, late),)
+            states = self._whole_states(step, sizes, split.zero, shards, experts)
+            late = sizes.trained * master if split.dp_cp_size == 1 else 0.0  # in buckets they are always there
+            return (Need(states - on_host, activations, 0.0, late),)
         padding = self.prices.expert_padding(step, experts)
-        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained * padding / experts
-        states, gradients = self._least_states(step, mine, updated)
+        updated = (sizes.trained - sizes.expert_trained) / shards + sizes.expert_trained * padding / experts
+        states, gradients = self._least_states(step, sizes, updated)
         of_own, of_experts = float(shards > 1), padding * (experts > 1)
-        gathered = mine.in_units * of_own + mine.expert_in_units * of_experts if split.zero == 2 else 0.0
-        need = Need(states - on_host, kept, gathered, gradients)
+        gathered = sizes.in_units * of_own + sizes.expert_in_units * of_experts if split.zero == 2 else 0.0
+        need = Need(states - on_host, activations, gathered, gradients)
         if split.accumulate != "full" or not adds_up:
             return (need,)
-        whole = mine.units_trained * of_own + mine.expert_units_trained * of_experts
-        return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
+        elements = sizes.units_trained * of_own + sizes.expert_units_trained * of_experts
+        return need, Need(states - on_host - gradients + elements * master, 0.0, gathered, 0.0)
 
     def _least_states(self, step: StepSpec, sizes: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
@@ -232,13 +232,13 @@ class Needs:
         units = self.prices.stage_units(step, stage) if of_units else Units()
         # The micro-batch before has left the gradients that it reduced last.
         sent = self.prices.reduced_last_bytes(step) if of_units and is_met_again and step.layout.pp == 1 else 0.0
-        kept, unit = self._activations(step, stage, of_units, sent)
+        activations, unit = self._activations(step, stage, of_units, sent)
         always = (units.all_gathered if step.zero == 2 else 0.0) + (units.kept if step.layout.pp == 1 else 0.0)
         states = self._states(step, sizes, units) + self.prices.model.buffer_bytes - self._on_host(step)
         late = 0.0 if is_met_again else self._late_gradients(step, sizes, units)
-        need = Need(states, kept, unit + always, late)
+        need = Need(states, activations, unit + always, late)
         if of_units and step.layout.accumulate == "full" and _adds_up_all(step, stage):
-            return max(need, self._accumulated(step, stage, states, units, always), key=lambda one: one.total)
+            return max(need, self._accumulated(step, stage, states, units, always), key=lambda need: need.total)
         return need
 
     def _accumulated(self, step: StepSpec, stage: int, states: float, units: Units, always: float) -> Need:
@@ -246,20 +246,20 @@ class Needs:
         layout, sizes = step.layout, self.prices.run_sizes(step)
         states += (units.all_scattered - units.held_trained) * BYTES_OF[step.master_dtype]
         counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
-        kept += sum(map(operator.mul, counts, self._sent(step, stage, layout.virtual_stages)))
+        activations = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
+        activations += sum(map(operator.mul, counts, self._sent(step, stage, layout.virtual_stages)))
         if any(counts):  # the backward of one of the chunks follows
             kinds, works = self.prices.sizes(step), self.prices.backward_sizes(step)
             lasts = [run[-1] for run in self.prices.runs(step).kinds[stage :: layout.pp]]
-            kept += min(kinds[last].again + works[last].working for last in lasts)
-        return Need(states, kept * step.microbatch_samples, always, 0.0)
+            activations += min(kinds[last].again + works[last].working for last in lasts)
+        return Need(states, activations * step.microbatch_samples, always, 0.0)
 
     def _is_met_again(self, step: StepSpec, stage: int) -> bool:
         """Return whether a stage holds as much once more after a backward whose gradients stay until they are reduced."""
         layout = step.layout
-        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        flight = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         _, num_larger = larger_twin(step)
-        is_there = held.again is not None and (held.latest >= num_larger or held.again < num_larger)
+        is_there = flight.again is not None and (flight.latest >= num_larger or flight.again < num_larger)
         return is_there and layout.accumulate == "sharded"
 
     def _late_gradients(self, step: StepSpec, sizes: Sizes, units: Units) -> float:
@@ -280,20 +280,20 @@ class Needs:
             sent: bytes of gradients that were reduced last before it.
         """
         layout = step.layout
-        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        flight = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         larger, rest = larger_twin(step)
-        step = larger if held.latest < rest else step
+        step = larger if flight.latest < rest else step
         sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
-        kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        kept = samples * (kept + _sent_bytes(self._sent(step, stage, layout.virtual_stages), held))
-        if held.next_chunk is None:
-            return kept, 0.0
-        run = held.next_chunk * layout.pp + stage
+        activations = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(flight.counts))
+        activations = samples * (activations + _sent_bytes(self._sent(step, stage, layout.virtual_stages), flight))
+        if flight.next_chunk is None:
+            return activations, 0.0
+        run = flight.next_chunk * layout.pp + stage
         runs, kinds, works = self.prices.runs(step), self.prices.sizes(step), self.prices.backward_sizes(step)
         if step.splits_backward:  # nothing is freed before the gradients of weights, what was computed again included
             first = works[runs.kinds[run][0]]
             most = max(samples * first.working, samples * first.boundaries + first.gradient)
-            return kept + samples * sizes[run].again * (held.deferred + 1) + most, 0.0
+            return activations + samples * sizes[run].again * (flight.deferred + 1) + most, 0.0
         fullest = self._at_loss(step, of_units, runs.kinds[run][-1], sent)
         freed = 0.0
         for kind in runs.tails[run]:
@@ -309,7 +309,7 @@ class Needs:
                 units = self._units_at(step, of_units, kind, runs.counts[run], 3)
                 each.append(max(_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum))
             fullest = max(fullest, min(each, key=sum), key=sum)
-        return kept + fullest[0], fullest[1]
+        return activations + fullest[0], fullest[1]
 
     def _at_loss(self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, sent: float) -> tuple[float, float]:
         """Bytes of activations and of units at the backward of the loss that may follow a run's last layer, of this kind.
@@ -326,12 +326,12 @@ class Needs:
         """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
         if of_units is None:
             return None
-        one, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
-        parts = [part for part in (one.scattered, one.expert_scattered) if part > 0]
+        unit, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
+        parts = [part for part in (unit.scattered, unit.expert_scattered) if part > 0]
         if step.zero == 2 or not layer.backward_reads_weights or not parts:
-            return _AtBackward(0.0, one.all_scattered * master, min(parts, default=0.0) * master)
+            return _AtBackward(0.0, unit.all_scattered * master, min(parts, default=0.0) * master)
         ahead = self._ahead(of_units, run, blocks) if layer.is_block else 0.0
-        return _AtBackward(one.all_gathered + ahead, one.all_scattered * master, min(parts) * master)
+        return _AtBackward(unit.all_gathered + ahead, unit.all_scattered * master, min(parts) * master)
 
     def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...], least: int) -> float:
         """Bytes of the block that is gathered while another one goes backward, where there are so many; of its experts it
@@ -351,17 +351,17 @@ class Needs:
     def _states(self, step: StepSpec, sizes: Sizes, units: Units) -> float:
         if step.zero >= 2:
             master, states = BYTES_OF[step.master_dtype], step.states.least_number(self.states_per_param)
-            held = 0 if step.layout.offload else states * step.states.least_bytes
-            return units.held + units.held_trained * (master + held)
+            state_bytes = 0 if step.layout.offload else states * step.states.least_bytes
+            return units.held + units.held_trained * (master + state_bytes)
         return self._whole_states(step, sizes, step.zero, step.layout.num_shards, step.ranks.size("dp_expert"))
 
     def _whole_states(self, step: StepSpec, sizes: Sizes, zero: int, shards: int, experts: int) -> float:
         """Bytes of whole weights and gradients, and of states that are shared by the ranks of a shard under zero=1."""
         each = step.states.least_number(self.states_per_param) * step.states.least_bytes
         master, copy = BYTES_OF[step.master_dtype], master_copy_bytes(step)
-        kept = sizes.trained * each + sizes.apart * copy
+        state_bytes = sizes.trained * each + sizes.apart * copy
         if zero == 1:
             of_experts = sizes.expert_trained * each + sizes.expert_apart * copy
-            kept = (kept - of_experts) / shards + of_experts / experts
-            kept -= sizes.gaps * max(0, each + copy - master - BYTES_OF[step.compute_dtype])
-        return sizes.weights + sizes.trained * master + (0.0 if step.layout.offload else kept)
+            state_bytes = (state_bytes - of_experts) / shards + of_experts / experts
+            state_bytes -= sizes.gaps * max(0, each + copy - master - BYTES_OF[step.compute_dtype])
+        return sizes.weights + sizes.trained * master + (0.0 if step.layout.offload else state_bytes)

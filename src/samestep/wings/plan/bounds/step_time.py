@@ -117,12 +117,12 @@ class Bounds:
         """
         step, pp = steps[0], steps[0].layout.pp
         update_s = self._update_s(step, self.prices.whole_trained(step) / step.layout.dp_cp_size / pp, 0.0)
-        each = [(one, self.prices.sample_seconds(one)) for one in unlike_in_chunks(steps)]
+        each = [(step_of_size, self.prices.sample_seconds(step_of_size)) for step_of_size in unlike_in_chunks(steps)]
         busy = [[step.rank_samples * (kind.forward_s + kind.backward_s) for kind in kinds] for _, kinds in each]
         return [
             min(
-                self._slowest_s(one, families, of_all, kinds, size)
-                for (one, kinds), of_all in zip(each, busy, strict=True)
+                self._slowest_s(step_of_size, families, of_all, kinds, size)
+                for (step_of_size, kinds), of_all in zip(each, busy, strict=True)
             )
             + update_s
             for size in sizes
@@ -142,7 +142,7 @@ class Bounds:
         busy_s = [(m - rest) * (kind.forward_s + kind.backward_s) for kind in kinds]
         if rest:
             more = self.prices.seconds(larger)
-            busy_s = [own_s + rest * (one.forward_s + one.backward_s) for own_s, one in zip(busy_s, more, strict=True)]
+            busy_s = [own_s + rest * (row.forward_s + row.backward_s) for own_s, row in zip(busy_s, more, strict=True)]
         busy_s[-1] -= self._saved_by_chunks_s(step)
         trained = self.prices.whole_trained(step)
         return self._slowest_s(step, families, busy_s, kinds) + self._update_s(
@@ -173,9 +173,9 @@ class Bounds:
         }:
             waits_s = [size * (kind.forward_s + (not splits) * kind.backward_s) for kind in kinds]
             slowest_s = max(
-                sum(number * busy_s[kind] for kind, number in mine)
-                + sum(number * waits_s[kind] for kind, number in before)
-                for mine, before in self.prices.runs(step, chunks).stages
+                sum(number * busy_s[kind] for kind, number in layers)
+                + sum(number * waits_s[kind] for kind, number in firsts)
+                for layers, firsts in self.prices.runs(step, chunks).stages
             )
             found_s = min(found_s, slowest_s)
         return found_s
@@ -311,7 +311,7 @@ class Bounds:
             pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
             small = self.bodies.of_runs(step)
             large = self.bodies.of_runs(larger) if rest else small
-            runs = [self._seconds_of(one, more, rest, m, step) for one, more in zip(small, large, strict=True)]
+            runs = [self._seconds_of(less, more, rest, m, step) for less, more in zip(small, large, strict=True)]
             orders = [order_of(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
             complete_s, ends_s = body_seconds.play(orders, runs, [self._send_s(step, stage) for stage in range(pp)])
             last_s = [ends[m - 1] - run.last_s for ends, run in zip(complete_s, small, strict=True)]
@@ -396,18 +396,18 @@ class Bounds:
         all_s = both_s if self.hardware.overlap else max(gathers_s)
         return _DataTraffic(reduced_s=reduced_s, all_s=all_s, update_s=update_s, overlapped_s=overlapped_s)
 
-    def _gathers_s(self, step: StepSpec, mine: Sizes) -> tuple[float, float]:
+    def _gathers_s(self, step: StepSpec, run: Sizes) -> tuple[float, float]:
         """Return the seconds of the gathers of zero=1: of weights that every rank has, and of expert-sharded ones."""
         master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
         sizes = (
-            (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
-            (mine.expert_trained, mine.expert_apart),
+            (run.trained - run.expert_trained, run.apart - run.expert_apart),
+            (run.expert_trained, run.expert_apart),
         )
         size, expert_size = ((numel - part) * master + part * compute for numel, part in sizes)
-        shards, own, of_experts = step.layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
+        shards, inner, of_experts = step.layout.num_shards, run.block_trained - run.expert_trained, run.expert_trained
         holders = step.ranks.size("dp_expert")
         return (
-            self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, inner),
             self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
 
@@ -415,7 +415,7 @@ class Bounds:
         """Return the seconds of reductions in each stream: of weights that every rank has, of expert-sharded ones, of shards."""
         layout, sent = step.layout, least_reduced_bytes(step)
         of_experts = sizes.expert_trained
-        whole, own = sizes.trained - of_experts, sizes.block_trained - of_experts
+        total, shared_in_blocks = sizes.trained - of_experts, sizes.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
         kind, borrows = OpKind.REDUCE_SCATTER if step.zero else OpKind.ALL_REDUCE, layout.borrows_data_ranks
         if layout.reduce == "hierarchical":
@@ -423,22 +423,22 @@ class Bounds:
             both = (OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER)
             return (
                 sum(
-                    self._in_buckets_s(step, bucket_group, whole * sent, "dp_intra", inside, own)
+                    self._in_buckets_s(step, bucket_group, total * sent, "dp_intra", inside, shared_in_blocks)
                     for bucket_group in both
                 ),
-                self._in_buckets_s(step, OpKind.ALL_REDUCE, whole * sent / inside, "dp_inter", nodes, own),
+                self._in_buckets_s(step, OpKind.ALL_REDUCE, total * sent / inside, "dp_inter", nodes, shared_in_blocks),
             )
         if step.zero == 0:
             return (
-                self._in_buckets_s(step, kind, whole * sent, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, total * sent, "dp_replicate", replicas, shared_in_blocks),
                 self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
             )
         return (
-            self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, total * sent, "dp_shard", shards, shared_in_blocks),
             self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
             sum(
                 self._in_buckets_s(step, OpKind.ALL_REDUCE, numel * sent / parts, "dp_replicate", replicas, in_blocks)
-                for numel, parts, in_blocks in ((whole, shards, own), (of_experts, holders, of_experts))
+                for numel, parts, in_blocks in ((total, shards, shared_in_blocks), (of_experts, holders, of_experts))
             ),
         )
 
@@ -491,8 +491,8 @@ class Bounds:
         """Return the number of elements that the optimizer of a rank updates."""
         if not step.zero:
             return sizes.trained
-        whole, holders = sizes.trained - sizes.expert_trained, step.ranks.size("dp_expert")
-        return whole / step.layout.num_shards + sizes.expert_trained / holders
+        shared, holders = sizes.trained - sizes.expert_trained, step.ranks.size("dp_expert")
+        return shared / step.layout.num_shards + sizes.expert_trained / holders
 
 
 def _reduces_after_sends(step: StepSpec) -> bool:

@@ -128,11 +128,11 @@ def measure_figures(place: RankInfo) -> Figures:
 def _turn(place: RankInfo) -> Figures:
     """Measure all figures once."""
     many = place.world_size > 1
-    one = torch.zeros(1, device=place.device)
+    scalar = torch.zeros(1, device=place.device)
 
     def tiny() -> None:
         for _ in range(TINY):
-            one.add_(1.0)
+            scalar.add_(1.0)
 
     common = functools.partial(
         Figures,
@@ -232,7 +232,7 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of the shortest kernel in a row of them, queued after a long product so that the host is ahead."""
     a = torch.ones(FULL_QUEUE_EDGE, FULL_QUEUE_EDGE, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found: list[float] = []
+    times: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
         torch.mm(a, a)
@@ -240,8 +240,8 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
         tiny()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / TINY)
-    return min(found)
+        times.append(start.elapsed_time(end) / 1e3 / TINY)
+    return min(times)
 
 
 class _MeasuredBlock(nn.Module):
@@ -254,13 +254,13 @@ class _MeasuredBlock(nn.Module):
         self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self.norm(x)
-        q, k, v = (part(given).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        hidden = self.norm(x)
+        q, k, v = (part(hidden).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         rotated = torch.cat((-q[..., 1::2], q[..., ::2]), dim=-1)
         seen = nn.functional.scaled_dot_product_attention(q * 0.5 + rotated * 0.5, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        given = self.second_norm(x)
-        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(given)) * self.up(given))
+        hidden = self.second_norm(x)
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
         return result
 
 
@@ -292,14 +292,14 @@ def _small_attention_flops_per_s(place: RankInfo) -> float:
 
 def _elementwise_bytes_per_s(place: RankInfo) -> float:
     """Return the bytes a second read and written by an activation, a softmax and a norm of data that fits in a cache."""
-    given = torch.randn(_CACHED)
+    values = torch.randn(_CACHED)
 
     def work() -> None:
-        torch.nn.functional.silu(given)
-        torch.softmax(given, -1)
-        torch.nn.functional.layer_norm(given, _CACHED[-1:])
+        torch.nn.functional.silu(values)
+        torch.softmax(values, -1)
+        torch.nn.functional.layer_norm(values, _CACHED[-1:])
 
-    return 3 * 2 * given.nbytes / _time_work_s(work, place)
+    return 3 * 2 * values.nbytes / _time_work_s(work, place)
 
 
 def _once_s(place: RankInfo) -> float:

@@ -56,8 +56,8 @@ def benchmark_hardware(*, out: str | Path | None = None, ranks: int | None = Non
         _make_folder(path)
     check_writable(path)
     count = _default_ranks(device) if ranks is None else ranks
-    device_found, found = workers.run_workers(_measure_rank, ranks=count, device=device, quiet=True)
-    write_whole(path, as_toml(device_found, found, count))
+    device_found, figures = workers.run_workers(_measure_rank, ranks=count, device=device, quiet=True)
+    write_whole(path, as_toml(device_found, figures, count))
     return hardware.load(path)
 
 
@@ -249,8 +249,8 @@ def _least_deviations(terms: Sequence[tuple[float, ...]], times: Sequence[float]
     best: tuple[float, tuple[float, ...]] = (math.inf, ())
     for size in range(1, width + 1):
         corners = itertools.combinations(range(width - 1), size - 1), itertools.combinations(range(count), size)
-        for kept, met in itertools.product(*corners):
-            columns = [*kept, width - 1]
+        for others, met in itertools.product(*corners):
+            columns = [*others, width - 1]
             square = relative[list(met)][:, columns]
             solved, info = torch.linalg.solve_ex(square, torch.ones(size, dtype=torch.float64))
             if int(info) or not bool((solved[:-1] >= 0).all()) or float(solved[-1]) <= 0:

@@ -160,8 +160,8 @@ def recipe_of(framework: Framework, job: Job, layout: Layout, model: ModelSpec, 
     known = framework.words(facts)
     said = [known.get(name, Said(lacks=f"{_word_of(name, facts)} has no word here")) for name in _words_given(layout)]
     settings: dict[str, Any] = {}
-    for one in said:
-        settings.update(one.settings or {})
+    for statement in said:
+        settings.update(statement.settings or {})
     lacks = [facts.uneven, *(word.lacks for word in said)]
     notes = Recipe(
         framework=framework.name,

@@ -84,10 +84,10 @@ class CachingAllocator:
 
     def reserved_by_stream(self) -> dict[str, int]:
         """Return the bytes taken from the device, by the stream whose blocks they hold."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for (stream, _), pool in self._pools.items():
-            found[stream] = found.get(stream, 0) + pool.reserved_bytes
-        return found
+            sizes[stream] = sizes.get(stream, 0) + pool.reserved_bytes
+        return sizes
 
 
 class _Pool:

@@ -69,18 +69,18 @@ class PublishedRun:
 
     def lines(self) -> list[str]:
         """Return the description of the run, its prediction and the published figures, a line each."""
-        found, alone = self.predict(), self.on_one_device()
+        prediction, alone = self.predict(), self.on_one_device()
         years = self.tokens / alone.tokens_per_s_per_device / 86_400 / 365.25
-        days = self.tokens / (found.tokens_per_s_per_device * found.devices) / 86_400
-        fits = "fits" if found.fits else "DOES NOT FIT"
+        days = self.tokens / (prediction.tokens_per_s_per_device * prediction.devices) / 86_400
+        fits = "fits" if prediction.fits else "DOES NOT FIT"
         padded = f"; the vocabulary is padded to {self.vocab:,}, so that tp can cut it" if self.vocab else ""
         return [
             self.title,
-            f'{found.devices} devices of {self.machine}, layout "{self.layout}"',
-            f"a step: {self.global_batch} sequences of {self.sequence}, {found.tokens:,} tokens; {self.tokens:.3g} tokens in all{padded}",
-            f"{found.step_s:.4g} s a step, {found.tokens_per_s_per_device:,.0f} tokens/s and "
-            f"{found.tflops_per_device:.0f} TFLOP/s a device, MFU {found.mfu:.1%}, bubbles {found.bubble_fraction:.1%}",
-            f"peak {gib(found.peak.total)} GiB of {gib(found.hardware.memory_bytes)}: {fits}",
+            f'{prediction.devices} devices of {self.machine}, layout "{self.layout}"',
+            f"a step: {self.global_batch} sequences of {self.sequence}, {prediction.tokens:,} tokens; {self.tokens:.3g} tokens in all{padded}",
+            f"{prediction.step_s:.4g} s a step, {prediction.tokens_per_s_per_device:,.0f} tokens/s and "
+            f"{prediction.tflops_per_device:.0f} TFLOP/s a device, MFU {prediction.mfu:.1%}, bubbles {prediction.bubble_fraction:.1%}",
+            f"peak {gib(prediction.peak.total)} GiB of {gib(prediction.hardware.memory_bytes)}: {fits}",
             f"{self.tokens:.3g} tokens take {days:.1f} days",
             f"one device would take {years:,.0f} years, and {gib(alone.peak.total)} GiB of memory: sequence by sequence",
             f"published: {self.published}",
@@ -152,11 +152,11 @@ def _zero_memory() -> list[str]:
         f"weights, gradients and Adam's states of {params:.3g} weights on {ranks} ranks, GB a rank (no batch: activations)"
     ]
     for name, bytes_of in (("the paper's", classic_bytes_per_param), ("held here", held_bytes_per_param)):
-        whole = bytes_of(0, ranks)
+        unsharded = bytes_of(0, ranks)
         sizes = [bytes_of(zero, ranks) for zero in range(4)]
         lines.append(
             f"{name:<11}  "
-            + "  ".join(f"zero={z} {params * s / 1e9:6.1f} ({whole / s:.1f}x)" for z, s in enumerate(sizes))
+            + "  ".join(f"zero={z} {params * s / 1e9:6.1f} ({unsharded / s:.1f}x)" for z, s in enumerate(sizes))
         )
     return [*lines, "published: 120, 31.4, 16.6 and 1.9 GB; for many ranks 4x, 8x and N-fold"]
 
@@ -173,12 +173,12 @@ def _spread() -> list[str]:
         "dp=8 zero=3 tp=8 microbatch=1",
         "dp=64 microbatch=1",
     ):
-        found = _one_step("llama2-70b", f"{words} recompute=full", devices, 4096)
-        held = max((at_rest(program) for program in found.programs), key=lambda use: use.total)
-        room = "fits" if found.fits else "DOES NOT FIT"
+        prediction = _one_step("llama2-70b", f"{words} recompute=full", devices, 4096)
+        use_at_rest = max((at_rest(program) for program in prediction.programs), key=lambda use: use.total)
+        room = "fits" if prediction.fits else "DOES NOT FIT"
         lines.append(
-            f"{words:<30} {_mean_params(found) / 1e9:5.2f} B weights a device; {gib(held.total):>6} GiB of weights, "
-            f"gradients and Adam's states, {gib(found.peak.total):>6} GiB at the peak: {room}"
+            f"{words:<30} {_mean_params(prediction) / 1e9:5.2f} B weights a device; {gib(use_at_rest.total):>6} GiB of weights, "
+            f"gradients and Adam's states, {gib(prediction.peak.total):>6} GiB at the peak: {room}"
         )
     return [
         *lines,
@@ -188,12 +188,12 @@ def _spread() -> list[str]:
 
 def _mean_params(prediction: Prediction) -> float:
     """Return the number of weights that a rank keeps between steps, averaged over stages."""
-    held = [
+    numbers = [
         sum(param.numel for param in program.step.model.params)
         / (program.step.layout.num_shards if program.step.zero == 3 else 1)
         for program in prediction.programs
     ]
-    return sum(held) / len(held)
+    return sum(numbers) / len(numbers)
 
 
 def _data_parallel() -> list[str]:
@@ -219,10 +219,10 @@ def _naive_pipeline() -> list[str]:
         ("1F1B, 8 micro-batches", "microbatch=4"),
         ("interleaved, 2 virtual stages", "schedule=interleaved virtual_stages=2 microbatch=4"),
     ):
-        found = _gpt2(f"pp=4 {words}", "gpt2-xl", 32)
+        staged = _gpt2(f"pp=4 {words}", "gpt2-xl", 32)
         lines.append(
-            f"{name:<34} {found.step_s * 1e3:7.1f} ms, {prediction.step_s / found.step_s:.2f} times as fast, "
-            f"bubbles {found.bubble_fraction:.0%}, peak {gib(found.peak.total)} GiB"
+            f"{name:<34} {staged.step_s * 1e3:7.1f} ms, {prediction.step_s / staged.step_s:.2f} times as fast, "
+            f"bubbles {staged.bubble_fraction:.0%}, peak {gib(staged.peak.total)} GiB"
         )
     return [*lines, "the formula: (p-1)/(m+p-1) is 75 % for one micro-batch on four stages, 27 % for eight"]
 
@@ -276,13 +276,13 @@ def _overtaking(ahead: dict[int, bool]) -> str:
 
 
 def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Prediction | None:
-    found = []
+    steps = []
     for size in (1, 2, 4, 8, 16):
         if size * 8 > batch:
             break
-        found.append(_one_step(model, f"dp=8 zero={zero} microbatch={size}", batch, 2048, machine))
+        steps.append(_one_step(model, f"dp=8 zero={zero} microbatch={size}", batch, 2048, machine))
     return min(
-        (prediction for prediction in found if prediction.fits), key=lambda prediction: prediction.step_s, default=None
+        (prediction for prediction in steps if prediction.fits), key=lambda prediction: prediction.step_s, default=None
     )
 
 
@@ -292,11 +292,11 @@ def _images() -> list[str]:
     job = Job(model={"source": "preset:resnet50"}, train={"global_batch": 512}, numerics={"precision": "float32"})
     model, machine = presets.preset("resnet50"), hardware.load(V100)
     for words in ("dp=1", "dp=2", "dp=4", "dp=4 zero=1", "dp=8"):
-        found = predict(model, job, Layout(words), machine)
-        sent = sum(op.size_bytes for program in found.programs for _, op in program.ops() if op.axis == "dp")
+        prediction = predict(model, job, Layout(words), machine)
+        sent = sum(op.size_bytes for program in prediction.programs for _, op in program.ops() if op.axis == "dp")
         lines.append(
-            f"{words:<12} {found.step_s * 1e3:7.1f} ms, {512 / found.step_s:7,.0f} images/s, peak {gib(found.peak.total):>6} GiB of "
-            f"{gib(machine.memory_bytes)}: {'fits' if found.fits else 'DOES NOT FIT'}; statistics {sent / 2**20:.2f} MiB"
+            f"{words:<12} {prediction.step_s * 1e3:7.1f} ms, {512 / prediction.step_s:7,.0f} images/s, peak {gib(prediction.peak.total):>6} GiB of "
+            f"{gib(machine.memory_bytes)}: {'fits' if prediction.fits else 'DOES NOT FIT'}; statistics {sent / 2**20:.2f} MiB"
         )
     return lines
 

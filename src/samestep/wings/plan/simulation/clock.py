@@ -220,9 +220,9 @@ class _PlayedStage:
 
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
-        before = self._played
+        played = self._played
         self.done = next(self._steps, True)
-        return self.done or self._played > before
+        return self.done or self._played > played
 
     def _play(self, parts: Mapping[BodyKey, Sequence[_Segment]]) -> Iterator[bool]:
         """Play the program line by line; yield False as long as the next line waits for another stage."""
@@ -232,7 +232,7 @@ class _PlayedStage:
             label = f"{task.kind}{task.microbatch}"
             for queue, took_s, waits, awaited, shared, line in parts[task.body]:
                 if pending:
-                    yield from self._wait_for([one for one in pending if one.queue == queue or one.name in waits])
+                    yield from self._wait_for([op for op in pending if op.queue == queue or op.name in waits])
                 start_s = free[queue]
                 for name in waits:
                     start_s = max(start_s, ended[name])
@@ -245,9 +245,9 @@ class _PlayedStage:
                 self._played += 1
                 if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
-                    one = _Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label)
-                    if not self._settle(one):
-                        pending.append(one)
+                    op = _Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label)
+                    if not self._settle(op):
+                        pending.append(op)
                     continue
                 free[queue] = start_s + took_s
                 for name, place in awaited:
@@ -260,18 +260,18 @@ class _PlayedStage:
 
     def _wait_for(self, pending: Sequence[_Pending]) -> Iterator[bool]:
         """Yield False until the ends of these ops are known."""
-        for one in pending:
-            while not self._settle(one):
-                self.at = f"{one.op.name} of task {one.task}"
+        for op in pending:
+            while not self._settle(op):
+                self.at = f"{op.op.name} of task {op.task}"
                 yield False
-            self._pending.remove(one)
+            self._pending.remove(op)
 
     def _settle(self, pending: _Pending) -> bool:
         """Enter the times of a pending op, if they are known; return whether they are."""
-        found = pending.times()
-        if found is None:
+        times = pending.times()
+        if times is None:
             return False
-        start_s, end_s = found
+        start_s, end_s = times
         if self._keeps_runs:
             run = self.runs[pending.run]
             self.runs[pending.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
@@ -344,15 +344,15 @@ class _LinesOfStage:
         queued: dict[str, set[str]] = {}
         # By the identity of a body's ops too, because bodies at several positions in the step share them.
         bodies = {id(ops): [self._place(op, program, hardware, known) for op in ops] for ops in program.bodies.values()}
-        for one in known.values():
-            self.names.setdefault(one.op.name, len(self.names))
-            queued.setdefault(one.op.name, set()).add(one.queue)
+        for line in known.values():
+            self.names.setdefault(line.op.name, len(self.names))
+            queued.setdefault(line.op.name, set()).add(line.queue)
         _check_waits(program, stage)
         # On an op's own queue all earlier ops have ended.
         waits = {
-            key: tuple(name for name in one.op.after if queued.get(name) != {one.queue})
-            for key, one in known.items()
-            if one.op.after
+            key: tuple(name for name in line.op.after if queued.get(name) != {line.queue})
+            for key, line in known.items()
+            if line.op.after
         }
         needed = {name for names in waits.values() for name in names}
         self._parts = {key: tuple(self._cut(ops, waits, needed)) for key, ops in bodies.items()}
@@ -377,8 +377,8 @@ class _LinesOfStage:
         """Yield the lines of a body; a new one begins with each change of queue, wait, or op shared with a stage."""
         start = 0
         for index, op in enumerate(ops):
-            before = ops[index - 1]
-            if index and (op.queue != before.queue or op.shared or before.shared or waits.get(id(op.op))):
+            previous = ops[index - 1]
+            if index and (op.queue != previous.queue or op.shared or previous.shared or waits.get(id(op.op))):
                 yield self._part(ops[start:index], waits.get(id(ops[start].op), ()), needed)
                 start = index
         if ops:

@@ -314,7 +314,7 @@ def _product_s(
         return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
     has_inputs = work.has_input_gradient and part != "weights"
     total = _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps) if product.chunk_rows else 0.0
-    total += _matrix_s(m, n, k, count, dtype, dtypes, hardware, given=product.taps) if has_inputs else 0.0
+    total += _matrix_s(m, n, k, count, dtype, dtypes, hardware, folds=product.taps) if has_inputs else 0.0
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
@@ -348,9 +348,9 @@ def _kept_scores_s(product: Product, samples: int, backward: bool, dtypes: _Dtyp
     """
     wide = dtypes.values if BYTES_OF[dtypes.values] >= BYTES_OF["float32"] else "float32"
     size, count = product.inner // 2, product.count * samples
-    kept = dtypes._replace(values=wide)
+    types = dtypes._replace(values=wide)
     sides = ((product.rows, size, product.columns), (product.rows, product.columns, size))
-    products_s = sum(_matrix_s(m, k, n, count, wide, kept, hardware) for m, k, n in sides) * (2 if backward else 1)
+    products_s = sum(_matrix_s(m, k, n, count, wide, types, hardware) for m, k, n in sides) * (2 if backward else 1)
     passes = 3 if backward else 5.5 if wide != dtypes.values else 4
     scores_s = passes * count * product.rows * product.columns * BYTES_OF[wide] / _bandwidth(hardware)
     factors_s = 3 * count * product.rows * size * (BYTES_OF[wide] + BYTES_OF[dtypes.values]) / _bandwidth(hardware)
@@ -359,20 +359,20 @@ def _kept_scores_s(product: Product, samples: int, backward: bool, dtypes: _Dtyp
 
 @lru_cache(maxsize=2**16)
 def _matrix_s(
-    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, given: int = 1
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, folds: int = 1
 ) -> float:
     """Return the seconds of `count` equal products [m, k] x [k, n].
 
-    In memory `taps` elements of the first factor are one element, and so are `given` elements of the result.
+    In memory `taps` elements of the first factor are one element, and so are `folds` elements of the result.
     """
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
-    kept = BYTES_OF[dtypes.values]
+    element_bytes = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
     if dtype in hardware.efficiency:
         aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
         rate *= REACHED * hardware.efficiency[dtype] * aligned
     rate *= _product_efficiency(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
-    if dtype == "float32" and WINOGRAD_TAPS in (taps, given):
+    if dtype == "float32" and WINOGRAD_TAPS in (taps, folds):
         rate *= WINOGRAD
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
@@ -380,9 +380,9 @@ def _matrix_s(
             waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
-    moved = count * (size * (m * k / taps + k * n) + kept * m * n / given)
+    moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n / folds)
     # The kernel before it writes its result once more in the smaller dtype, as it is and transposed.
-    cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
+    cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < element_bytes else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 

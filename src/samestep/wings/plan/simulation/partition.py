@@ -130,19 +130,19 @@ class StepLanes(Protocol):
 
 def partition(timeline: StepLanes) -> tuple[TimeRow, ...]:
     """Return the rows of every lane: those of one lane add up to the seconds of the step."""
-    found: dict[int, dict[Key, float]] = {}
+    stages: dict[int, dict[Key, float]] = {}
     for stage in timeline.stages:
-        rows = found[stage] = dict[Key, float]()
+        rows = stages[stage] = dict[Key, float]()
         for part in _walk(timeline, stage):
             if isinstance(part, Gap):
                 _add(rows, (part.name, part.axis), part.end_s - part.start_s)
             else:
                 _add(rows, *part)
-    _part_imbalance(found)
+    _part_imbalance(stages)
     order = {name: index for index, name in enumerate(ROWS)}
     return tuple(
         TimeRow(stage, name, axis, seconds)
-        for stage, rows in found.items()
+        for stage, rows in stages.items()
         for (name, axis), seconds in sorted(rows.items(), key=lambda row: (order[row[0][0]], row[0][1] or ""))
     )
 
@@ -170,12 +170,12 @@ def hidden_s(timeline: StepLanes, stage: int) -> dict[str, float]:
     """Return the seconds of communication that ran while the lane computed, by axis."""
     spans = [*timeline.spans_of(stage)]
     computing = [(span.start_s, span.end_s) for span in spans if span.stream == COMPUTE]
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for span in spans:
         if span.stream != COMPUTE:
             inside = sum(max(0.0, min(span.end_s, end) - max(span.start_s, start)) for start, end in computing)
-            found[span.stream] = found.get(span.stream, 0.0) + inside
-    return found
+            seconds[span.stream] = seconds.get(span.stream, 0.0) + inside
+    return seconds
 
 
 def _add(rows: dict[Key, float], key: Key, seconds: float) -> None:
@@ -269,13 +269,13 @@ def _passes_stages(axis: str) -> bool:
     return axis in ("pp", "world") or bool(stages_of(axis))
 
 
-def _part_imbalance(found: Mapping[int, dict[Key, float]]) -> None:
+def _part_imbalance(stages: Mapping[int, dict[Key, float]]) -> None:
     """Divide each lane's bubble: the part by which the busiest lane computes longer is imbalance."""
     computing = {
-        stage: rows.get(("compute", None), 0.0) + rows.get(("recompute", None), 0.0) for stage, rows in found.items()
+        stage: rows.get(("compute", None), 0.0) + rows.get(("recompute", None), 0.0) for stage, rows in stages.items()
     }
     most_s = max(computing.values(), default=0.0)
-    for stage, rows in found.items():
+    for stage, rows in stages.items():
         bubble_s = rows.pop((BUBBLE, None), 0.0)
         imbalance_s = min(bubble_s, most_s - computing[stage])
         _add(rows, (IMBALANCE, None), imbalance_s)

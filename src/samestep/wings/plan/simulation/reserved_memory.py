@@ -61,8 +61,8 @@ def reserved_bytes(
     tensors = _Tensors(program)
     played.do(-1, _held_at_rest(program, states_per_param, rank))
     shortened = program if whole else replace(program, tasks=without_equal_rounds(program.tasks))
-    found = found_by(shortened, arriving_bytes(program), functools.partial(_Changes, tensors))
-    tasks = [(task.microbatch, changes) for task, changes in found]
+    followers = found_by(shortened, arriving_bytes(program), functools.partial(_Changes, tensors))
+    tasks = [(task.microbatch, changes) for task, changes in followers]
     states, widened = _states(program, states_per_param, rank), widened_bytes(program, states_per_param, rank)
     for number in range(MOST_STEPS):
         reserved_bytes = played.allocator.reserved_bytes
@@ -84,20 +84,20 @@ def without_equal_rounds(tasks: Sequence[Task]) -> tuple[Task, ...]:
     chunks = len({task.body.chunk for task in tasks if task.kind is TaskKind.FORWARD})
     kinds = len({task.kind for task in tasks if task.kind not in (TaskKind.UPDATE, TaskKind.OUTPUTS)})
     size = max(1, chunks * kinds)
-    found, index, gone = list[Task](), 0, 0
+    shorter, index, gone = list[Task](), 0, 0
     while index < len(tasks):
         rounds = 1
         while _is_round(tasks, index, index + rounds * size, size, rounds):
             rounds += 1
         if rounds <= ROUNDS:
-            found.append(tasks[index]._replace(microbatch=tasks[index].microbatch - gone))
+            shorter.append(tasks[index]._replace(microbatch=tasks[index].microbatch - gone))
             index += 1
             continue
         last = index + ROUNDS * size
-        found += [task._replace(microbatch=task.microbatch - gone) for task in tasks[index:last]]
+        shorter += [task._replace(microbatch=task.microbatch - gone) for task in tasks[index:last]]
         gone += rounds - ROUNDS
         index += rounds * size
-    return tuple(found)
+    return tuple(shorter)
 
 
 def _is_round(tasks: Sequence[Task], first: int, begin: int, size: int, number: int) -> bool:
@@ -199,8 +199,8 @@ class _Changes(LiveBytes):
             self._take("activations", (owner, self._first_layer), self._tensors.of_layer(None, size_bytes))
             return
         saved = self.sizes.saved[owner]
-        most, kept = min(saved.boundaries, saved.whole), min(saved.boundaries, saved.kept)
-        edge = min(size_bytes, most - kept if self._repeats else most)
+        most, size = min(saved.boundaries, saved.whole), min(saved.boundaries, saved.kept)
+        edge = min(size_bytes, most - size if self._repeats else most)
         self._take("activations", ("within", owner), self._tensors.of_layer(owner, size_bytes - edge))
         self._take("activations", owner, self._tensors.of_layer(owner, edge))
 
@@ -231,14 +231,14 @@ class _Changes(LiveBytes):
             if self.buffers.get(buffer.name) == buffer and (is_arriving or op.kind is OpKind.ALL_GATHER):
                 continue  # it is there already
             super()._allocate((buffer,), op)
-            own = op.implied and (is_arriving or op.kind is OpKind.ALL_GATHER)
+            is_unlisted = op.implied and (is_arriving or op.kind is OpKind.ALL_GATHER)
             sizes: tuple[int, ...] = (buffer.size_bytes,)
             if is_arriving and op.kind is OpKind.BACKWARD and op.layer is not None:
                 sizes = self._tensors.gradients_of(op.layer)
             elif buffer.name.startswith("gradient:"):
                 sizes = self._tensors.of_unit(buffer.name.removeprefix("gradient:"), buffer.size_bytes)
             self._copied.discard(buffer.name)
-            self._take("buffer", buffer.name, sizes, f"{op.kind} {op.axis}" if own else COMPUTE)
+            self._take("buffer", buffer.name, sizes, f"{op.kind} {op.axis}" if is_unlisted else COMPUTE)
 
     def _free(self, names: tuple[str, ...]) -> None:
         super()._free(names)
@@ -275,8 +275,8 @@ class _Tensors:
         if layer is None or not size_bytes:
             return ()
         step = self._step
-        whole = step.model.layers[layer].output_elements * step.microbatch_samples * BYTES_OF[step.master_dtype]
-        return tuple(_pieces(size_bytes, whole))
+        size = step.model.layers[layer].output_elements * step.microbatch_samples * BYTES_OF[step.master_dtype]
+        return tuple(_pieces(size_bytes, size))
 
     def of_unit(self, name: str, size_bytes: int) -> tuple[int, ...]:
         """Divide bytes of a unit by its weights."""
@@ -288,13 +288,13 @@ class _Tensors:
         return tuple(gradient_bytes(self._step, layer))
 
     def _divided(self, layer: LayerSpec, left: int) -> Iterator[int]:
-        one = self._step.microbatch_samples * BYTES_OF[self._step.compute_dtype]
+        element_bytes = self._step.microbatch_samples * BYTES_OF[self._step.compute_dtype]
         for product in layer.products:
-            size = product.result_elements * one
+            size = product.result_elements * element_bytes
             if 0 < size <= left:
                 yield size
                 left -= size
-        yield from _pieces(left, layer.input_elements * one)
+        yield from _pieces(left, layer.input_elements * element_bytes)
 
 
 def _pieces(size_bytes: int, each: int) -> Iterator[int]:
@@ -308,13 +308,13 @@ def _pieces(size_bytes: int, each: int) -> Iterator[int]:
 
 def shares(size_bytes: int, weights: Sequence[int]) -> list[int]:
     """Divide bytes in proportion to numbers, to the byte."""
-    total, found, reached = sum(weights), list[int](), 0
+    total, parts, reached = sum(weights), list[int](), 0
     if not total:
         return [size_bytes] * bool(size_bytes)
     for weight in weights:
-        found.append(size_bytes * (reached + weight) // total - size_bytes * reached // total)
+        parts.append(size_bytes * (reached + weight) // total - size_bytes * reached // total)
         reached += weight
-    return [one for one in found if one]
+    return [part for part in parts if part]
 
 
 def _held_at_rest(program: Program, states_per_param: int, rank: int) -> Iterator[MemoryChange]:
@@ -332,5 +332,5 @@ def _states(program: Program, states_per_param: int, rank: int) -> list[MemoryCh
     """Return that the states of the optimizer, and masters, are allocated with the first update, one by one for each weight."""
     optimizer = at_rest(program, states_per_param, rank).optimizer
     numels = [param.numel for param in program.step.model.params if param.trainable]
-    sizes = [one for share in shares(optimizer, numels) for one in shares(share, [1] * (states_per_param + 1))]
+    sizes = [part for share in shares(optimizer, numels) for part in shares(share, [1] * (states_per_param + 1))]
     return [MemoryChange((_REST, "states"), tuple(sizes))] if sizes else []

@@ -122,8 +122,8 @@ def class_of(hardware: Hardware, devices: int) -> str:
 @functools.cache
 def intervals(kind: str = "all") -> dict[str, Interval]:
     """Return the intervals of `time` and `memory` of a class of machines from the record of predictions (docs/foresight.md)."""
-    found = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
-    return {name: Interval(**figures) for name, figures in {**found["all"], **found.get(kind, {})}.items()}
+    tables = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
+    return {name: Interval(**figures) for name, figures in {**tables["all"], **tables.get(kind, {})}.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,10 +342,10 @@ def simulate(
     Raises:
         InputError: job, model, layout or hardware cannot be understood, or a strategy refuses the layout.
     """
-    given = Layout(layout) if isinstance(layout, str) else layout
-    where = Layout(**job.layout) if given is None else given
+    spec = Layout(layout) if isinstance(layout, str) else layout
+    where = Layout(**job.layout) if spec is None else spec
     if devices not in (None, where.world_size):
-        if given is not None or job.layout:
+        if spec is not None or job.layout:
             raise LayoutError(
                 "devices-and-ranks",
                 f"--devices {devices}, but layout {str(where)!r} has {where.world_size} ranks: "

@@ -67,10 +67,10 @@ class Timeline:
 
     @cached_property
     def _of_stage(self) -> Mapping[int, list[Span | LineSpan]]:
-        found: dict[int, list[Span | LineSpan]] = {}
+        spans: dict[int, list[Span | LineSpan]] = {}
         for part in self.parts:
-            found.setdefault(part.stage, []).append(part)
-        return found
+            spans.setdefault(part.stage, []).append(part)
+        return spans
 
     def spans_of(self, stage: int) -> Iterator[Span]:
         """Yield the span of every op of one stage, in the order of issue."""
