@@ -188,7 +188,7 @@ TECHNIQUES = (
     ),
     (
         "chunked MLP (tiled MLP)",
-        "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/token_parts.py",
+        "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/backward.py",
     ),
     (
         "chunked loss",

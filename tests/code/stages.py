@@ -1,6 +1,6 @@
 """Stages of code that passes more than one tensor between its layers, or has no list of blocks, in every schedule.
 
-What crosses each boundary is read off the trace (`tracing/crossings.py`).
+What crosses each boundary is read off the trace (`tracing/stage_events.py`).
 """
 
 from __future__ import annotations

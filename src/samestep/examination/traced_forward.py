@@ -27,7 +27,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets import blame_samples
 from samestep.datasets.values import first_of
 from samestep.errors import ModelError
-from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
+from samestep.independence import kept_state, sequence_boundaries, tensor_plan
 from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ExpertModules, MaskSpec, ModelSpec
@@ -203,7 +203,7 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, before: 
         observe(refused_reads(built.blueprint))
         cuts = None
         if planned is not None:
-            observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))
+            recorder = Recorder(planned.styles, planned.looking)
             costs = observe(tensor_plan.record_cuts(module, planned, places))
             cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module, places)), recorder)
             run = functools.partial(built.trace, places, planned.styles, recorder, keeps_all=bool(planned.looking))

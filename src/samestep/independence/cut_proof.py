@@ -11,17 +11,14 @@ their whole output and computes the rest as one device does, so it is equal, wit
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.building.families import facts_of
-from samestep.building.predictions import prediction_of
 from samestep.errors import InputError
 from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
@@ -36,12 +33,11 @@ from samestep.independence.unit_walk import (
 )
 from samestep.models.spec import is_below, owner_of
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.looks import Looks, tensors_seen_by
+from samestep.tracing.looks import Looks
 from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.operations import LOOKED, Operation, Recorder, view_of
+from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.trace import samples_traced
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import tensors_in
 
 FUSED = 3
 """Style `qkv`: three weights in one."""
@@ -86,45 +82,6 @@ class CutProof:
     def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
         """Return the path, the attribute and the divisor of every count of a rank of the model."""
         return tuple((path, one.name, one.divisor) for one in self.counts for path in having(model, self.styles, one))
-
-
-@contextmanager
-def record_ends(
-    model: nn.Module, styles: Mapping[str, str], recorder: Recorder, looking: Collection[str] = ()
-) -> Iterator[None]:
-    """Record where cut modules are left, what modules are given and return whose code looks at values, and the model's outputs,
-    in a forward that runs inside.
-    """
-
-    def enter(path: str, module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor):
-            recorder.entered.setdefault(path, set()).add(view_of(args[0]).storage)
-
-    def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        recorder.record("left", path, (), {}, tuple(tensors_in(output)))
-
-    def look(path: str, module: nn.Module, *held: Any) -> None:
-        recorder.record(LOOKED, path, tensors_seen_by(module, held), {}, ())
-
-    def end(module: nn.Module, args: Any, outputs: Any) -> None:
-        try:
-            prediction = prediction_of(outputs)
-        except InputError:
-            prediction = None
-        recorder.record("outputs", "", (prediction, tuple(tensors_in(outputs))), {}, ())
-
-    with ExitStack() as hooks:
-        for path, style in styles.items():
-            if style != "sum":
-                hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
-        for path in looking:
-            part, seen = model.get_submodule(path), functools.partial(look, path)
-            hooks.enter_context(part.register_forward_pre_hook(seen, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(seen, with_kwargs=True))
-        hooks.enter_context(model.register_forward_hook(end))
-        for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
-        yield
 
 
 def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, WeightCut]:
@@ -332,9 +289,9 @@ def run_forward(
         DiffersError: it fails, at the module that the error names.
     """
     watch = ForwardTracer(model, {}, keeps_all=keeps_all, analysis=recorder, answers=answers, has_backward=False)
+    recorder.styles, recorder.looking = styles, looking
     try:
-        with record_ends(model, styles, recorder, looking):
-            watch_forward(model, sample, samples_traced(model), watch, value_of, "it")
+        watch_forward(model, sample, samples_traced(model), watch, value_of, "it")
     except DiffersError:
         raise
     except NeedsValuesError:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.tracing.batch_norms import OPERATIONS as BATCH_NORMS
 from samestep.tracing.meta_tensors import is_mask
 
 _aten = torch.ops.aten
@@ -410,14 +411,7 @@ MAPS: dict[Any, Map] = {
     **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), _likelihood),
     _aten.convolution: _convolution,
     _aten.embedding: _embedding,
-    **dict.fromkeys(
-        (
-            _aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._native_batch_norm_legit_functional,
-            _aten.cudnn_batch_norm, _aten._batch_norm_with_update, _aten._batch_norm_no_update,
-            _aten.miopen_batch_norm, _aten.batch_norm_stats,
-        ),
-        _by_channel,
-    ),
+    **dict.fromkeys((*BATCH_NORMS, _aten.batch_norm_stats), _by_channel),
     _aten.native_group_norm: _by_group,
     **dict.fromkeys(
         (

@@ -392,7 +392,7 @@ class SliceProver(Prover):
         """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
         wide = {id(one): known for one in call.given if isinstance(known := self.known.of(one), WithNeighbours)}
         others = [one for one in call.given if id(one) not in wide and self.known.of(one) is not None]
-        if not wide or others or not (is_elementwise(call.func) or call.func.overloadpacket in _COPIES):
+        if not wide or others or not is_elementwise(call.func):
             super()._follow(call)
             return
         origin = next(iter(wide.values())).where
@@ -443,9 +443,6 @@ def compare_forwards(
         path = first_difference(whole.numbers, part.numbers)
         return f"{path} computes differently, or with other numbers, on {part.other_sizes}", path
     return "", ""
-
-
-_COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))
 
 
 def _is_bias(shape: torch.Size) -> bool:

@@ -32,9 +32,9 @@ from samestep.independence.sliced_shapes import tokens_of
 from samestep.independence.traced_moves import TracedMoves, TracedStates
 from samestep.independence.value_numbers import Table
 from samestep.models.spec import ExpertModules, ModelSpec, is_below
-from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.flow import CannotPassError
 from samestep.tracing.forward import ValueOf
+from samestep.tracing.stage_events import with_slices_of
 from samestep.trees import map_tensors
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed
-from samestep.independence.dimension_maps import FILLS, is_elementwise, operands_of, place_of
+from samestep.independence.dimension_maps import FILLS, OVERWRITES, is_elementwise, operands_of, place_of
 from samestep.trees import fold, operands
 
 _aten = torch.ops.aten
@@ -39,7 +39,6 @@ _OTHER_SIZES = {
     _aten.arange: frozenset(("end",)),
 }
 """Arguments of single operations that say no more than the shapes of operands or results."""
-_OVERWRITING = frozenset((_aten.copy_, _aten.fill_, _aten.zero_))
 
 
 class Operand(NamedTuple):
@@ -124,7 +123,7 @@ class ValueNumbers:
         along = next((found.dim for _, one in made if isinstance(found := self._known.of(one), Along)), None)
         aligned = _align_constants(func, args, kwargs, given, made[0][1], along) if along is not None else {}
         left_out = _SIZES | _OTHER_SIZES.get(packet, frozenset())
-        if packet in FILLS or packet in _OVERWRITING:
+        if packet in FILLS or packet in OVERWRITES:
             left_out |= {"self"}
         keys = iter([_key(one, is_elementwise(func), aligned.get(id(one.tensor))) for one in given])
         beside = (
@@ -139,7 +138,7 @@ class ValueNumbers:
                 parts.append((name, part))
         for index, result in made:
             number = self._number((str(func), index, *parts))
-            self._set(result, number, is_written=writes, overwrites=packet in _OVERWRITING)
+            self._set(result, number, is_written=writes, overwrites=packet in OVERWRITES)
             if isinstance(self._known.of(result), Along):
                 self.computed.append((number, where))
 

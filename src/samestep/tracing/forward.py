@@ -391,9 +391,10 @@ class ForwardTracer(DispatchMode):
             self.flow_recorder.note_several(given)
         self.analysis.hooked(name, hook, given, results)
 
-    def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
         """Record that a module's forward ends."""
-        report_module_hooks(part, given, output, self.hooked)
+        self.analysis.leave(path, part, given, output)
+        report_module_hooks(part, given[0], output, self.hooked)
         self.modules.leave(output)
         if not self.modules.is_inside and self.picked.holds(output):
             self.looks.varies_within = False

@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import set_attributes
-from samestep.tracing.meta_tensors import NeedsValuesError, is_mask
+from samestep.tracing.meta_tensors import FILLED_LIKE, NeedsValuesError, is_mask
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
-_EQUAL_ELEMENTS = frozenset(
-    (_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full)
-)
-"""Operations that make a tensor of equal elements like another, with nothing of its values."""
 
 
 @dataclass(slots=True)
@@ -66,7 +62,7 @@ class Looks:
     def follow(self, func: Any, read: Iterable[int], made: Iterable[int]) -> None:
         """Record the sources of an operation's results; a tensor of equal elements has none in the tensor that it is
         like."""
-        if func.overloadpacket in _EQUAL_ELEMENTS:
+        if func.overloadpacket in FILLED_LIKE:
             return
         given, results = {*read}, {*made}
         if not given.isdisjoint(self.data):

@@ -240,7 +240,7 @@ class KnownValues:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if not kept or (is_random and not self.keeps_all):
             return
-        if func.overloadpacket in _FILLED and not func._schema.is_mutable:
+        if func.overloadpacket in FILLED_LIKE and not func._schema.is_mutable:
             self._fill(func, args, kwargs, outcome)
             return
         makes_numbers = any(map(is_whole, kept)) and not func._schema.is_mutable
@@ -262,7 +262,7 @@ class KnownValues:
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
         """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
-        number = _FILLED[func.overloadpacket]
+        number = FILLED_LIKE[func.overloadpacket]
         given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         value = given["fill_value"] if number is None else number
         if not isinstance(value, Tensor):
@@ -276,7 +276,7 @@ def values_of(module: nn.Module, *, keeps_all: bool) -> KnownValues:
 
 
 _aten = torch.ops.aten
-_FILLED = {
+FILLED_LIKE = {
     **dict.fromkeys((_aten.zeros_like, _aten.new_zeros), 0),
     **dict.fromkeys((_aten.ones_like, _aten.new_ones), 1),
     **dict.fromkeys((_aten.full_like, _aten.new_full)),

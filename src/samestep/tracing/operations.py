@@ -7,8 +7,10 @@ does to a shape shows in the operands of the next operation that computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,12 +18,15 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, inner_tensor
+from samestep.building.predictions import prediction_of
 from samestep.building.torch_seams import disable_current_modes
+from samestep.errors import InputError
 from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Exchange, Product
 from samestep.tracing.checkpointed import Point
 from samestep.tracing.custom_functions import Function, Hook, follow_hook
+from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
-from samestep.trees import fold, operands
+from samestep.trees import fold, operands, tensors_in
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -210,6 +215,9 @@ class Analysis:
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
         """Receive that a module's forward starts."""
 
+    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+        """Receive that a module's forward ends."""
+
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Receive an operation that is about to run."""
 
@@ -260,9 +268,11 @@ class Analysis:
 
 
 class Recorder(Analysis):
-    """Records the operations of a forward, in order."""
+    """Records the operations of a forward, in order, and where modules are entered and left that tp cuts or whose code looks at values."""
 
-    def __init__(self) -> None:
+    def __init__(self, styles: Mapping[str, str] = MappingProxyType({}), looking: Collection[str] = ()) -> None:
+        self.styles, self.looking = styles, looking
+        """The cut style of each module, by its path, and the paths of those whose code looks at values."""
         self.operations: list[Operation] = []
         self.seen = 0
         """Number of operations seen, those that only make views included."""
@@ -293,6 +303,25 @@ class Recorder(Analysis):
         """Record an operation."""
         self.record(op.func, self.tracer.where, op.args, op.kwargs, op.outcome)
         return op.outcome
+
+    def enter(self, path: str, part: nn.Module, given: Any) -> None:
+        """Note a module's first argument, and record all that it is given if its code looks at values."""
+        if given[0] and isinstance(first := given[0][0], Tensor):
+            self.entered.setdefault(path, set()).add(view_of(first).storage)
+        if path in self.looking:
+            self.record(LOOKED, path, tensors_seen_by(part, given), {}, ())
+
+    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+        """Record the output of a cut module, of one whose code looks at values, and of the model: its prediction first, if there is one."""
+        if self.styles.get(path, "sum") != "sum":
+            self.record("left", path, (), {}, tuple(tensors_in(output)))
+        if path in self.looking:
+            self.record(LOOKED, path, tensors_seen_by(part, (given, output)), {}, ())
+        if not path:
+            prediction = None
+            with suppress(InputError):
+                prediction = prediction_of(output)
+            self.record("outputs", path, (prediction, tuple(tensors_in(output))), {}, ())
 
     def looks(self, seen: Sequence[Tensor]) -> None:
         """Record a look at values."""

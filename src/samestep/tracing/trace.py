@@ -46,13 +46,15 @@ from samestep.models.layer_parts import (
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.state.snapshot import GivenWeights, Snapshot
+from samestep.state.snapshot import Snapshot, holding
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
     Backward,
     idle_weights,
     nodes_of,
+    of_one_sample,
     roots_of_loss,
+    token_parts_of,
     unlike_weights,
     watch_backward,
     working_sets,
@@ -60,13 +62,12 @@ from samestep.tracing.backward import (
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
-from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.operations import Analysis, Events
-from samestep.tracing.token_parts import of_one_sample, token_parts_of
+from samestep.tracing.stage_events import with_crossings, with_cut_crossings
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
 
@@ -112,7 +113,7 @@ def trace(
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
     watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
-    before, weights = Snapshot(module), GivenWeights(module)
+    before, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
     except NeedsValuesError:
@@ -128,7 +129,7 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
         except NeedsValuesError:
             raise _unseen(name, watch) from None
-    with weights.given():  # which the forward may have replaced
+    with holding(weights):  # which the forward may have replaced
         return _spec_of(module, sample, name, (containers, opened, stages), watch, outputs, loss)
 
 

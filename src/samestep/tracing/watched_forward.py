@@ -268,20 +268,22 @@ def _unpack_saved(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
+def _enter(watch: ForwardTracer, path: str, outside: bool, part: nn.Module, *given: Any) -> None:
+    watch.enter(path, part, outside, given)
+
+
+def _leave(watch: ForwardTracer, path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    watch.leave(path, part, (args, kwargs), output)
+
+
 @contextmanager
 def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
     """Report every module that is entered and left to `watch`."""
     with ExitStack() as hooks:
         for path, part in module.named_modules():
-            outside = is_outside(path, containers)
-            enter = functools.partial(
-                lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
-            )
-            leave = functools.partial(
-                lambda outside, part, given, output: watch.leave(outside, part, given, output), outside
-            )
+            enter = functools.partial(_enter, watch, path, is_outside(path, containers))
             hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(leave))
+            hooks.enter_context(part.register_forward_hook(functools.partial(_leave, watch, path), with_kwargs=True))
         yield
 
 
