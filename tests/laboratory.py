@@ -30,7 +30,6 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.param_spec import Cut
 from samestep.program.program import LedgerRow
-from samestep.runtime.axes.tensor import join_parts
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
@@ -385,6 +384,12 @@ def whole(runs_of_ranks: list[Runs], cuts: Cuts | None = None, indices: list[int
         for other in flats[1:]:
             assert torch.allclose(flats[0], other, rtol=1e-9, atol=1e-9 * float(flats[0].abs().max())), name
     return found_whole
+
+
+def join_parts(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Return the whole weight from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
+    parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
+    return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
 
 def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:

@@ -18,21 +18,31 @@ T = TypeVar("T")
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that refuses an argument of another kind than its name says, such as a dict for `job`.
+    """Return a function that refuses an argument of another kind than its name says, such as a dict for `job`, and for which None is
+    the default of any other argument.
 
     Raises:
         InputError: the returned function: an argument is of another kind.
     """
-    signature = inspect.signature(function)
-    known = {name: _KINDS[name] for name in signature.parameters if name in _KINDS}
+    parameters = inspect.signature(function).parameters
+    known = {name: _KINDS[name] for name in parameters if name in _KINDS}
+    optional = {name for name, parameter in parameters.items() if _is_optional(parameter)}
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name not in known and name not in optional
+    }
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        arguments = dict(zip(signature.parameters, args, strict=False)) | kwargs
-        for name, check in known.items():
-            if name in arguments and (arguments[name] is not None or not _is_optional(signature.parameters[name])):
-                check(name, arguments[name])
-        return function(*args, **kwargs)
+        for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+            if name in known and not (value is None and name in optional):
+                known[name](name, value)
+        values: Any = [
+            defaults.get(name) if value is None else value for name, value in zip(parameters, args, strict=False)
+        ]
+        options: Any = {name: defaults.get(name) if value is None else value for name, value in kwargs.items()}
+        return function(*[*values, *args[len(values) :]], **options)
 
     return call
 

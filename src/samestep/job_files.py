@@ -24,7 +24,7 @@ _WORDS_OF_PATHS = ("text", "tokens", "jsonl", "parquet", "hf", "images")
 """The words of sources after which a path stands."""
 
 
-def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
+def load(path: str | Path, settings: Sequence[str] | None = None) -> Job:
     """Return the job of a file, with `settings` such as `train.steps=50`.
 
     Paths and modules in the file are looked for in its folder, and then in the working directory; paths in settings only in the
@@ -45,7 +45,7 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
     folder, run = path.parent.resolve(), tables.setdefault("run", {})
     if isinstance(run, dict) and isinstance(folder_text := run.setdefault("folder", str(folder)), str):
         run["folder"] = str(folder / Path(os.path.expanduser(folder_text))) if folder_text else None
-    return _checked(path, tables, [_from_here(setting, folder) for setting in settings])
+    return _checked(path, tables, [_from_here(setting, folder) for setting in settings or ()])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -196,6 +196,11 @@ def job_of(words: Namespace) -> Job:
             "job-file-missing",
             f"no job file at {words.job}. To plan or simulate, use --set model.source=preset:{name}",
         )
+    if "=" in name and not words.job.exists():
+        raise InputError(
+            "job-file-missing",
+            f'no job file at {words.job}. If it belongs to the layout, use quotes: --layout "dp=2 {name}"',
+        )
     shown = ", ".join([*words.set[:2], *([f"{len(words.set) - 2} more"] if len(words.set) > 2 else [])])
     words.heading = [f"job: {words.job or 'built-in default'}{f', changed by --set: {shown}' if shown else ''}"]
     return jobs.default(words.set) if words.job is None else jobs.load(words.job, words.set)

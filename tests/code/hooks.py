@@ -239,6 +239,7 @@ REFUSED = [
         Refused("dp=1 microbatch=4", _code("weights", hook), "acts by the number of its calls", ModelError)
         for hook in (Counted(3), Counted(30), counting(5))
     ),
+    Refused("dp=2 zero=3", _code("weights", Counted(4)), "calls it for its weights in another order", ModelError),
     Refused("dp=2", _code("result", skipped_beyond_50), "influence each other by a hook on a gradient"),
     *(
         Refused("dp=1 microbatch=4", _code(how, skipped_beyond_50), words)

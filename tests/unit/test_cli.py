@@ -72,6 +72,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "a key as a flag": (["--lr", "0.1"], {}, "unknown argument --lr: use --set optimizer.lr=VALUE; see samestep train --help"),
     "a key without its table": (["--set", "lr=0.1"], {}, "--set lr=0.1: a key has the name of its table. Use --set optimizer.lr=0.1."),
     "a job behind --allow": (["--allow", "samples", "loss", "nope.toml"], {}, "no job file at nope.toml"),
+    "a layout without quotes": (["--layout", "dp=2", "zero=3"], {}, 'use quotes: --layout "dp=2 zero=3"'),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
     "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends. Use --set"),
     "job file": (["nope.toml"], {}, "no job file at nope.toml"),

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep import calls
 from samestep.building.loss_result import IGNORED_LABEL, Amount, Loss
 from samestep.building.model_loss import ModelLoss, labels_of
 from samestep.building.over_samples import num_samples
@@ -276,6 +277,7 @@ class _Mean:
         return mean.reshape(()) * count, count
 
 
+@calls.checked
 def mean_over(
     over: Literal["samples", "tokens"], loss: Loss | Literal["model"], *, ignore_index: int = IGNORED_LABEL
 ) -> Loss:

@@ -17,10 +17,11 @@ import logging
 import math
 import operator
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,8 @@ _HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
 _PLAIN = (*_SINGLE, *_HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Values of variables that are state, besides objects of the user's classes."""
 _LARGEST_NUMBER = 2**53
+_EXACT = frozenset((dict, OrderedDict))
+"""Classes of dictionaries in which no code of a user stands between an item and who reads it."""
 _MACHINERY = ("samestep", "torch.distributed", "torch.utils.hooks", "logging", "threading", "multiprocessing")
 """Packages whose objects are no state of a model."""
 OUTSIDE = "outside of the modules"
@@ -90,8 +93,8 @@ class Snapshot:
 
     def __init__(self, root: nn.Module | Callable[..., Any], *, weights: bool = True) -> None:
         self._weights = weights
-        self._undo: list[tuple[Any, Any]] = []
-        """Each mutable container with a copy of its items."""
+        self.containers: list[tuple[Any, Any]] = []
+        """Mutable containers, each with a copy of its items."""
         self._put_back: list[Callable[[], Any]] = []
         """Sets arrays to what they were."""
         self.generators: list[tuple[Any, Callable[[], Any]]] = []
@@ -117,11 +120,6 @@ class Snapshot:
             self._variable(Variable(getattr(root, "__name__", type(root).__name__), None, "", root))
         while self._rest:
             self._search(*self._rest.popleft())
-
-    @property
-    def containers(self) -> list[tuple[Any, Any]]:
-        """Mutable containers, each with a copy of its items."""
-        return self._undo
 
     @property
     def named_generators(self) -> Iterator[tuple[str, Any]]:
@@ -176,17 +174,18 @@ class Snapshot:
 
     def _module(self, path: str, part: nn.Module) -> None:
         of_torch = frozenset() if self._weights else OF_TORCH
-        self._undo.append((vars(part), {name: value for name, value in vars(part).items() if name not in of_torch}))
+        items = {name: value for name, value in vars(part).items() if name not in of_torch}
+        self.containers.append((vars(part), items))
         self._meet(type(part).__name__, type(part))
         for name, value in vars(part).items():
             if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
-                self._undo.append((value, dict(value)))
+                self.containers.append((value, dict(value)))
                 self.values |= {
                     (path, key): self._value(f"{path}.{key}".lstrip("."), item) for key, item in value.items()
                 }
             elif name.startswith(_HOOKS):
                 # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
-                self._undo += [(value, dict(value))] if isinstance(value, dict) else []
+                self.containers += [(value, dict(value))] if isinstance(value, dict) else []
                 for hook in value.values() if isinstance(value, dict) else ():
                     self._meet(f"{path}.{name}", hook)
             elif name not in of_torch:
@@ -196,8 +195,9 @@ class Snapshot:
 
     def restore(self, *, generators: bool = True) -> None:
         """Set every module, variable and container to what it held; empty caches of functions that were filled since."""
-        for container, items in self._undo:
-            put_items(container, items)
+        for container, items in self.containers:
+            if items or type(container) not in _EXACT or container:  # most hold nothing, as a module's hooks
+                put_items(container, items)
         for variable in self.variables.values():
             if variable.present is not variable.value:
                 variable.put(variable.value)
@@ -254,13 +254,13 @@ class Snapshot:
         """Return the skeleton of a container, or of an object's attributes."""
         if isinstance(value, list | tuple | deque):
             if not isinstance(value, tuple):
-                self._undo.append((value, list(value)))
+                self.containers.append((value, list(value)))
             if len(value) > _LARGEST:
                 return (type(value).__name__, len(value))
             return (type(value).__name__, *(self._skeleton(name, item, tensors, depth) for item in value))
         if isinstance(value, set | frozenset):
             if isinstance(value, set):
-                self._undo.append((value, set(value)))
+                self.containers.append((value, set(value)))
             return sorted(map(repr, value)) if len(value) <= _LARGEST else len(value)
         if type(value).__module__.startswith(_MACHINERY):
             return type(value).__name__
@@ -272,8 +272,8 @@ class Snapshot:
             return type(value).__name__
         items = {}
         if isinstance(fields, dict):
-            items = copied_items(fields)
-            self._undo.append((fields, items))
+            items = items_of(fields)
+            self.containers.append((fields, items))
         if len(items) > _LARGEST:
             return len(items)
         below = "" if isinstance(value, dict) else name + "."
@@ -302,23 +302,17 @@ def modules_of(function: Callable[..., Any]) -> nn.Module:
     return modules
 
 
-class GivenWeights:
-    """The weights of all modules at one moment, for which a forward may put others."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._weights = [(part._parameters, dict(part._parameters)) for part in root.modules()]
-
-    @contextmanager
-    def given(self) -> Iterator[None]:
-        """Let the modules hold these weights inside, and afterwards again those that they hold now."""
-        now = [(weights, dict(weights)) for weights, _ in self._weights]
-        for weights, items in self._weights:
-            put_items(weights, items)
-        try:
-            yield
-        finally:
-            for weights, items in now:
-                put_items(weights, items)
+@contextmanager
+def holding(weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Let modules hold these weights inside, items for each module's dictionary, and afterwards again those that they hold now."""
+    now = [(held, dict(held)) for held, _ in weights]
+    for held, items in weights:
+        put_items(held, items)
+    try:
+        yield
+    finally:
+        for held, items in now:
+            put_items(held, items)
 
 
 class KeptValues:
@@ -356,13 +350,17 @@ class KeptValues:
 def _unheard() -> Iterator[None]:
     """Drop what code prints and logs inside, in calls that are no part of a step."""
     level, printing = logging.root.manager.disable, builtins.print
-    logging.disable()
+    if (
+        level < logging.CRITICAL
+    ):  # else nothing is heard already; it takes torch's and transformers' hundreds of loggers
+        logging.disable()
     builtins.print = lambda *_, **__: None
     try:
         yield
     finally:
         builtins.print = printing
-        logging.disable(level)
+        if logging.root.manager.disable != level:
+            logging.disable(level)
 
 
 @contextmanager
@@ -394,8 +392,6 @@ def built_in_kind(items: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def items_of(items: dict[Any, Any]) -> dict[Any, Any]:
     """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
-    if type(items) is dict:
-        return items.copy()
     return {key: dict.__getitem__(items, key) for key in built_in_kind(items).__iter__(items)}
 
 
@@ -408,24 +404,17 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
                     yield key, slot.__get__(value)
 
 
-def copied_items(container: Any) -> Any:
-    """Return the items of a mutable container, for `put_items`."""
-    if isinstance(container, dict):
-        return items_of(container)
-    return set(container) if isinstance(container, set) else list(container)
-
-
 def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(container, dict):
+        if type(container) in _EXACT and _has_items(container, items):
+            return
         kind, now = built_in_kind(container), items_of(container)
-        if "_modules" in now and "_modules" not in items:
-            now = {key: item for key, item in now.items() if key not in OF_TORCH}
-        if now.keys() != items.keys() or any(map(operator.is_not, map(now.__getitem__, items), items.values())):
-            for key in now.keys() - items.keys():
-                kind.__delitem__(container, key)
-            for key, item in items.items():
-                kind.__setitem__(container, key, item)
+        of_torch = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
+        for key in now.keys() - items.keys() - of_torch:
+            kind.__delitem__(container, key)
+        for key, item in items.items():
+            kind.__setitem__(container, key, item)
     elif isinstance(container, set):
         container.intersection_update(items)
         container.update(items)
@@ -434,12 +423,20 @@ def put_items(container: Any, items: Any) -> None:
         container.extend(items)
 
 
+def _has_items(container: dict[Any, Any], items: dict[Any, Any]) -> bool:
+    """Return whether a dictionary has these items alone, most often none; or besides torch's entries those of a module."""
+    more = len(container) - len(items)
+    is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
+    return (is_module or not more) and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
+
+
 class ModelState:
     """The values of a model's buffers, attributes and variables."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._values = KeptValues(model, weights=False)
+        self._is_restored = False
 
     @property
     def generators(self) -> list[Any]:
@@ -448,14 +445,17 @@ class ModelState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the model the values it had, inside; afterwards give it back what it holds now."""
-        now = KeptValues(self._model, weights=False)
+        """Give the model the values it had, inside; afterwards give it back what it holds now, or inside another such context nothing."""
+        now = None if self._is_restored else KeptValues(self._model, weights=False)
+        is_inner, self._is_restored = self._is_restored, True
         try:
             self._values.restore(generators=False)
             with _unheard():
                 yield
         finally:
-            now.restore(generators=False)
+            self._is_restored = is_inner
+            if now is not None:
+                now.restore(generators=False)
 
 
 @contextmanager

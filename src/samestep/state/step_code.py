@@ -52,7 +52,7 @@ class StepCode(Snapshot):
             {key: option for key, option in group.items() if key not in ("params", "param_names")}
             for group in value.param_groups
         ]
-        self._undo += [(items, dict(items)) for items in (vars(value), *value.param_groups)]
+        self.containers += [(items, dict(items)) for items in (vars(value), *value.param_groups)]
         return [
             self._skeleton(f"{name}.{key}", item, tensors, DEPTH)
             for items in (attributes, *groups)

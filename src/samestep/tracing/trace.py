@@ -46,7 +46,7 @@ from samestep.models.layer_parts import (
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.state.snapshot import GivenWeights, Snapshot
+from samestep.state.snapshot import Snapshot, holding
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
     Backward,
@@ -113,7 +113,7 @@ def trace(
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
     watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
-    before, weights = Snapshot(module), GivenWeights(module)
+    before, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
     except NeedsValuesError:
@@ -129,7 +129,7 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
         except NeedsValuesError:
             raise _unseen(name, watch) from None
-    with weights.given():  # which the forward may have replaced
+    with holding(weights):  # which the forward may have replaced
         return _spec_of(module, sample, name, (containers, opened, stages), watch, outputs, loss)
 
 

@@ -109,7 +109,7 @@ def write_submission(
     job: Job | str | Path,
     on: str,
     *,
-    nodes: int | str = 1,
+    nodes: int | str | None = None,
     ranks_per_node: int | None = None,
     layout: str | None = None,
     out: str | Path | None = None,
@@ -122,7 +122,7 @@ def write_submission(
     Args:
         job: a job, or the path of a job file.
         on: slurm, ray, kubernetes, mpi, ssh or torchrun.
-        nodes: the number of nodes, or their names as in "h1,h2".
+        nodes: the number of nodes, or their names as in "h1,h2"; by default 1.
         ranks_per_node: the ranks on each node; by default the ranks of the layout, divided equally.
         layout: the layout; by default the job's own.
         out: the run folder.

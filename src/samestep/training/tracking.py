@@ -37,14 +37,14 @@ PROGRESS = "progress"
 FOLDER = "runs/loop"
 
 
-def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path = FOLDER) -> Tracking:
+def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | None = None) -> Tracking:
     """Pass the report of each step of a user's loop to loggers; `run.step` does it from now on. Every rank must call this.
 
     Args:
         run: the run to track.
         receivers: loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
             and a `samestep.EarlyStopping`. All but the last run on rank 0 only, for each step that `run.log_every` logs.
-        folder: the folder of the files, and of the best checkpoint. A run that resumes from a checkpoint continues them.
+        folder: the folder of the files, and of the best checkpoint; by default runs/loop. A run that resumes from a checkpoint continues them.
 
     Returns:
         The tracking; `close` or the last step of the loop ends it.
@@ -58,6 +58,7 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path = F
             f"samestep.track was given a {type(run).__name__} as the run: the run first, then its loggers, as in "
             'samestep.track(run, "progress")',
         )
+    folder = FOLDER if folder is None else folder
     if not isinstance(folder, str | Path) or (Path(folder).exists() and not Path(folder).is_dir()):
         raise JobError(
             "run-folder-unwritable",

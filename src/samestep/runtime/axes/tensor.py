@@ -14,7 +14,7 @@ weights; `copy` and `reduce` are placed at the boundaries:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from samestep.building.predictions import at_least_float32, prediction_of, targe
 from samestep.building.torch_seams import num_dispatch_modes
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_head
-from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
@@ -45,12 +44,6 @@ from samestep.runtime.axes.rank_crossings import RankCrossing
 from samestep.runtime.axes.weight_gradients import postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
-
-
-def join_parts(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Return the whole weight from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
-    parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
-    return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:

@@ -304,7 +304,10 @@ def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], fold
     ]
     if differs:
         more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
-        raise CheckpointError("checkpoint-other-model", f"{folder} holds another model's weights: {differs[0]}{more}")
+        raise CheckpointError(
+            "checkpoint-other-model",
+            f"{folder} holds another model's weights: {differs[0]}{more}. Use the model that wrote it, or another folder",
+        )
 
 
 def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:

@@ -215,16 +215,21 @@ class Repeat(NamedSamples):
         runs: list[Samples] = []
         losses: list[Tensor] = []
         half = len(indices) // 2
-        for few in (indices, indices[:half], indices[half:]):
-            try:
-                samples = self.read(few)
-                outputs, loss = self.run(few, samples, with_loss=with_loss)
-            except FAILURES as error:
-                self.failure = self.failure or error
-                continue
-            losses += [] if loss is None else [loss]
-            runs.append(Samples(outputs, samples if outputs is None else self._own(samples), len(few)))
+        parts = [(few, self._attempt(self.read, few)) for few in (indices, indices[:half], indices[half:])]
+        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
+        with self.state.restored():  # what there is now is noted once for all three
+            for few, samples in parts:
+                if samples is not None and (found := self._attempt(self.run, few, samples, with_loss=with_loss)):
+                    losses += [] if found[1] is None else [found[1]]
+                    runs.append(Samples(found[0], samples if found[0] is None else self._own(samples), len(few)))
         return None if self.largest(float(len(runs) < 3)) else HalvedRun(indices, runs[0], (runs[1], runs[2]), losses)
+
+    def _attempt(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what an action returns; None where the model or the data take no such part, whose first error is kept."""
+        try:
+            return act(*args, **kwargs)
+        except FAILURES as error:
+            self.failure = self.failure or error
 
     def divided(self, indices: Indices) -> HalvedRun | None:
         """Run samples and their halves; those of two micro-batches if the model takes whole micro-batches alone."""

@@ -476,7 +476,7 @@ class RecordedRun:
     def steps_taken(self) -> int:
         """The number of steps that were taken, in this process or before."""
 
-    def record(self, steps: int | str, folder: str | Path = spans.FOLDER, *, kernels: bool = False) -> Path:
+    def record(self, steps: int | str, folder: str | Path | None = None, *, kernels: bool = False) -> Path:
         """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
 
         `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
@@ -485,5 +485,6 @@ class RecordedRun:
         Raises:
             InputError: the text names no steps.
         """
-        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), kernels=kernels)
-        return Path(folder)
+        path = Path(spans.FOLDER if folder is None else folder)
+        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), path, kernels=kernels)
+        return path

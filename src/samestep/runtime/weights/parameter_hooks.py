@@ -11,6 +11,7 @@ tested on real values before the first step:
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
     """
     functions: dict[str, Callable[[Tensor], Tensor]] = {}
     step = program.step
+    owners = Counter(id(hook) for marks in plan.marks.values() for hook in (*marks.hooks, *marks.late_hooks))
     for spec in step.model.params:
         alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
         marks = next((plan.marks[name] for name in alike), None)
@@ -60,7 +62,8 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
         function = gradient_function(valued, weight)
         with FirstRead(_unlike_a_loop(plan, program)) as read, _preserved(valued):
-            drawn = _check_linear(spec.name, valued, function, weight, program)
+            shared = any(owners[id(hook)] > 1 for hook in (*marks.hooks, *marks.late_hooks))
+            drawn = _check_linear(spec.name, valued, function, weight, program, is_shared=shared)
         if read.name:
             raise ModelError(
                 "instance-read-elsewhere",
@@ -90,9 +93,17 @@ _ALLOWED = 1e-6
 
 
 def _check_linear(
-    name: str, marks: ParameterMarks, function: Callable[[Tensor], Tensor], value: Tensor, program: Program
+    name: str,
+    marks: ParameterMarks,
+    function: Callable[[Tensor], Tensor],
+    value: Tensor,
+    program: Program,
+    *,
+    is_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear, unless the layout divides nothing.
+
+    `is_shared` says whether one of them is a hook of other weights too, which ranks with gathered weights call in another order.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
@@ -123,11 +134,15 @@ def _check_linear(
             "it, where a plain loop gives it their sum. Use a factor or a mask, or clip_norm in the job, or a change "
             "of the gradient in the optimizer's step, or one rank with one micro-batch",
         )
-    if program.step.num_microbatches > 1 and _act_by_calls(marks, lambda: function(drawn.clone()), result):
+    is_parted = program.step.num_microbatches > 1
+    is_reordered = is_shared and program.step.layout.gathers_weights
+    if (is_parted or is_reordered) and _act_by_calls(marks, lambda: function(drawn.clone()), result):
+        calls = "each micro-batch of a step calls it, where a plain loop does once" if is_parted else ""
+        calls = calls or f"zero={program.step.zero} calls it for its weights in another order than a plain loop does"
         raise ModelError(
             "hook-gradient-counts-calls",
-            f"a hook on the gradient of {name} acts by the number of its calls, and each micro-batch of a step calls it, "
-            "where a plain loop does once. Use one micro-batch per rank, or a number that the loop counts.",
+            f"a hook on the gradient of {name} acts by the number of its calls, and {calls}. Use one micro-batch per rank, a hook of its "
+            "own for each weight, or a number that the loop counts.",
         )
     return drawn, result
 

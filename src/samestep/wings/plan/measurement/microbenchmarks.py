@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.mesh import all_gather
 from samestep.tracing.trace import trace
 from samestep.wings.plan.simulation.attention import BACKWARD
 from samestep.wings.plan.simulation.cost import BACKWARD_KERNELS
@@ -346,16 +347,12 @@ def _attention_flops_per_s(place: RankInfo) -> float:
     return 2 * length * length * width * heads / taken_s
 
 
-# torch 2.13 renamed this function and deprecates the old name.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 def _all_reduce(buffer: torch.Tensor) -> None:
     dist.all_reduce(buffer)
 
 
 def _all_gather(buffer: torch.Tensor) -> None:
-    _gather(buffer, buffer.chunk(dist.get_world_size())[dist.get_rank()])
+    all_gather(buffer, buffer.chunk(dist.get_world_size())[dist.get_rank()])
 
 
 _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather}
