@@ -54,7 +54,6 @@ class LossScale:
         if self.scale != scale and not has_moves:
             self.codes.scale(self.scale / scale)
 
-    @torch.no_grad()
     def with_overflow(self, norm_squared: Tensor, pieces: Sequence[Piece], names: Set[str] | None = None) -> Tensor:
         """Return a squared norm (float64 []), infinity if a gradient of pieces, of these weights or any, exceeds float16 under the scale.
 
@@ -67,5 +66,6 @@ class LossScale:
         gradients = [gradient for piece in counted if (gradient := piece.gradient()).numel()]
         if not gradients:
             return norm_squared
-        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-        return norm_squared + torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()
+        with torch.no_grad():
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+            return norm_squared + torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()

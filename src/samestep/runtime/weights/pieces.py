@@ -269,16 +269,15 @@ class LiveWeights:
         self._early_there: Reading | None = None
         self._published = self._state()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads; those of split masters are there."""
         if not self.are_copied:
             return
         pairs = zip(self._pieces, self._targets, strict=True)
-        host_copies.publish([(piece.value, target) for piece, target in pairs if piece.split is None])
-        self._published = self._state()
+        with torch.no_grad():
+            host_copies.publish([(piece.value, target) for piece, target in pairs if piece.split is None])
+            self._published = self._state()
 
-    @torch.no_grad()
     def reread(self) -> None:
         """Set the masters to what a user or a forward has written into the targets since `publish`.
 
