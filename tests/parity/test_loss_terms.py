@@ -25,7 +25,7 @@ from tests.laboratory import combinations, in_loop, job_of, watched, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
-STEPS = 4
+STEPS = 5
 JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 
@@ -122,7 +122,7 @@ def follow(run: Run, first_step: int = 0, steps: int = STEPS) -> list[StepReport
             break
         with Ledger() as ledger:
             reports.append(run.step(batch))
-        if batch.step == STEPS - 1 and not run.job.train.watch_every:  # a step in which nothing is tried
+        if batch.step == STEPS - 1 and not run.job.train.watch_every:  # nothing is tried any more
             assert ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     return reports
 
