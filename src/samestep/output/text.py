@@ -135,7 +135,7 @@ def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), *
             cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        parts = textwrap.wrap(row[-1], max(COLUMNS - last, 40), break_on_hyphens=False) if wraps else []
+        parts = textwrap.wrap(row[-1], max(COLUMNS - 2 - last, 20), break_on_hyphens=False) if wraps else []
         whole = [line.rstrip()]
         lines += [line[:last] + parts[0], *(" " * (last + 2) + part for part in parts[1:])] if len(parts) > 1 else whole
     return "\n".join(lines)
