@@ -670,5 +670,5 @@ REFUSED = [
         Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*microbatch=8 computes it")
         for layout in ("dp=1 microbatch=4", *LAYOUTS)
     ),
-    Refused("tp=2", "odd picking", r"at parts.0 depend on values.*Use a module of its own.*tp=1 works"),
+    Refused("tp=2", "odd picking", r"at parts.0 depend on values.*Use a module of its own.*Use tp=1"),
 ]  # fmt: skip

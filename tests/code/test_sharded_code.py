@@ -289,7 +289,7 @@ def test_a_loop_may_write_whole_tensors_into_weights(write: Callable[[Run], None
 @pytest.mark.parametrize("write", [write_a_row, set_a_row, clear_rows])
 def test_a_write_that_would_be_lost_is_refused_in_one_line(write: Callable[[Run], None]) -> None:
     with pytest.raises(
-        LayoutError, match=r"a write into a part .* would be lost: whole = weight.full_tensor\(\), .*copy_"
+        LayoutError, match=r"a write into a part .* would be lost. Use whole = weight.full_tensor\(\), .*copy_"
     ):
         pool(2).run(observe, "Odd", ["dp=2 zero=3"], write)
 

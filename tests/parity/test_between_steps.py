@@ -490,8 +490,8 @@ def misplaced(rank: int, world: int, layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3 microbatch=1"])
 def test_what_fits_no_whole_weight_is_refused(layout: str) -> None:
     for shape, nothing in everywhere(layout, misplaced):
-        assert shape.startswith("run.gathered(): a tensor [3] stands in the place of norm.bias [4]: ")
-        assert nothing.startswith("run.gathered(): nothing stands in the place of norm.bias [4]: ")
+        assert shape.startswith("run.gathered(): a tensor [3] stands in the place of norm.bias [4]. Use ")
+        assert nothing.startswith("run.gathered(): nothing stands in the place of norm.bias [4]. Use ")
 
 
 def begun(rank: int, world: int, layout: str) -> list[list[float]]:
@@ -539,8 +539,8 @@ def test_weights_are_whole_within_gathered(layout: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.pop("norm.bias"), "the dict lacks norm.bias: .* run.state_dict"),
-        (lambda state: state.update(more=torch.ones(1)), "has besides more: "),
+        (lambda state: state.pop("norm.bias"), r"the dict lacks norm.bias\. Use .* run.state_dict"),
+        (lambda state: state.update(more=torch.ones(1)), r"the dict also has more\. Use "),
         (lambda state: state.update({"norm.bias": torch.ones(3)}), r"another shape of norm.bias \[3\], here \[4\]"),
         (lambda state: state.clear(), r"lacks scale, seen, blocks.0.up.weight and \d+ more"),
     ],

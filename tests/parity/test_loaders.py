@@ -735,7 +735,7 @@ def test_a_stream_that_is_shorter_on_one_rank_is_named_on_all_at_once(counts: tu
     assert taken == 2
     said = [f"{count - 8} sample{'s' * (count != 9)}" if count > 8 else "nothing more" for count in counts]
     assert first.startswith(
-        f"for step 3 a stream has {said[0]} on rank 0 and {said[1]} on rank 1: " if counts != (8, 8) else ""
+        f"for step 3 a stream has {said[0]} on rank 0 and {said[1]} on rank 1. Use " if counts != (8, 8) else ""
     )
     assert bool(first) == (counts != (8, 8))
 
@@ -744,19 +744,22 @@ def test_batches_of_a_stream_that_are_fewer_on_one_rank_are_named_too() -> None:
     found = pool(2).run(_of_unequal_lengths, "batches", (8, 16), "dp=2")
     assert {taken for _, taken in found} == {2}
     assert all(
-        text.startswith("for step 3 a stream has nothing more on rank 0 and 4 samples on rank 1: ") for text, _ in found
+        text.startswith("for step 3 a stream has nothing more on rank 0 and 4 samples on rank 1. Use ")
+        for text, _ in found
     )
 
 
 def test_a_generator_that_has_begun_cannot_be_resumed() -> None:
     begun = points_one_by_one()
     next(begun)
-    with pytest.raises(DataError, match=r"the generator has begun, and first_step = 2 .* the function that makes it"):
+    with pytest.raises(
+        DataError, match=r"the generator has begun, and first_step = 2 .*Use .* the function that makes it"
+    ):
         samestep.batches(begun, JOB, first_step=2)
     with pytest.raises(DataError, match=r"batch_size = 8, and train.global_batch = 4 samples"):
         samestep.batches(DataLoader(Flow(), batch_size=8), JOB)
     with pytest.raises(
-        DataError, match=r"the dataset is a int without __len__ and __getitem__; .* an IterableDataset .*work"
+        DataError, match=r"the dataset is a int without __len__ and __getitem__. Use .* an IterableDataset "
     ):
         samestep.batches(3, JOB)
 

@@ -576,5 +576,5 @@ def test_what_follows_no_model_is_refused() -> None:
 
 
 def test_several_models_need_a_forward() -> None:
-    with pytest.raises(ModelError, match=r"no forward says how a batch goes through them.*works"):
+    with pytest.raises(ModelError, match=r"no forward passes a batch through them\. Use forward="):
         samestep.parallelize({"a": plain_model(1), "b": plain_model(2)}, dpo, adam)

@@ -245,7 +245,7 @@ def test_verbs_take_the_averages(tmp_path: Path) -> None:
     assert plain != averaged
     bare = tmp_path / "bare"
     assert small.train("--out", bare, "--layout", "dp=1") == 0
-    with pytest.raises(CheckpointError, match=r"holds no averages of weights, Leave out --ema"):
+    with pytest.raises(CheckpointError, match=r"holds no averages of weights, .*Leave out --ema"):
         samestep.export(bare, tmp_path / "out", ema=True)
 
 

@@ -357,7 +357,7 @@ def test_a_field_may_hold_the_messages_and_a_row_their_system(folders: dict[str,
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"conversations": [{"from": "alien", "value": "q"}]}, "turn 0 is from 'alien': system, human"),
+        ({"conversations": [{"from": "alien", "value": "q"}]}, "turn 0 is from 'alien'. Use system, human"),
         (
             {"prompt": "q", "completion": said("a")},
             "'prompt' is str and 'completion' list. Use two texts, or two lists",

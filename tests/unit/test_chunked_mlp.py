@@ -144,7 +144,7 @@ def test_a_part_in_which_weights_are_gathered_by_themselves_is_refused(monkeypat
         chunked_mlp.apply(Inner(), program, lambda: (nullcontext(), nullcontext()))
 
     with pytest.raises(
-        LayoutError, match=r"block\.mlp once for all chunks, and block\.mlp\.up in it is gathered by itself: zero=1"
+        LayoutError, match=r"block\.mlp once for all chunks, and block\.mlp\.up in it is gathered by itself. Use zero=1"
     ):
         apply("block", "block.mlp.up")
     apply("block", "block.mlp")

@@ -314,7 +314,7 @@ def test_links_are_followed_and_one_to_nothing_is_named(folders: Path, tmp_path:
     (linked / "ant" / "more").symlink_to(folders / "train" / "cow")
     assert len(dataset(linked)) == 3
     (linked / "ant" / "lost.png").symlink_to(tmp_path / "nowhere.png")
-    with pytest.raises(DataError, match=r"lost.png is a link to a file that is not there"):
+    with pytest.raises(DataError, match=r"lost.png is a link to a missing file"):
         dataset(linked)
 
 

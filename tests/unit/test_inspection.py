@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep import cli
 from samestep.job import Job
+from samestep.output.text import align_columns
 from samestep.training import inspection
 from tests.folders import SIZES
 
@@ -85,3 +86,13 @@ def test_the_command_writes_the_tables_of_a_preset(capsys: pytest.CaptureFixture
 )
 def test_arguments_of_blocks_are_named_for_readers(place: str, said: str) -> None:
     assert inspection._argument(place) == said
+
+
+@pytest.mark.parametrize("name", ["n" * 8, "n" * 130])
+def test_a_long_reason_continues_in_its_column(name: str) -> None:
+    """However wide the columns before it are, and no word is lost."""
+    reason = " ".join(f"word{index}" for index in range(40))
+    shown = align_columns([(name, reason), ("x", "yes")], left=(0, 1), wraps=True).splitlines()
+    assert len(shown) > 2
+    assert " ".join(shown[:-1]).split() == [name, *reason.split()]
+    assert {len(line) - len(line.lstrip()) for line in shown[1:-1]} == {len(name) + 4}

@@ -96,10 +96,10 @@ def test_a_plan_knows_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run.compile=blocks"], "bytes are those of code that is not compiled"),
+        (["run.compile=blocks"], "bytes are for code that is not compiled"),
         (
             ["run.compile=blocks", "run.compile_backend=aot_eager"],
-            "seconds and bytes are those of code that is not compiled",
+            "seconds and bytes are for code that is not compiled",
         ),
     ],
 )

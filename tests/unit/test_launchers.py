@@ -195,7 +195,7 @@ def test_a_variable_of_another_launcher_that_contradicts_is_refused_by_name(
     env, right = RANKS[launcher](one), {"RANK": one.rank, "WORLD_SIZE": one.world, "LOCAL_RANK": one.local}[name]
     assert discover(env | {name: str(right)}) == discover(env)
     wrong = data.draw(st.integers(0, 20).filter(lambda number: number != right))
-    with pytest.raises(JobError, match=f"{name}={wrong} contradicts {launcher}, which says {right}"):
+    with pytest.raises(JobError, match=f"{name}={wrong} contradicts {launcher}, which sets {right}"):
         discover(env | {name: str(wrong)})
 
 
@@ -234,7 +234,7 @@ def test_what_torchrun_starts_in_each_task_of_a_step_is_torchruns() -> None:
 def test_what_mpirun_starts_by_daemons_that_are_tasks_of_a_step_is_mpiruns() -> None:
     daemon, rank = _by_srun(Process(1, 2, 0, 1, 1, 2)), _by_open_mpi(Process(5, 8, 1, 4, 1, 2))
     assert discover(daemon | rank | {"OMPI_MCA_ess_base_jobid": "7"}).rank == 5
-    with pytest.raises(JobError, match="OMPI_COMM_WORLD_RANK=5 contradicts srun, which says 1"):
+    with pytest.raises(JobError, match="OMPI_COMM_WORLD_RANK=5 contradicts srun, which sets 1"):
         discover(daemon | rank)
 
 
@@ -330,7 +330,7 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
                 "PMIX_RANK": "0",
             },
-            "PMIX_RANK=0 contradicts Open MPI, which says 1",
+            "PMIX_RANK=0 contradicts Open MPI, which sets 1",
         ),
         (
             {"SLURM_JOB_ID": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "["},

@@ -122,21 +122,20 @@ def wrap(text: str) -> str:
     return "\n".join(line for lines in broken for line in lines or [""])
 
 
-def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), *, wraps: bool = False) -> str:
     """Return the rows as lines of columns with two blanks between them, aligned left for the indices in `left`, else right.
 
-    A long cell of the last column, if it is aligned left, continues on the next line.
+    With `wraps`, a long cell of the last column continues on the next line.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = sum(width + 2 for width in widths[:-1])
     lines = []
     for row in rows:
-        cells = [*zip(row, widths, strict=True)]
         line = "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in enumerate(cells)
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        first, *more = (
-            textwrap.wrap(row[-1], COLUMNS - last, break_on_hyphens=False) if len(widths) - 1 in left else []
-        ) or [""]
-        lines += [line[:last] + first if more else line.rstrip(), *(" " * (last + 2) + part for part in more)]
+        parts = textwrap.wrap(row[-1], max(COLUMNS - 2 - last, 20), break_on_hyphens=False) if wraps else []
+        whole = [line.rstrip()]
+        lines += [line[:last] + parts[0], *(" " * (last + 2) + part for part in parts[1:])] if len(parts) > 1 else whole
     return "\n".join(lines)

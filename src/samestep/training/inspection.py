@@ -63,16 +63,22 @@ class Inspection:
             f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {parts_found}, "
             f"{spec.forward_flops:,} FLOPs in the forward pass of a sample",
             align_columns(
-                [_LAYER_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._layers())], left=(0, 5)
+                [_LAYER_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._layers())],
+                left=(0, 5),
+                wraps=True,
             ),
             f"weights under tp{f': none is sharded, {spec.cut_refusal}' if spec.cut_refusal else ''}",
             align_columns(
-                [_WEIGHT_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._weights())], left=(0, 1, 3)
+                [_WEIGHT_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._weights())],
+                left=(0, 1, 3),
+                wraps=True,
             ),
             "\n".join(self._experts()),
             "\n".join(self._samples()),
             align_columns(
-                [("layout option", "supported"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)
+                [("layout option", "supported"), *((word, reason or "yes") for word, reason in self.words)],
+                left=(0, 1),
+                wraps=True,
             ),
         ]
         return "\n\n".join(part for part in parts if part)

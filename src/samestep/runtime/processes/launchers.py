@@ -86,13 +86,13 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
         if name in env and value != UNKNOWN and number(env, name) != value:
             raise JobError(
                 "launcher-variables",
-                f"{name}={env[name]} contradicts {launch_info.launcher}, which is {value}. Remove {name}",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which sets {value}. Remove {name}",
             )
     for name, value in _ranks_by_others(launch_info, env):
         if number(env, name, value) != value:
             raise JobError(
                 "launcher-variables",
-                f"{name}={env[name]} contradicts {launch_info.launcher}, which is {value}. Use one launcher alone, inside of no step of another",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which sets {value}. Use one launcher alone, inside of no step of another",
             )
 
 
@@ -119,7 +119,7 @@ def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str]) -> None:
                 raise JobError(
                     "launcher-variables",
                     f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
-                    f"which is {launch_info.host_index} of {launch_info.num_hosts}. Use the variables of one of both",
+                    f"which sets {launch_info.host_index} of {launch_info.num_hosts}. Use the variables of one of both",
                 )
 
 

@@ -64,7 +64,7 @@ def _table(plan: Plan) -> list[str]:
     """Return the table of the layouts to show; a long layout goes on below in its column."""
     head = (*(title.format(plan.best[0].unit) for title in _HEAD), "layout")
     rows = [head, *((mark_of(plan, row), *_cells(row), str(row.layout)) for row in in_order(plan))]
-    return align_columns(rows, left=(0, len(_HEAD))).splitlines()
+    return align_columns(rows, left=(0, len(_HEAD)), wraps=True).splitlines()
 
 
 SAFE = 0.9
