@@ -111,7 +111,7 @@ def test_what_no_price_knows_of_a_word_is_named(
     for verb in (["simulate", "--layout", "dp=1"], ["plan", "--devices", "1"]):
         for given in ([], words):
             assert main([*verb, *about, *(part for word in given for part in ("--set", word))]) == 0
-            lines = [line for line in capsys.readouterr().out.splitlines() if "is not priced" in line]
+            lines = [line for line in capsys.readouterr().out.splitlines() if "not modelled" in line]
             assert bool(lines) == bool(given)
             assert all("run.compile" in line and said in line for line in lines)
 

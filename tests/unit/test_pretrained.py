@@ -280,7 +280,7 @@ def test_a_folder_is_told_from_a_family(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "gpt2").mkdir()  # without a config.json, such as a Python package
     assert model_folder(Job(model={"source": "hf:gpt2"})) is None
     saved(tmp_path / "llama", "llama")
-    with pytest.raises(ModelError, match=r"hf:\./llama is the folder"):
+    with pytest.raises(ModelError, match=r"Use hf:\./llama for the folder"):
         made(Path("llama"))
     assert not blueprint(model_source(Job(model={"source": "hf:./llama"})), 3).drawn
 

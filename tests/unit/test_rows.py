@@ -109,7 +109,7 @@ def test_an_archive_and_a_missing_library_are_named(tmp_path: Path, monkeypatch:
     with zipfile.ZipFile(tmp_path / "d.zip", "w") as archive:
         archive.writestr("a.txt", "x")
     for word in ("jsonl", "text"):
-        with pytest.raises(DataError, match=r"d\.zip is a zip archive of files: a folder"):
+        with pytest.raises(DataError, match=r"d\.zip is a zip archive of files. Use a folder"):
             tokens_of(f"{word}:{tmp_path / 'd.zip'}")
     (tmp_path / "d.jsonl.zst").write_bytes(zstd(LINES))
     for name in ("compression.zstd", "zstandard", "pyarrow"):

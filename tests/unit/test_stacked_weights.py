@@ -233,5 +233,5 @@ def test_an_optimizer_that_needs_sparse_gradients_is_refused_in_every_layout(lay
 
 
 def test_adam_of_sparse_gradients_is_refused_by_that_reason() -> None:
-    with pytest.raises(ModelError, match=r"SparseAdam updates only the rows.*SGD and Adagrad"):
+    with pytest.raises(ModelError, match=r"SparseAdam updates only the rows.*Use SGD or Adagrad"):
         check_optimizer(optimizer_source(torch.optim.SparseAdam), SPARSE, Layout())
