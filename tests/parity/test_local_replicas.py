@@ -445,7 +445,7 @@ def _end_until(exchanges: _Exchanges, under_way: list[Any], step: int) -> None:
     """Take the outer steps of exchanges that are due up to a step; the others stay under way."""
     for due, moves in under_way:
         if due <= step:
-            exchanges._end(moves, kept=0.5)
+            exchanges._end(moves, 0.5)
     exchanges._under_way = [(due, moves) for due, moves in under_way if due > step]
 
 

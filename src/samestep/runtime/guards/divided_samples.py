@@ -208,7 +208,7 @@ def _other_values(first: Tensor, second: Tensor, numbers: Collection[float], *, 
 def _may_be_ids(first: Tensor, second: Tensor) -> bool:
     """Return whether two halves share none of their whole numbers, as ids of groups that stay together."""
     is_whole = not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool)
-    return is_whole and first.numel() > 0 and not bool(torch.isin(first, second).any())
+    return is_whole and first.numel() > 0 and not bool(torch.isin(first.flatten(), second.flatten()).any())
 
 
 def _moved(tensor: Tensor, by: float) -> Tensor:
