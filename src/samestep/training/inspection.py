@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,27 +59,16 @@ class Inspection:
         trained = sum(param.numel for param in spec.params if param.trainable)
         blocks = sum(layer.is_block for layer in spec.layers)
         parts_found = f"{blocks} blocks" if blocks else f"{len(spec.layers)} calls of modules"
+        options = ({"option": word, "reason": reason or "yes"} for word, reason in self.words)
         parts = [
             f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {parts_found}, "
             f"{spec.forward_flops:,} FLOPs in the forward pass of a sample",
-            align_columns(
-                [_LAYER_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._layers())],
-                left=(0, 5),
-                wraps=True,
-            ),
+            _table(_LAYER_HEAD, self._layers(), (0, 5)),
             f"weights under tp{f': none is sharded, {spec.cut_refusal}' if spec.cut_refusal else ''}",
-            align_columns(
-                [_WEIGHT_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._weights())],
-                left=(0, 1, 3),
-                wraps=True,
-            ),
+            _table(_WEIGHT_HEAD, self._weights(), (0, 1, 3)),
             "\n".join(self._experts()),
             "\n".join(self._samples()),
-            align_columns(
-                [("layout option", "supported"), *((word, reason or "yes") for word, reason in self.words)],
-                left=(0, 1),
-                wraps=True,
-            ),
+            _table(("layout option", "supported"), options, (0, 1)),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -214,6 +203,10 @@ _LAYER_HEAD = (
     "received per sample if a stage begins here",
 )
 _WEIGHT_HEAD = ("weight", "shape", "number", "under tp")
+
+
+def _table(head: Sequence[str], rows: Iterable[Mapping[str, Any]], left: Sequence[int]) -> str:
+    return align_columns([head, *(tuple(map(_format_cell, row.values())) for row in rows)], left=left, wraps=True)
 
 
 def _without_names(row: tuple[LayerSpec, int, str]) -> tuple[object, ...]:
