@@ -24,7 +24,7 @@ out although they may be faster, or fit where nothing else does:
     offload      its update is slower than any other; `plan` tries it where nothing fits
     recompute    offload of samples below `LONG_SAMPLE` tokens, whose blocks' inputs take little memory
     mlp_chunk    of such samples, and other sizes than `MLP_CHUNK`
-    micro-batch  sizes other than `MICROBATCHES`, the whole share, and its half, its quarter, and so on above the powers of two that divide it
+    micro-batch  sizes other than `MICROBATCHES`, the whole share, its half, its quarter, and so on above the powers of two that divide it, and `TENS`
     chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
 """
 
@@ -46,7 +46,9 @@ from samestep.strategies.context import attention_ranks, divisors_by_heads, exch
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share, its half, its quarter, and so on, and its third (`_parts`)."""
+"""Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share, its half, its quarter, and so on, its third, and its divisors among `TENS` (`_parts`)."""
+TENS = range(17, 64)
+"""Micro-batch sizes of a thinned list where they divide a rank's share."""
 MOST_PLANNED = 2**13
 """The largest number of micro-batches in the thinned list: playing many of them takes long, and their bubbles are equal."""
 
@@ -205,7 +207,8 @@ def vary_microbatches(split: Layout, job: Job, *, thin: Hardware | None = None) 
 
 def _parts(share: int) -> Iterator[int]:
     """Yield the half of a rank's share of the samples, its quarter, and so on, rounded up, above the powers of two that divide it; and
-    its third, where that is whole, so that an odd share may have equal micro-batches."""
+    its third and its divisors of some tens, so that any share may have equal micro-batches."""
+    yield from (size for size in TENS if share % size == 0)
     power = share & -share
     if share % 3 == 0 and share // 3 > power:
         yield share // 3
