@@ -283,7 +283,10 @@ class OwnedModel:
 
     def take(self, module: nn.Module) -> PlainForm:
         """Return the form of the instance, or of a module around its parts, which then may lose its values."""
+        kind = type(module)  # of a forward around it, which stays when the module is built again
         self.give_back()
+        module.__class__ = kind
+        put_aside(module)
         self.form = PlainForm(module)
         return self.form
 
