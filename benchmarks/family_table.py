@@ -103,4 +103,4 @@ def _reason(family: str, text: str) -> str:
     text = re.sub(rf"\b{re.escape(family)}\b( cannot be cut, )?", "", text)
     text = re.sub(r"\b[a-z_]\w*(\.\w+)+|^\.\w+(\.\w+)*|\blm_head\b", "M", text)
     text = re.sub(r"\[[\d, ]+\]|\b\d[\d,]*\b", "N", text)
-    return text.partition("; ")[0].partition(": pp=1 works")[0].strip()[:200]
+    return text.partition("; ")[0].partition(": pp=1 works")[0].partition(". Use ")[0].strip()[:200]

@@ -26,7 +26,16 @@ from samestep.cli import _parser
 
 ROOT = Path(__file__).parent.parent
 WORDS = tomllib.loads((ROOT / "docs" / "words.toml").read_text(encoding="utf-8"))
-PATTERNS = [(re.compile(word["pattern"], re.IGNORECASE), word["use"], word["rule"]) for word in WORDS["word"]]
+
+
+def _patterns(surface: str) -> list[tuple[re.Pattern[str], str, str]]:
+    """Return the patterns of a surface, each with the words to use and its rule."""
+    of_it = [word for word in WORDS["word"] if word.get("only", surface) == surface]
+    return [(re.compile(word["pattern"], re.IGNORECASE), word["use"], word["rule"]) for word in of_it]
+
+
+PATTERNS = {surface: _patterns(surface) for surface in ("", "errors")}
+"""The patterns of errors, and the ones of every other surface."""
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs")
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
@@ -122,12 +131,12 @@ def _docstrings() -> Iterator[tuple[str, str]]:
             yield name, re.sub(r"^ *(\w+): ", r"`\1`: ", paragraph, flags=re.MULTILINE)
 
 
-def faults(texts: Texts) -> list[str]:
-    """Return the listed words of some texts, each with its place and the word to use."""
+def faults(texts: Texts, surface: str = "") -> list[str]:
+    """Return the listed words of some texts of a surface, each with its place and the word to use."""
     return [
         f"{where}: '{found[0].strip()}' ({rule}; use: {use}) in: {text[max(0, found.start() - 40) : found.end() + 40]}"
         for where, text in texts
-        for pattern, use, rule in PATTERNS
+        for pattern, use, rule in PATTERNS.get(surface, PATTERNS[""])
         for found in pattern.finditer(text)
         if not (rule in OF_SENTENCES and where.endswith("heading"))
     ]
@@ -153,7 +162,7 @@ def refused() -> list[str]:
     """Return one line for each fault of the surfaces that are not pending, and for each pending one without a fault."""
     lines = []
     for name, texts in surfaces().items():
-        wrong = [f"{name}:{fault}" for fault in faults(texts)]
+        wrong = [f"{name}:{fault}" for fault in faults(texts, name)]
         if mean_words(texts) >= MOST_WORDS:
             wrong.append(
                 f"{name}: {mean_words(texts):.1f} words in a sentence on average, at most {MOST_WORDS:.0f} (R10)"
@@ -169,7 +178,7 @@ def main(names: list[str]) -> int:
     """Print the report, and the faults."""
     for name, texts in surfaces().items():
         if not names or name in names:
-            every = faults(texts)
+            every = faults(texts, name)
             state = " pending" if name in WORDS["pending"] else ""
             print(f"{name}: {mean_words(texts):.1f} words a sentence, {len(every)} listed words{state}")
             print(*(f"  {fault}" for fault in every if names), sep="\n" if names else "", end="\n" if names else "")

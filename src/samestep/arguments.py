@@ -43,6 +43,8 @@ class Parser(ArgumentParser):
     def _unknown(self, word: str) -> tuple[str, str]:
         """Return an unknown flag, and the one that was probably meant as a hint."""
         flag = word.partition("=")[0]
+        if flag == "--layout":
+            return flag, ". Use samestep layouts --why-not LAYOUT to check one"
         is_misspelt = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.8)
         if "--set" in self._option_string_actions and not is_misspelt:
             for key in jobs.keys_named(flag.lstrip("-").replace("-", "_"))[:1]:
@@ -432,7 +434,7 @@ def _count(text: str, most: int = MOST_STEPS) -> int:
     if not text.isdecimal() or not text.isascii() or not text.strip("0"):
         raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
     if len(text) > len(str(most)) or int(text) > most:
-        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that works")
+        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that is supported")
     return int(text)
 
 
@@ -472,7 +474,7 @@ def _num_tokens(text: str) -> float:
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     number = scale * _number(text[:-1] if scale > 1.0 else text)
     if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a number of tokens; 2T, 300B and 1e12 work")
+        raise ArgumentTypeError(f"{text} is not a number of tokens. Use 2T, 300B and 1e12")
     return number
 
 

@@ -65,7 +65,7 @@ def _layout(name: str, value: Any) -> None:
     if not isinstance(value, (str, Layout)):
         raise LayoutError(
             "argument-type",
-            f'{name} = {short_repr(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"',
+            f'{name} = {short_repr(value)} is {_kind(value)}. Use one line of text, such as {name}="dp=2 tp=2"',
         )
 
 
@@ -75,7 +75,7 @@ def _count(name: str, value: Any) -> None:
     except TypeError:
         raise InputError(
             "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}: a whole number works, such as {name}=2",
+            f"{name} = {short_repr(value)} is {_kind(value)}. Use a whole number, such as {name}=2",
         ) from None
 
 
@@ -83,7 +83,7 @@ def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(
             "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}: the path of a file or a folder works",
+            f"{name} = {short_repr(value)} is {_kind(value)}. Use the path of a file or a folder",
         )
 
 
@@ -95,10 +95,10 @@ def _model(name: str, value: Any) -> None:
     if not callable(value):
         raise ModelError(
             "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module",
+            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function that builds an nn.Module, or a module",
         )
     if not hasattr(value, "named_parameters") or isinstance(value, type):
-        _takes(name, value, (), "nothing: a lambda that calls it with its arguments works", ModelError)
+        _takes(name, value, (), "nothing. Use a lambda that calls it with its arguments", ModelError)
 
 
 def _optimizer(name: str, value: Any) -> None:
@@ -112,23 +112,23 @@ def _optimizer(name: str, value: Any) -> None:
     if not callable(value):
         raise JobError(
             "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function of the parameters works, such as {works}",
+            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function of the parameters, such as {works}",
         )
-    _takes(name, value, ([],), f"one argument, a list of parameters: {works} works", JobError)
+    _takes(name, value, ([],), f"one argument, a list of parameters. Use {works}", JobError)
 
 
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
-        raise JobError("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}: {works} works")
-    _takes(name, value, (None, None), f"two arguments: {works} works", JobError)
+        raise JobError("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}. Use {works}")
+    _takes(name, value, (None, None), f"two arguments. Use {works}", JobError)
 
 
 def _main(name: str, value: Any) -> None:
     if not callable(value):
         raise InputError(
             "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls; samestep.train(job) "
+            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function, which every rank calls; samestep.train(job) "
             "trains a job, and samestep.write_submission(job, on) writes the script of an engine",
         )
 

@@ -247,7 +247,7 @@ def _list_shadowed() -> list[str]:
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if origin is not None and files and origin not in files:
             lines.append(
-                f"{package} is imported from {origin}, which hides the installed one: another name for that file works"
+                f"{package} is imported from {origin}, which hides the installed one. Use another name for that file"
             )
     return lines
 

@@ -305,11 +305,10 @@ def cautions_here(machine: Hardware, devices: int) -> list[str]:
     """Return warnings, one a line, about a profile taken for this machine with `devices` devices in use."""
     lines = []
     if machine.name != OWN:
-        lines.append(f"hardware {machine.name} is not measured on this machine: samestep measure does that")
+        lines.append(f"hardware profile {machine.name}: not measured on this machine. Use samestep measure")
     if devices > machine.devices_per_node:
         lines.append(
-            f"{machine.name} has {machine.devices_per_node} devices: {devices} are predicted as several such machines, "
-            "while on one of them ranks would share devices"
+            f"{machine.name} has {machine.devices_per_node} devices, so {devices} are predicted as several such machines"
         )
     return lines
 

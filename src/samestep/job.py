@@ -57,7 +57,7 @@ class Job(Table):
         if not callable(source):
             raise JobError(
                 "argument-type",
-                f"a job is made of tables by their names, and {short_repr(source)} has none: Job(train={{...}}) works, and Job(**tables)",
+                f"a job is made of tables by their names, and {short_repr(source)} has none. Use Job(train={{...}}), and Job(**tables)",
             )
         try:
             super().__init__(**dict[str, Any](tables))
@@ -96,12 +96,12 @@ class Job(Table):
         """
         if isinstance(stages, str):
             raise JobError(
-                "argument-type", f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works"
+                "argument-type", f"stages={stages!r} is one name, and a list is read. Use stages=[{stages!r}]"
             )
         if isinstance(offload, str):
             raise JobError(
                 "argument-type",
-                f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works",
+                f"offload={offload!r} is one name, and a list is read. Use offload=[{offload!r}]",
             )
         named = {"stages": stages, "offload": offload}
         changes = {key: tuple(names) for key, names in named.items() if names is not None}
@@ -150,8 +150,8 @@ def _warmup(job: _Tables) -> JobError | None:
         return None
     return JobError(
         "schedule-too-long",
-        f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}; "
-        f"at most {steps} works, or more steps (--set schedule.warmup_steps=0 --set train.steps=...)",
+        f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}. Use "
+        f"at most {steps}, or more steps (--set schedule.warmup_steps=0 --set train.steps=...)",
     )
 
 
@@ -160,7 +160,7 @@ def _evaluations(job: _Tables) -> JobError | None:
         return None
     key = "train.patience" if job.train.patience else "checkpoint.keep_best"
     return JobError(
-        "job-keys-conflict", f"{key} needs evaluations while the run trains: train.evaluate_every = 100 works"
+        "job-keys-conflict", f"{key} needs evaluations while the run trains. Set train.evaluate_every = 100"
     )
 
 
@@ -169,7 +169,7 @@ def _held_out_sets(job: _Tables) -> JobError | None:
     if HELD_OUT in sets:
         return JobError(
             "job-keys-conflict",
-            f"data.held_out_sets.{HELD_OUT}: this is the name of the part of the data that is held out; another name works",
+            f"data.held_out_sets.{HELD_OUT}: this is the name of the part of the data that is held out. Use another name",
         )
     if judge and judge not in (*sets, HELD_OUT):
         names = ", ".join(sets) if sets else "there are none"
@@ -180,7 +180,7 @@ def _held_out_sets(job: _Tables) -> JobError | None:
     if judge == HELD_OUT and not job.data.held_out:
         return JobError(
             "job-keys-conflict",
-            f'train.monitor = "{HELD_OUT}" is the part of the data that is held out: data.held_out = 0.1 works',
+            f'train.monitor = "{HELD_OUT}" is the part of the data that is held out. Set data.held_out = 0.1',
         )
     return None
 
@@ -190,8 +190,8 @@ def _rollback(job: _Tables) -> JobError | None:
         return None
     return JobError(
         "job-keys-conflict",
-        'numerics.on_spike = "rollback" goes back to a checkpoint, and checkpoint.every = 0 writes none before the end: '
-        'checkpoint.every = 100 works, or numerics.on_spike = "skip"',
+        'numerics.on_spike = "rollback" goes back to a checkpoint, and checkpoint.every = 0 writes none before the end. Set '
+        'checkpoint.every = 100, or numerics.on_spike = "skip"',
     )
 
 
@@ -205,7 +205,7 @@ def _averages(job: _Tables) -> JobError | None:
         return JobError(
             "job-keys-conflict",
             f"train.ema averages the weights of every step, and numerics.exchange_every = {job.numerics.exchange_every} "
-            "trains replicas separately, and their weights are equal only after an exchange: one of them alone works",
+            "trains replicas separately, and their weights are equal only after an exchange. Use one of them alone",
         )
     return None
 
@@ -216,7 +216,7 @@ def _decay(job: _Tables) -> JobError | None:
         return None
     return JobError(
         "schedule-too-long",
-        f"schedule.decay_steps = {decay} is more than the {left} steps after warm-up; that many work, or fewer",
+        f"schedule.decay_steps = {decay} is more than the {left} steps after warm-up. Use that many, or fewer",
     )
 
 
@@ -227,8 +227,8 @@ def _batch_norm_group(job: _Tables) -> JobError | None:
     near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
     return JobError(
         "batch-indivisible",
-        f"numerics.batch_norm_group = {coupled} does not divide train.global_batch = {batch} into groups: "
-        f"batch_norm_group = {near} works",
+        f"numerics.batch_norm_group = {coupled} does not divide train.global_batch = {batch} into groups. Set "
+        f"batch_norm_group = {near}",
     )
 
 
@@ -237,8 +237,8 @@ def _mixture(job: _Tables) -> JobError | None:
         return None
     return JobError(
         "job-keys-conflict",
-        f'data.source = "{job.data.source}" with {len(job.data.mixture)} sources in data.mixture: '
-        'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work',
+        f'data.source = "{job.data.source}" with {len(job.data.mixture)} sources in data.mixture. Set '
+        'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source',
     )
 
 
@@ -250,39 +250,39 @@ def _replicas(job: _Tables) -> JobError | None:
     if kind == "none" and every == 1 and replicas > 1:
         return JobError(
             "replicas-unused",
-            f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
+            f"numerics.replicas = {replicas} says how many gradients are compressed, and none is. Set replicas = 1, "
             'or numerics.compression = "int8", or numerics.exchange_every = 20',
         )
     if every > 1 and replicas == 1:
         return JobError(
             "replicas-missing",
-            f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other: "
-            "replicas = 2 or more works, as many as the links are slow between",
+            f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other. Set "
+            "replicas = 2 or more, as many as the links are slow between",
         )
     if mistake := _mistake_of_exchange_times(numerics):
         return mistake
     if every > 1 and states != "float32":
         return JobError(
             "diloco-unsupported",
-            f'numerics.optimizer_states = "{states}" is not proven with numerics.exchange_every = {every}: "float32" works',
+            f'numerics.optimizer_states = "{states}" is not proven with numerics.exchange_every = {every}. Use "float32"',
         )
     if kind != "none" and replicas == 1:
         return JobError(
             "replicas-missing",
-            f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
-            "replicas = 2 or more works, as many as the links are slow between",
+            f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch. Set '
+            "replicas = 2 or more, as many as the links are slow between",
         )
     if replicas > 1 and numerics.batch_norm_group is not None:
         return JobError(
             "job-keys-conflict",
             f"numerics.batch_norm_group = {numerics.batch_norm_group} and numerics.replicas = {replicas} both say which "
-            "samples belong together: one of them alone works",
+            "samples belong together. Use one of them alone",
         )
     if batch % replicas:
         return JobError(
             "batch-indivisible",
-            f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
-            f"global_batch = {-(-batch // replicas) * replicas} works",
+            f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts. Set "
+            f"global_batch = {-(-batch // replicas) * replicas}",
         )
     return None
 
@@ -294,19 +294,19 @@ def _mistake_of_exchange_times(numerics: NumericsTable) -> JobError | None:
         key = f"exchange_parts = {parts}" if parts > 1 else f"exchange_delay = {delay}"
         return JobError(
             "replicas-unused",
-            f"numerics.{key} sets how replicas exchange the changes of their weights, and numerics.exchange_every = 1 trains none separately: exchange_every = 20 works",
+            f"numerics.{key} sets how replicas exchange the changes of their weights, and numerics.exchange_every = 1 trains none separately. Set exchange_every = 20",
         )
     if parts > every:
         return JobError(
             "exchange-schedule",
             f"numerics.exchange_parts = {parts} parts cannot be exchanged at different steps of "
-            f"numerics.exchange_every = {every}: exchange_parts = {every} works, or fewer",
+            f"numerics.exchange_every = {every}. Set exchange_parts = {every}, or fewer",
         )
     if delay > every // parts:
         return JobError(
             "exchange-schedule",
             f"numerics.exchange_delay = {delay} is longer than the {every // parts} steps between the exchanges of two of "
-            f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}: exchange_delay = {every // parts} works",
+            f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}. Set exchange_delay = {every // parts}",
         )
     return None
 

@@ -38,7 +38,7 @@ def load(path: str | Path, settings: Sequence[str] | None = None) -> Job:
     if isinstance(settings, str):
         raise JobError(
             "argument-type",
-            f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works",
+            f"settings = {settings!r} is one setting, and a list is read. Set settings = [{settings!r}]",
         )
     path = Path(path)
     tables = _read(path)

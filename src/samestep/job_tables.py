@@ -58,7 +58,7 @@ MOST_THREADS = 1024
 MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
-NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
+NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven. Use cpu"
 """Why Apple's GPUs are refused."""
 _TOKENS = re.compile(r"tokenizer(:[1-9][0-9]{0,5})?")
 _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
@@ -152,7 +152,7 @@ class ModelTable(Table):
             key = next(key for key in ("freeze", "stages", "offload") if getattr(self, key))
             raise JobError(
                 "job-keys-conflict",
-                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work",
+                f"{key} names parts of a module, and {self.source} is a shape. Use hf:FAMILY and module:function",
             )
         return self
 
@@ -165,7 +165,7 @@ class ModelTable(Table):
         if not self.source:
             raise JobError(
                 "job-without-model",
-                'model.source is missing, and a job has no model by default: "module:function" works, "hf:PATH" with a folder of '
+                'model.source is missing, and a job has no model by default. Use "module:function", "hf:PATH" with a folder of '
                 'transformers, or "hf:llama" with sizes in model.config',
             )
         return self.source
@@ -229,13 +229,13 @@ class DataTable(Table):
                 raise JobError(
                     "job-keys-conflict",
                     f"{key} has {len(values)} numbers, and images have {self.image_channels} "
-                    f"channel{'s' * (self.image_channels > 1)}: 1 number works{', or 3' * (self.image_channels == 3)}",
+                    f"channel{'s' * (self.image_channels > 1)}. Use 1 number{', or 3' * (self.image_channels == 3)}",
                 )
         if self.augment and not self.source.startswith("images:"):
             raise JobError(
                 "job-keys-conflict",
-                f"augment changes the images of images:PATH, and source is {self.source!r}: a dataset of your own with a method "
-                "sample(index, generator) works",
+                f"augment changes the images of images:PATH, and source is {self.source!r}. Use a dataset of your own with a method "
+                "sample(index, generator)",
             )
         return self
 
@@ -300,10 +300,10 @@ class TrainTable(Table):
         if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
             raise JobError(
                 "steps-range",
-                f"{text!r} names no steps: FIRST:LAST works, such as 100:104, or a number of steps",
+                f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps",
             )
         if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
-            raise JobError("steps-range", f"{text!r} ends before it begins: FIRST:LAST works, such as 100:104")
+            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 100:104")
         return text
 
 
@@ -437,10 +437,10 @@ class RunTable(Table):
         if text and not _STEPS.fullmatch(text):
             raise JobError(
                 "steps-range",
-                f"{text!r} names no steps: FIRST:LAST works, such as 10:12, counted from 1",
+                f"{text!r} names no steps. Use FIRST:LAST, such as 10:12, counted from 1",
             )
         if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
-            raise JobError("steps-range", f"{text!r} ends before it begins: FIRST:LAST works, such as 10:12")
+            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 10:12")
         return text
 
     def __eq__(self, other: object) -> bool:
@@ -457,8 +457,8 @@ class RunTable(Table):
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise JobError(
                 "job-keys-conflict",
-                f"compile_mode = {self.compile_mode!r} is for inductor, and compile_backend = {self.compile_backend!r} takes no mode: "
-                "compile_backend = 'inductor' works, or compile_mode = 'default'",
+                f"compile_mode = {self.compile_mode!r} is for inductor, and compile_backend = {self.compile_backend!r} takes no mode. Set "
+                "compile_backend = 'inductor', or compile_mode = 'default'",
             )
         return self
 

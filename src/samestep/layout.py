@@ -108,7 +108,7 @@ class Layout:
         if self.world_size > MOST_RANKS:
             raise LayoutError(
                 "value-out-of-range",
-                f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work",
+                f"the degrees multiply to {self.world_size} ranks. Use at most {MOST_RANKS}",
             )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError("value-out-of-range", f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")

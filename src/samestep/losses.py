@@ -153,5 +153,5 @@ def _named(outputs: Any, names: Sequence[str], word: str) -> list[Tensor]:
     )
     raise JobError(
         "loss-outputs-missing",
-        f"losses.{word}: the forward returned {form}; {', '.join(names)} works, as a dict or a tuple in this order",
+        f"losses.{word}: the forward returned {form}. Use {', '.join(names)}, as a dict or a tuple in this order",
     )

@@ -114,7 +114,7 @@ def order(schedule: str, stage: int, num_stages: int, num_microbatches: int, num
     if num_chunks > 1 and not spec.takes_chunks:
         raise LayoutError(
             "virtual-stages",
-            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: {taking_chunks()} does",
+            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given. Use {taking_chunks()}",
         )
     return spec.order(stage, num_stages, num_microbatches, num_chunks)
 

@@ -194,7 +194,7 @@ def job_of(words: Namespace) -> Job:
     if name in PRESETS and not words.job.exists():
         raise InputError(
             "job-file-missing",
-            f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{name} works",
+            f"no job file at {words.job}. To plan or simulate, use --set model.source=preset:{name}",
         )
     if "=" in name and not words.job.exists():
         raise InputError(
@@ -233,6 +233,5 @@ def limit_threads(count: int) -> None:
 
 
 def say_cautions(words: Namespace, machine: hardware.Hardware, devices: int) -> None:
-    """Print why the default hardware profile may not describe this machine; a profile that the user names is trusted."""
-    for line in hardware.cautions_here(machine, devices) if words.hardware is None else ():
-        print(line)
+    """Add to the heading why the default hardware profile may not describe this machine; a profile that the user names is trusted."""
+    words.heading += hardware.cautions_here(machine, devices) if words.hardware is None else []

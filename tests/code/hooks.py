@@ -228,7 +228,10 @@ EQUAL = [
 REFUSED = [
     *(
         Refused(
-            layout, _code("weights", hook), r"hook on the gradient of \S+ is not linear.*any hook works", ModelError
+            layout,
+            _code("weights", hook),
+            r"hook on the gradient of \S+ is not linear.*one rank with one micro-batch",
+            ModelError,
         )
         for layout, hook in (("dp=2", skipped_beyond_50), ("tp=2", chosen_by_size), ("dp=1 microbatch=4", looked_at))
     ),
@@ -242,7 +245,7 @@ REFUSED = [
         Refused("dp=1 microbatch=4", _code(how, skipped_beyond_50), words)
         for how, words in (
             ("node", r"grad_fn\.register_hook"),
-            ("before a node", r"a hook on a tensor \(x\.register_hook\) works"),
+            ("before a node", r"Use a hook on a tensor \(x\.register_hook\)"),
             ("several", "influence each other by a hook on several gradients"),
         )
     ),

@@ -136,7 +136,7 @@ _REFUSED = {
     "written_through_view": (_stages(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
     "single": (
         _stages(stage_models.Single, _vectors),
-        "pp=2 cuts the 1 call of a module of stages single into 2 stages: pp=1 works",
+        "pp=2 cuts the 1 call of a module of stages single into 2 stages. Use pp=1",
     ),
     "kept": (_stages(stage_models.Kept, _vectors), "last: last reads a tensor of first that is not passed on"),
 }

@@ -297,6 +297,6 @@ def test_a_write_that_would_be_lost_is_refused_in_one_line(write: Callable[[Run]
 @pytest.mark.parametrize("copies", [copy_out, average])
 def test_a_copy_of_the_model_is_refused_in_one_line(copies: Callable[[Run], None]) -> None:
     with pytest.raises(
-        LayoutError, match=r"a copy of run.model .*with run.gathered\(\).*a copy of it works.*run.averaged\(\)"
+        LayoutError, match=r"a copy of run.model .*Copy it within .*with run.gathered\(\).*run.averaged\(\)"
     ):
         pool(2).run(observe, "Odd", ["dp=2 zero=3"], copies)

@@ -28,7 +28,7 @@ def _fail(place: RankInfo, how: str, culprit: int) -> None:
         dist.all_reduce(torch.ones(1))
     match how:
         case "mistake":
-            raise LayoutError("tp-indivisible", "tp=16 does not divide the 40 attention heads; tp=8 does")
+            raise LayoutError("tp-indivisible", "tp=16 does not divide the 40 attention heads. Use tp=8")
         case "nonfinite":
             raise NonFiniteError("non-finite", "step 3: the loss is nan")
         case "bug":
@@ -56,7 +56,7 @@ def test_a_mistake_is_raised_as_if_it_were_made_here(culprit: int) -> None:
     with pytest.raises(LayoutError) as caught:
         _run("mistake", culprit)
     assert type(caught.value) is LayoutError
-    assert str(caught.value) == "tp=16 does not divide the 40 attention heads; tp=8 does"
+    assert str(caught.value) == "tp=16 does not divide the 40 attention heads. Use tp=8"
     with pytest.raises(NonFiniteError, match=r"^step 3: the loss is nan$"):
         _run("nonfinite", culprit)
 

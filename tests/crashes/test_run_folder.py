@@ -273,11 +273,11 @@ def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
     monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     words = ["--layout", "tp=4", "--ranks", "1:4", "--out", str(tmp_path / "run")]
     assert small.train(*words) == 2
-    assert "run.restarts = 0: --set run.restarts=3 works" in capfd.readouterr().err
+    assert "run.restarts = 0. Use --set run.restarts=3" in capfd.readouterr().err
     assert small.train(*words, **{"run.restarts": 2}) == 1
     assert (
-        "3 ranks are left, and no layout of 1 to 3 ranks is 'dp=1 tp=4' with smaller data degrees; a number of ranks that "
-        "4 divides, or --layout auto, which plans anew, works"
+        "3 ranks are left, and no layout of 1 to 3 ranks is 'dp=1 tp=4' with smaller data degrees. Use a number of ranks that "
+        "4 divides, or --layout auto, which plans again"
     ) in capfd.readouterr().err
 
 

@@ -143,7 +143,7 @@ def test_a_run_rolls_back_to_its_newest_checkpoint(tmp_path: Path, capfd: pytest
 
 
 def test_a_rollback_needs_checkpoints() -> None:
-    with pytest.raises(JobError, match=r"checkpoint.every = 100 works"):
+    with pytest.raises(JobError, match=r"Set checkpoint.every = 100"):
         Job(numerics={"on_spike": "rollback"})
 
 

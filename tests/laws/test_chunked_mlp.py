@@ -122,7 +122,7 @@ def test_long_samples_alone_have_the_word_in_a_plan() -> None:
     ],
 )
 def test_what_cannot_be_chunked_is_refused_with_what_works(words: str, of: dict[str, object], text: str) -> None:
-    with pytest.raises(LayoutError, match=f"{text}.*a layout without mlp_chunk works"):
+    with pytest.raises(LayoutError, match=f"{text}.*Use a layout without mlp_chunk"):
         program(words, model(**of))  # type: ignore[arg-type]
 
 

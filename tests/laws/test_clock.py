@@ -341,7 +341,7 @@ def test_the_picture_keeps_its_width(case: Case, width: int) -> None:
 def test_the_picture_shows_what_ran_when() -> None:
     text = Timeline((span(COMPUTE, 0, 0.001), span("dp_shard", 0.001, 0.002))).to_text(41)
     assert text.splitlines() == [
-        "2 ms a step, 1 ms exposed",
+        "2 ms per step, 1 ms of exposed communication",
         "stage 0 compute  FFFFFFFFF·········   50%",
         "stage 0 dp_shard ·········ggggggggg   50%",
         "F forward  g all_gather",

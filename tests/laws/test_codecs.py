@@ -180,8 +180,8 @@ def test_weights_of_usual_shapes_have_large_blocks() -> None:
     ("numerics", "said"),
     [
         ({"replicas": 2}, 'compression = "int8"'),
-        ({"compression": "int8"}, "replicas = 2 or more works"),
-        ({"compression": "int8", "replicas": 5}, "global_batch = 35 works"),
+        ({"compression": "int8"}, "Set replicas = 2 or more"),
+        ({"compression": "int8", "replicas": 5}, "Set global_batch = 35"),
     ],
 )
 def test_a_job_says_what_would_work(numerics: dict[str, object], said: str) -> None:

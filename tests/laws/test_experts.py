@@ -116,7 +116,7 @@ def test_a_spec_reads_back() -> None:
 def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:
     model = replace(dealing(), balanced_experts=8)
     assert _ops(case(model, "dp=4 ep=2").program, OpKind.ALL_REDUCE, "world")[0] == 80
-    with pytest.raises(LayoutError, match="microbatch=2 works"):
+    with pytest.raises(LayoutError, match="Use microbatch=2"):
         case(model, "dp=4 microbatch=1")
 
 

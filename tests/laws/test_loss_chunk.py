@@ -97,7 +97,7 @@ def test_where_memory_is_short_a_plan_takes_chunks_and_finds_the_best_that_fits(
     ("what", "words", "loss", "text"),
     [
         ("vision", "dp=2 loss_chunk=64", "cross_entropy", "it is not proven that its loss needs logits row by row"),
-        ("tiny", "tp=2 loss_chunk=64", "own:loss", "train.loss = 'cross_entropy' works, or tp=1"),
+        ("tiny", "tp=2 loss_chunk=64", "own:loss", "Set train.loss = 'cross_entropy', or tp=1"),
     ],
 )
 def test_what_cannot_be_chunked_is_refused_with_what_works(what: str, words: str, loss: str, text: str) -> None:

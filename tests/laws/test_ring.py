@@ -141,9 +141,9 @@ def test_causal_models_hold_heads_and_tails_where_these_divide_the_tokens() -> N
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ("cp=3 exchange=ring", "cp=3 does not divide the 64 tokens into slices of 2 tokens or more; cp=2 or 4 does"),
-        ("cp=64", "cp=64 does not divide the 64 tokens into .*; cp=32 does"),
-        ("cp=16 exchange=heads", "cp=16 does not divide the 64 tokens and 8 heads .*; cp=2 or 4 or 8 does, and exchange=ring works"),
+        ("cp=3 exchange=ring", "cp=3 does not divide the 64 tokens into slices of 2 tokens or more. Use cp=2 or 4"),
+        ("cp=64", "cp=64 does not divide the 64 tokens into .*. Use cp=32"),
+        ("cp=16 exchange=heads", "cp=16 does not divide the 64 tokens and 8 heads .*. Use cp=2 or 4 or 8, or exchange=ring"),
     ],
 )  # fmt: skip
 def test_a_degree_that_does_not_divide_the_tokens_is_refused(layout: str, text: str) -> None:
@@ -195,7 +195,7 @@ def test_slices_of_slices_keep_and_send_a_part_of_a_slice(recompute: str) -> Non
 def test_a_slice_that_cannot_be_cut_once_more_is_refused() -> None:
     job, layout = Job(train={"global_batch": 8}), Layout("tp=2 sequence_parallel cp=2 exchange=ring")
     with pytest.raises(
-        LayoutError, match=r"tp=2 does not divide the 5 tokens of a slice that cp=2 leaves .*; 8 tokens work"
+        LayoutError, match=r"tp=2 does not divide the 5 tokens of a slice that cp=2 leaves .*. Use 8 tokens"
     ):
         program_of(model(length=10), job, layout)
 
@@ -248,5 +248,5 @@ def test_a_hybrid_sends_two_messages_of_heads_and_those_of_its_ring() -> None:
     # forward and backward of three blocks; of keys and values one shift there, one back, and one of their gradients
     assert kinds == {(OpKind.ALL_TO_ALL, "cp_heads4"): 2 * 2 * 3, (OpKind.SHIFT, "cp_ring4"): (1 + 1 + 1) * 3}
     assert made.axes["cp_heads4"] * made.axes["cp_ring4"] == made.axes["cp"] == 8
-    with pytest.raises(LayoutError, match=r"no number of ranks between 1 and 2 divides .* exchange=ring works"):
+    with pytest.raises(LayoutError, match=r"no number of ranks between 1 and 2 divides .*Use .*exchange=ring"):
         program("cp=2 exchange=hybrid")

@@ -277,7 +277,7 @@ def test_interleaving_one_chunk_is_1f1b() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_the_others_say_who_takes_virtual_stages(schedule: str) -> None:
-    with pytest.raises(LayoutError, match=rf"schedule={schedule} .* 2 were given: schedule=interleaved does"):
+    with pytest.raises(LayoutError, match=rf"schedule={schedule} .* 2 were given. Use schedule=interleaved"):
         order(schedule, 0, 4, 8, 2)
 
 

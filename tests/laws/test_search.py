@@ -487,7 +487,7 @@ def test_what_may_not_fit_is_said_beside_what_is_likelier_to() -> None:
     assert full.chance_to_fit < roomy.chance_to_fit
     said = " ".join(ranking.as_text(replace(found, best=(full,), safe=roomy)).split())
     assert f'recommended: "{roomy.layout}", {roomy.chance_to_fit:.0%} likely to fit' in said
-    assert f"the fastest is {full.chance_to_fit:.0%} likely to fit" in said
+    assert f"but is {full.chance_to_fit:.0%} likely to fit" in said
     assert said.index(str(roomy.layout)) < said.index(str(full.layout))
     assert ranking.as_record(replace(found, best=(full,), safe=roomy))["safe"]["chance_to_fit"] == roomy.chance_to_fit
     assert "the fastest is" not in ranking.as_text(replace(found, best=(full,), safe=full))
@@ -523,15 +523,15 @@ def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> No
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("dp=4 zero=1 accumulate=full", "is refused: accumulate=full is about sharded gradients"),
-        ("pp=8", 'is refused: pp=8 cuts the 4 blocks of tiny into 8 stages: pp=4 works; "'),
+        ("dp=4 zero=1 accumulate=full", "is not supported: accumulate=full is about sharded gradients"),
+        ("pp=8", 'is not supported: pp=8 cuts the 4 blocks of tiny into 8 stages. Use pp=4. Use "'),
     ],
 )
 def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
     found = plan(MODELS["tiny"], job_of(), MACHINES["slow"], 4)
     text = ranking.why_not(found, Layout(layout))
     assert says in text
-    assert re.search(r'; "[^"]+" works, [0-9.e-]+ s a step$', text)
+    assert re.search(r'\. Use "[^"]+", [0-9.e-]+ s per step$', text)
 
 
 def _why(found: Plan, layout: str) -> str:

@@ -1,6 +1,6 @@
 """What a refusal says would work does work: every way out that it names leads to a layout that no strategy refuses.
 
-A way out is what stands before "works" or "does", or behind "use": words of a layout (`microbatch=4`, `dp=2 zero=1`) or of the job's
+A way out follows "Use", "Set" or "use", or "or" after these: words of a layout (`microbatch=4`, `dp=2 zero=1`) or of the job's
 numerics (`batch_norm_group = 4`, `exchange_every=1`). A layout may be refused for a second reason afterwards; then that refusal's ways
 are walked in turn. A way that comes back to where one has been, or that ends at words that cannot be, is a circle: the law fails.
 """
@@ -32,7 +32,7 @@ _COUNTS = {"microbatch", "batch_norm_group", "exchange_every", "replicas"}
 """The right value of each of these is known when a refusal names it."""
 _WORDS = {field.name for field in fields(Layout)} | {"dp"}
 _ASSIGNED = re.compile(r"\b([a-z_]+) ?= ?\"?([a-z0-9-]+)\"?")
-_NAMED = (r"or (.*)", r"(.*?)\b(?:works?|does(?! not))\b", r"use (.*?)(?:, not|$)")
+_NAMED = (r"or (.*)", r"(?:Use|Set|use) (.*?)(?:, not|$)")
 _LEFT = re.compile(r"\balone\b|\bwithout sequence_parallel\b")
 
 
@@ -56,10 +56,10 @@ class State:
 
 def ways_out(text: str) -> Iterator[dict[str, str]]:
     """Yield the words of each way out that a refusal names, by their names; `without` is a switch to leave out."""
-    parts = [part.strip() for part in re.split(r"[:;(]|, (?=or )", text)]
+    parts = [part.strip() for part in re.split(r"[:;(]|\. (?=[A-Z])|, (?=or )", text)]
     for before, part in itertools.pairwise(["", *parts]):
         found = next((match for pattern in _NAMED if (match := re.match(pattern, part))), None)
-        if part.startswith("or ") and not re.search(r"\bworks?\b|^or ", before):
+        if part.startswith("or ") and not re.search(r"^(?:Use|Set|use|or) ", before):
             continue  # another way to fail
         words = dict(_ASSIGNED.findall(found[1])) if found else {}
         if found and '"int8"' in found[1]:
@@ -198,13 +198,13 @@ FACTORED = (("compression", "powersgd"), ("replicas", 2))
 @pytest.mark.parametrize(
     ("name", "layout", "numerics", "text"),
     [
-        ("normed", "dp=1", CODED, "dp=2 works"),
-        ("normed", "dp=1 microbatch=6", CODED, "dp=2 works"),
-        ("normed", "dp=1", APART, "exchange_every=1 with replicas=1 works"),
-        ("balancing", "dp=1", CODED, "dp=2 works, with no microbatch"),
-        ("balancing", "dp=1", APART, "exchange_every=1 with replicas=1 works"),
-        ("plain", "dp_replicate=2 dp_shard=1 zero=1 cp=2", FACTORED, "among cp=2: dp=2 zero=0 works"),
-        ("plain", "dp=1 zero=3 accumulate=full", (), "accumulate=sharded works"),
+        ("normed", "dp=1", CODED, "Use dp=2"),
+        ("normed", "dp=1 microbatch=6", CODED, "Use dp=2"),
+        ("normed", "dp=1", APART, "Use exchange_every=1 with replicas=1"),
+        ("balancing", "dp=1", CODED, "Use dp=2, with no microbatch"),
+        ("balancing", "dp=1", APART, "Use exchange_every=1 with replicas=1"),
+        ("plain", "dp_replicate=2 dp_shard=1 zero=1 cp=2", FACTORED, "among cp=2. Use dp=2 zero=0"),
+        ("plain", "dp=1 zero=3 accumulate=full", (), "Use accumulate=sharded"),
     ],
 )
 def test_refusals_that_once_led_in_a_circle_lead_out(name: str, layout: str, numerics: Any, text: str) -> None:

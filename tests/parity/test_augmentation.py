@@ -142,7 +142,7 @@ def test_images_are_cropped_and_flipped_by_the_step_and_never_where_they_are_hel
     [
         (
             {"image_mean": [0.1, 0.2]},
-            r"image_mean has 2 numbers, and images have 3 channels: 1 number works, or 3",
+            r"image_mean has 2 numbers, and images have 3 channels. Use 1 number, or 3",
         ),
         ({"source": "digits", "augment": ["flip"]}, "a dataset of your own with a method sample"),
     ],
@@ -153,7 +153,7 @@ def test_settings_that_do_not_fit_are_refused(data: dict[str, Any], text: str, f
 
 
 def test_a_folder_without_images_and_a_file_that_is_none_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no images in folders: one folder a class works"):
+    with pytest.raises(DataError, match=r"has no images in folders. Use one folder a class"):
         open_dataset(images_job(tmp_path))
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_text("no image")

@@ -277,10 +277,10 @@ def refused(layout: str, job: Job, build: Any = Net) -> None:
 @pytest.mark.parametrize(
     ("layout", "coupled", "words"),
     [
-        ("dp=1 microbatch=4", None, r"the statistics of 8.*a micro-batch has 4 .*microbatch=8 works"),
-        ("dp=2 microbatch=2", None, r"on 2 data ranks.*microbatch=4 works, or numerics.batch_norm_group = 4"),
-        ("dp=2 microbatch=1", 4, r"a micro-batch has 2 .*microbatch=2 works.*batch_norm_group = 2"),
-        ("pp=2 microbatch=1", 4, r"a micro-batch has 1 .*microbatch=4 works"),
+        ("dp=1 microbatch=4", None, r"the statistics of 8.*a micro-batch has 4 .*Use .*microbatch=8"),
+        ("dp=2 microbatch=2", None, r"on 2 data ranks.*Use .*microbatch=4, or numerics.batch_norm_group = 4"),
+        ("dp=2 microbatch=1", 4, r"a micro-batch has 2 .*Use .*microbatch=2.*batch_norm_group = 2"),
+        ("pp=2 microbatch=1", 4, r"a micro-batch has 1 .*Use .*microbatch=4"),
     ],
 )
 def test_micro_batches_that_divide_groups_are_refused_with_those_that_work(
@@ -292,10 +292,10 @@ def test_micro_batches_that_divide_groups_are_refused_with_those_that_work(
 
 def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
     with pytest.raises(
-        JobError, match=r"batch_norm_group = 3 does not divide.*global_batch = 8.*batch_norm_group = 2 works"
+        JobError, match=r"batch_norm_group = 3 does not divide.*global_batch = 8.*Set .*batch_norm_group = 2"
     ):
         batch_norm_job(3)
-    with pytest.raises(ModelError, match=r"one value per channel.*batch_norm_group = 2 or more works"):
+    with pytest.raises(ModelError, match=r"one value per channel.*Set .*batch_norm_group = 2 or more"):
         observe(0, 1, "dp=1", batch_norm_job(1))
 
 

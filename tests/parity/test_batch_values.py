@@ -128,7 +128,7 @@ def test_outside_of_a_run_a_buffer_follows_when_an_optimizer_has_stepped() -> No
     buffer.zero_()
     optimizer.step()
     assert torch.equal(buffer, torch.zeros(2))
-    with pytest.raises(ModelError, match=r"was given a value .* for a buffer .*: a tensor of the buffer's shape works"):
+    with pytest.raises(ModelError, match=r"was given a value .* for a buffer .*. Use a tensor of the buffer's shape"):
         after_step(buffer, torch.ones(3))
 
 
@@ -146,6 +146,6 @@ def prepared(rank: int, world: int, name: str, layout: str) -> None:
 )
 def test_several_micro_batches_are_refused_with_what_works(name: str, layout: str, works: int) -> None:
     with pytest.raises(
-        LayoutError, match=rf"takes values of all samples of the step within one .*: microbatch={works} works"
+        LayoutError, match=rf"takes values of all samples of the step within one .*. Use microbatch={works}"
     ):
         pool(Layout(layout).world_size).run(prepared, name, layout)

@@ -563,9 +563,9 @@ def test_a_state_of_another_model_is_refused(change: Any, says: str, is_prepared
 
 def test_names_of_a_wrapper_and_other_things_are_refused() -> None:
     run = run_of(0, 1, "dp=1", Tied)
-    with pytest.raises(ModelError, match=r"the names without 'module\.' in front work"):
+    with pytest.raises(ModelError, match=r"Use the names without 'module\.'"):
         run.load_state_dict({f"module.{name}": one for name, one in run.state_dict().items()})
-    with pytest.raises(ModelError, match="was given a Linear: a dict of tensors by name works"):
+    with pytest.raises(ModelError, match=r"was given a Linear. Use a dict of tensors by name"):
         run.load_state_dict(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

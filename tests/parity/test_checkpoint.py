@@ -390,7 +390,7 @@ def test_where_there_is_nothing_to_resume(
 def test_a_run_that_would_end_before_its_checkpoint_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _resume(run, "--steps", "3") == 2
     assert (
-        "step-000004 was saved after step 4, and the run would end at step 3: --steps 4 or more works"
+        "step-000004 was saved after step 4, and the run would end at step 3. Use --steps 4 or more"
         in capfd.readouterr().err
     )
 

@@ -179,10 +179,10 @@ def test_samples_show_which_token_a_label_is(dataset: Any, word: Any, found: str
         (TAGS, None, 'neither .* data.labels = "next" says'),
         (BEFORE, None, "neither"),
         (CONSTANT, None, "neither"),
-        (OWN, "next", 'copy its input: data.labels = "aligned" works'),
-        (BEFORE, "aligned", "copy its input: labels.t. = input_ids.t. works"),
-        (NEXT, "aligned", 'the next tokens already: data.labels = "next" works'),
-        (Mixture.of({"own": OWN, "next": NEXT}, {"own": 1.0, "next": 1.0}), None, "sources of one kind work"),
+        (OWN, "next", 'copy its input. Set data.labels = "aligned"'),
+        (BEFORE, "aligned", "copy its input. Use labels.t. = input_ids.t."),
+        (NEXT, "aligned", 'the next tokens already. Set data.labels = "next"'),
+        (Mixture.of({"own": OWN, "next": NEXT}, {"own": 1.0, "next": 1.0}), None, "Use sources of one kind"),
     ],
 )
 def test_labels_that_show_nothing_or_would_be_copied_are_refused(dataset: Any, word: Any, text: str) -> None:
@@ -244,7 +244,7 @@ def test_a_sample_of_the_other_kind_is_named_where_it_is_read(label: Any, word: 
 def test_samples_that_are_batches_of_one_are_refused_and_narrow_labels_are_read() -> None:
     """Tokenizers that return tensors give rows [1, T], whose labels would not be moved."""
     with pytest.raises(
-        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is no batch: the row input_ids\[0\] works"
+        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is no batch. Use the row input_ids\[0\]"
     ):
         run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs[None], batched=True)))
     wide, narrow = (
@@ -255,7 +255,7 @@ def test_samples_that_are_batches_of_one_are_refused_and_narrow_labels_are_read(
     )
     assert wide == narrow
     with pytest.raises(
-        JobError, match=r"labels \[\d, \d+\] are float64, and numbers of classes are whole: labels.long\(\) works"
+        JobError, match=r"labels \[\d, \d+\] are float64, and numbers of classes are whole. Use labels.long\(\)"
     ):
         run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs.float())))
 
@@ -278,7 +278,7 @@ def test_tuples_are_moved_too_and_other_samples_are_left_alone() -> None:
 def test_samestep_s_own_sources_have_labels_of_the_next_token() -> None:
     dataset = open_dataset(Job(data={"source": "topics"}))
     assert convention_of(dataset, None) == "next"
-    with pytest.raises(DataError, match='"next" works'):
+    with pytest.raises(DataError, match='Use "next"'):
         convention_of(dataset, "aligned")
 
 
@@ -399,7 +399,7 @@ def test_the_command_moves_labels_and_refuses_those_that_would_be_copied(
     assert small.train("--ranks", "1", **changes, data__source=f"{__name__}:Documents", data__labels="next") == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert 'data.labels = "aligned" works' in said
+    assert 'Set data.labels = "aligned"' in said
 
 
 @pytest.mark.nightly

@@ -190,13 +190,13 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> str:
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        (Stateless, "dp=1", "takes x: with lanes forward(batch, carried) works"),
-        (OutputsAlone, "dp=1", "returns a Tensor: with lanes (outputs, carried) works"),
-        (MeanState, "dp=1", "so the part of each lane is not known: tensors with one dimension of lanes work"),
+        (Stateless, "dp=1", "takes x. With lanes, use forward(batch, carried)"),
+        (OutputsAlone, "dp=1", "returns a Tensor. With lanes, return (outputs, carried)"),
+        (MeanState, "dp=1", "so the part of each lane is not known. Use tensors with one dimension of lanes"),
         (
             Recurrent,
             "pp=2",
-            "pp=2' divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1",
+            "pp=2' divides a forward, and the state that lanes carry enters and leaves it as a whole. Use pp=1",
         ),
     ],
 )

@@ -428,10 +428,10 @@ def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
 @pytest.mark.parametrize(
     ("loader", "text"),
     [
-        (lambda: DataLoader(Points(), batch_size=8), r"batch_size = 8, and train.global_batch = 4 .*: train.global_batch = 8 works"),
+        (lambda: DataLoader(Points(), batch_size=8), r"batch_size = 8, and train.global_batch = 4 .*. Set train.global_batch = 8"),
         (
             lambda: DataLoader(Points(), 4, sampler=DistributedSampler(Points(), 2, 0)),
-            r"batch_size = 4 on each of the 2 ranks of its DistributedSampler, .*: train.global_batch = 8 works",
+            r"batch_size = 4 on each of the 2 ranks of its DistributedSampler, .*. Set train.global_batch = 8",
         ),
         (lambda: DataLoader(Points(), 4, sampler=["a", "b"]), "sampler yields a str and not indices"),
         (lambda: DataLoader(Points(), 4, sampler=[], drop_last=True), "the DataLoader has no batch in an epoch"),
@@ -546,17 +546,17 @@ def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str)
     [
         (
             "points",
-            "the dataset is a str without samples at the numbers 0, 1, ...: a list of samples works",
+            "the dataset is a str without samples at the numbers 0, 1, .... Use a list of samples",
         ),
         ({"x": torch.ones(8, 6)}, r"the dataset is a dict .*TensorDataset\(x, labels\)$"),
-        (Points, r"the dataset is the class Points: a data set works, such as Points\(\)"),
+        (Points, r"the dataset is the class Points. Use a data set, such as Points\(\)"),
         (7, "the dataset is a int without __len__ and __getitem__"),
     ],
 )
 def test_what_holds_no_samples_is_refused_in_one_line(source: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         samestep.batches(source, JOB)
-    with pytest.raises(DataError, match="lanes = 'yes': True and False work"):
+    with pytest.raises(DataError, match=r"lanes = 'yes'. Use True and False"):
         samestep.batches(Points(), JOB, lanes="yes")  # type: ignore[arg-type]
 
 
@@ -704,7 +704,7 @@ def _divided(rank: int, world: int, kind: str) -> str:
 def test_a_stream_that_ranks_read_differently_is_refused(kind: str) -> None:
     first, second = pool(2).run(_divided, kind)
     assert first == second
-    assert "another one on rank 1 than on rank 0: a stream that is the same on every rank works" in first
+    assert "another one on rank 1 than on rank 0. Use a stream that is the same on every rank" in first
 
 
 def _of_unequal_lengths(rank: int, world: int, kind: str, counts: list[int], layout: str) -> tuple[str, int]:

@@ -322,12 +322,12 @@ def _refusal_of(name: str, layout: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout", "words"),
     [
-        ("in each block", "tp=2", "at blocks.0 depend on values.* nothing is left to cut: the branch in a module of its own works"),
-        ("in the model", "tp=2", "at the model itself depend on values.*: the branch in a module of its own works"),
-        ("planned", "tp=2", "at blocks.0.part depend on values.*: the branch in a module of its own works"),
-        ("in each block", "cp=2", "at blocks.0 depend on values, .* in a module of its own that is given no tokens works"),
+        ("in each block", "tp=2", "at blocks.0 depend on values.* nothing is left to cut. Use a module of its own for the branch"),
+        ("in the model", "tp=2", "at the model itself depend on values.*. Use a module of its own for the branch"),
+        ("planned", "tp=2", "at blocks.0.part depend on values.*. Use a module of its own for the branch"),
+        ("in each block", "cp=2", "at blocks.0 depend on values, .*Use a module of its own for the branch that is given no tokens"),
         ("in the model", "cp=2", "at the model itself depend on values"),
-        ("one block looks", "tp=2 sequence_parallel", "at blocks.1 depend on values.*: the branch in a module of its own works"),
+        ("one block looks", "tp=2 sequence_parallel", "at blocks.1 depend on values.*. Use a module of its own for the branch"),
     ],
 )  # fmt: skip
 def test_branches_of_which_a_rank_has_a_part_are_refused_with_the_way_out(name: str, layout: str, words: str) -> None:

@@ -211,5 +211,5 @@ def refused(rank: int, world: int, layout: str) -> str:
 def test_several_sizes_without_padding_are_refused_in_one_line(layout: str) -> None:
     for text in pool(2).run(refused, layout):
         assert text.startswith("the loss over the whole batch is given tensors of "), text
-        assert "different parts of it: samestep.whole_batch(loss, pad=0.0) pads them" in text
+        assert "different parts of it. Use samestep.whole_batch(loss, pad=0.0), which pads them" in text
         assert "[6, 4] and [6, 4]" not in text

@@ -90,7 +90,7 @@ def test_log_probabilities_and_entropy_of_a_cut_head_are_those_of_whole_logits()
 def test_a_loss_that_needs_whole_logits_is_refused_by_name() -> None:
     job = clipped(loss="tests.parity.test_loss_chunk:of_probabilities")
     batch = next(batches(Tokens(), job))
-    with pytest.raises(LayoutError, match="_softmax needs them at once; a layout without loss_chunk works"):
+    with pytest.raises(LayoutError, match=r"_softmax needs them at once. Use a layout without loss_chunk"):
         make_run(0, 1, "plain", "dp=1 loss_chunk=5", job).step(batch)
 
 

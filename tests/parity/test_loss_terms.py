@@ -230,7 +230,7 @@ def test_outputs_may_decide_on_the_order_of_weights(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])
 def test_a_count_that_outputs_decide_is_refused_in_several_microbatches(layout: str) -> None:
-    with pytest.raises(UnprovenError, match=r"the count of hard depends on the outputs.*one micro-batch a rank works"):
+    with pytest.raises(UnprovenError, match=r"the count of hard depends on the outputs.*Use one micro-batch a rank"):
         pool(2).run(parallel, layout, "outputs decide")
 
 
@@ -272,7 +272,7 @@ def test_forms_of_a_result() -> None:
     ],
 )
 def test_other_forms_are_refused_in_one_line(returned: Any, form: str) -> None:
-    with pytest.raises(JobError, match=f"the loss returned .*{form}.*; \\(sum, count\\) works"):
+    with pytest.raises(JobError, match=f"the loss returned .*{form}.*. Use \\(sum, count\\)"):
         loss_result(returned)
 
 

@@ -482,15 +482,15 @@ def test_parts_may_be_called_in_another_order_or_once_more_on_any_rank(model: st
         (
             "Dealt",
             "dp=2 ep=2 zero=3 microbatch=1",
-            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+            "parts.1.experts did not run .* experts exchange rows .*. Use ep=1",
         ),
         (
             "Dealt",
             "dp=2 ep=2 zero=1 microbatch=2",
-            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+            "parts.1.experts did not run .* experts exchange rows .*. Use ep=1",
         ),
-        ("Normed", "dp=2 zero=3", "parts.1.norm did not run .*batch norm.*: one data rank works"),
-        ("Normed", "dp=2", "parts.1.norm did not run .*batch norm.*: one data rank works"),
+        ("Normed", "dp=2 zero=3", "parts.1.norm did not run .*batch norm.*. Use one data rank"),
+        ("Normed", "dp=2", "parts.1.norm did not run .*batch norm.*. Use one data rank"),
     ],
 )
 def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passes_it_over(
@@ -552,5 +552,5 @@ def test_what_exchanges_in_a_backward_is_refused_by_name_where_a_rank_runs_it_wi
     kinds = [15] * 24
     for index in [index % 24 for index in next(batches(Kinds(15), job_for())).indices][4:]:
         kinds[index] = 13
-    with pytest.raises(LayoutError, match=r"parts\.1\.norm ran without gradients .*batch norm.*: one data rank works"):
+    with pytest.raises(LayoutError, match=r"parts\.1\.norm ran without gradients .*batch norm.*. Use one data rank"):
         pool(2).run(observe, ("NormedStill", tuple(kinds)), ["dp=2"])

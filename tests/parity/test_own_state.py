@@ -99,7 +99,7 @@ def test_a_folder_of_checkpoints_means_its_newest_and_an_empty_one_is_refused(tm
     again.prepare(_example(job))
     again.load(tmp_path / "step-000002")
     assert _differ_by_nothing(run.state_dict(), again.state_dict())
-    with pytest.raises(CheckpointError, match=r"nowhere holds no checkpoint: a folder that run\.save was given works"):
+    with pytest.raises(CheckpointError, match=r"nowhere holds no checkpoint. Use a folder that run\.save was given"):
         run.load(tmp_path / "nowhere")
     assert samestep.latest(tmp_path / "nowhere") is None
 

@@ -30,14 +30,14 @@ from tests.pool import pool
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("deep_llama", "pp=8", "cuts the 4 blocks of deep_llama into 8 stages: pp=4 works"),
+        ("deep_llama", "pp=8", "cuts the 4 blocks of deep_llama into 8 stages. Use pp=4"),
         (
             "deep_llama",
             "pp=4 schedule=interleaved virtual_stages=2",
-            "blocks of deep_llama into 8 virtual stages: schedule=1f1b works",
+            "blocks of deep_llama into 8 virtual stages. Use schedule=1f1b",
         ),
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
-        ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "zero=1 works, or schedule=1f1b"),
+        ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "Use zero=1, or schedule=1f1b"),
         ("deep_llama", "pp=2 schedule=zero-bubble virtual_stages=2", "needs schedule=interleaved"),
     ],
 )

@@ -293,7 +293,7 @@ def test_parameters_that_are_no_real_numbers_are_refused(values: Tensor, works: 
     run = Run(
         Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
     )
-    with pytest.raises(ModelError, match=f"parameter strange is .*: {works} works"):
+    with pytest.raises(ModelError, match=f"parameter strange is .*. Use {works}"):
         run.step(next(batches(Tokens(), job)))
 
 

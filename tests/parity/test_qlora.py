@@ -226,7 +226,7 @@ def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> Non
     ("sizes", "lora", "text"),
     [
         ({"hidden_size": 96}, {}, r'model.lora.base = "nf4" has a scale for each 64 elements of a row, and rows of '
-         r"model.layers.0.self_attn.q_proj.base_layer.weight have 96: a width that 64 divides works"),
+         r"model.layers.0.self_attn.q_proj.base_layer.weight have 96. Use a width that 64 divides"),
     ],
 )  # fmt: skip
 def test_weights_that_are_no_whole_blocks_are_refused(sizes: dict[str, Any], lora: dict[str, Any], text: str) -> None:
@@ -237,7 +237,7 @@ def test_weights_that_are_no_whole_blocks_are_refused(sizes: dict[str, Any], lor
 
 def test_a_tensor_cut_within_blocks_is_refused(folder: Path) -> None:
     job = job_with(folder, targets=["o_proj", "down_proj"])
-    text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*: tp=2 works, or"
+    text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*. Use tp=2, or"
     with pytest.raises(LayoutError, match=text):
         program_of(spec_of(job), job, Layout("tp=4"))
 

@@ -291,13 +291,13 @@ def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers(
             (Mixup, "influence each other|dimension 0 must|an order of samples"),
             (OtherRows, "samples influence each other"),
             (OwnGenerator, "randn draws from a generator of its own"),
-            (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
+            (Seeded, "randn: the forward seeds the generator itself, .*Make constants in __init__, as a buffer"),
             (Binomial, "binomial: its random numbers would differ between layouts"),
             (
                 Mixed,
-                "a beta or Dirichlet distribution: its random numbers would differ between layouts; .* data set draws",
+                "a beta or Dirichlet distribution: its random numbers would differ between layouts. Use .* data set draws",
             ),
-            (Scaled, "a gamma distribution: its random numbers would differ between layouts; .* data set draws"),
+            (Scaled, "a gamma distribution: its random numbers would differ between layouts. Use .* data set draws"),
             (Counted, "poisson: its random numbers would differ between layouts"),
         ]
     ],
@@ -307,7 +307,7 @@ def test_what_would_differ_is_refused_by_name(model: str, words: str, layout: st
 
 
 def test_a_loss_that_draws_is_refused_with_what_works() -> None:
-    words = r"random numbers in the loss; numbers that the model's forward draws and returns work"
+    words = r"random numbers in the loss. Use numbers that the model's forward draws and returns"
     prove_refused("dp=1", code(Net, "with torch's noise in the loss", loss=noisy_loss), words, ModelError)
 
 

@@ -71,7 +71,7 @@ def divided(rank: int, world: int, layout: str, kind: str) -> str:
 def test_a_data_set_that_is_divided_among_the_ranks_is_refused(layout: str) -> None:
     for found in pool(2).run(divided, layout, "samples"):
         assert "rank 1 reads another sample" in found
-        assert "the whole data set on every rank works" in found
+        assert "Use the whole data set on every rank" in found
 
 
 def test_parts_of_other_lengths_are_refused() -> None:
@@ -152,7 +152,7 @@ def on_two_hosts(rank: int, world: int, kind: str) -> str:
     [
         ("", ""),
         ("of this host alone", ""),
-        ("other", "rank 1 has another train than rank 0: the same files on all hosts work"),
+        ("other", "rank 1 has another train than rank 0. Use the same files on all hosts"),
         ("samestep", "rank 1 has another samestep than rank 0"),
     ],
 )
@@ -183,7 +183,7 @@ def with_data(rank: int, world: int, texts: list[str], folder: str) -> str:
 
 @pytest.mark.parametrize(
     ("other", "text"),
-    [(0, ""), (1, "the host of rank 1 has other data than the host of rank 0"), (2, "the same on all hosts works")],
+    [(0, ""), (1, "the host of rank 1 has other data than the host of rank 0"), (2, "Use the same on all hosts")],
 )
 def test_hosts_with_other_data_are_named(other: int, text: str, tmp_path: Path) -> None:
     whole = "some words of a corpus " * 40

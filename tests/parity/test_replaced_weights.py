@@ -234,8 +234,8 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
 @pytest.mark.parametrize(
     ("build", "layout", "place", "taken", "why"),
     [
-        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
-        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
+        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
+        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
         (Still, "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
         (Tied, "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
         (Added, "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),
@@ -248,7 +248,7 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
             "dp=2 zero=3",
             "code",
             2,
-            "the loop puts .* code.weight, of which ranks hold parts under zero=3: zero=1 works",
+            "the loop puts .* code.weight, of which ranks hold parts under zero=3. Use zero=1",
         ),
     ],
 )

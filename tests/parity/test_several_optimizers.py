@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a list of one": ([adamw], r"body.0.weight is held by none of the optimizers 0"),
     "left out": ({"a": adamw}, r"body.0.weight is held by none of the optimizers 'a'"),
     "empty": ([], r"optimizer is empty"),
-    "a number": ({"a": 3}, r"optimizer\['a'\] = 3 is an int: a function of the parameters works"),
+    "a number": ({"a": 3}, r"optimizer\['a'\] = 3 is an int. Use a function of the parameters"),
     "no name": ({1: adamw}, r"optimizer has 1 as a name"),
     "no optimizer": (lambda params: 3, r"the optimizer function returned a int"),
     "its own error": (lambda params: torch.optim.Adam(params, lr=-1.0), "Invalid learning rate"),

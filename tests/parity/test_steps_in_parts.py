@@ -328,12 +328,12 @@ def _replaced_behind_gradients(run: Run) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) before it works"),
+    "update first": (lambda run: run.update(), r"no gradient waits for it. Use run.backward\(batch, loss\) before it"),
     "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
     "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward\('three'\): the run has 'body', 'one', 'two'"),
     "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad\('three'\): the run has"),
-    "step": (_step_while_gradients_wait, r"run.step while gradients wait, of body.0.bias for one"),
-    "save": (_save_amid_a_step, r"run.save while gradients wait"),
+    "step": (_step_while_gradients_wait, r"run.step: accumulated gradients are not used yet, for example of body.0.bias"),
+    "save": (_save_amid_a_step, r"run.save: accumulated gradients are not used yet"),
     "twice": (_update_twice, r"run.update: no gradient waits for it"),
     "of others": (_update_of_others, r"run.update: no gradient waits for it"),
     "after the end": (_after_the_end, r"the batch of step 5, and its stream has ended"),
@@ -341,7 +341,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "over the batch": (_over_the_batch, r"the loss of the run is a sum over samples, so that nothing is exchanged for it"),
     "method": (_method, r"run.call: Adam has no method 'update_hessian'"),
     "mean": (_of_a_mean, r"use samestep\.mean_over.* return \(sum, count\)"),
-    "clipped in the module": (_clipped_in_the_module, r"\.grad of run.model was changed between run.backward and run.update, .*run.gradients\(\) works"),
+    "clipped in the module": (_clipped_in_the_module, r"\.grad of run.model was changed between run.backward and run.update, .*Use .*run.gradients\(\)"),
     "another gradient": (_another_gradient, r"\.grad of run.model was replaced between run.backward and run.update"),
     "forgotten in the module": (_forgotten_in_the_module, r"\.grad of run.model was replaced between run.backward and run.backward"),
     "replaced behind gradients": (_replaced_behind_gradients, r"\.grad of run.model was replaced between run.backward and run.update"),
@@ -370,7 +370,7 @@ COUPLED = {"sam": "dp=2 zero=3", "lbfgs": "tp=2", "sam by hand": "pp=2"}
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_all_weights_is_refused_where_a_rank_lacks_some(name: str) -> None:
-    with pytest.raises(LayoutError, match=r"evaluates the loss again, .* zero=0 without tp and pp works"):
+    with pytest.raises(LayoutError, match=r"evaluates the loss again, .*Use .*zero=0 without tp and pp"):
         pool(2).run(parts, name, COUPLED[name])
 
 

@@ -285,9 +285,9 @@ def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str,
     [
         (["progres"], "'progres' must be one of progress, metrics.jsonl, .* .did you mean 'progress'"),
         (["no_such_module:keep"], "no_such_module"),
-        (["wandb"], "wandb is not installed here; pip install wandb works"),
+        (["wandb"], "wandb is not installed here. Use pip install wandb"),
         ([3], "takes words, functions of a report and a samestep.EarlyStopping, and was given a int"),
-        ([samestep.EarlyStopping(Points()), samestep.EarlyStopping(Points())], "one with a dict of data sets works"),
+        ([samestep.EarlyStopping(Points()), samestep.EarlyStopping(Points())], "Use one with a dict of data sets"),
         (
             [samestep.EarlyStopping(Points(), monitor="accuracy")],
             r"monitor='accuracy'\) must be one of the means held_out",
@@ -336,7 +336,8 @@ def test_the_log_names_the_mean_that_decides(tmp_path: Path) -> None:
 def test_a_checkpoint_that_no_loop_of_ones_own_saves_is_refused() -> None:
     job = Job(checkpoint={"every": 50}, run={"device": "cpu"})
     with pytest.raises(
-        JobError, match=r"checkpoint.every = 50 .* `if report.step % 50 == 0: run.save\(folder\)` works"
+        JobError,
+        match=r"checkpoint.every = 50 .*Use .*in a loop of your own `if report.step % 50 == 0: run.save\(folder\)`",
     ):
         samestep.parallelize(torch.nn.Linear(1, 1), "mse", torch.optim.SGD, layout="", job=job)
 

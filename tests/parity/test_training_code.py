@@ -66,7 +66,7 @@ REFUSED = {
     "dp=2": {
         "auxiliary loss of the given instance": r"the loss reads aux of the model, which each forward sets",
         "clamping hook later": r"a hook on the gradient of b.weight is not linear",
-        "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* from the logits works in every layout",
+        "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* Use a loss function .* that computes it from the logits",
         "loss divided by the ranks": r"the loss calls torch.distributed.get_world_size",
         "forward that asks for its rank": r"the forward calls torch.distributed.get_rank",
     },

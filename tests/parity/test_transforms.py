@@ -250,19 +250,19 @@ EQUAL = {
     "another bias": [PARTS, AGAIN, "dp=2 zero=2 microbatch=2"],
 }
 REFUSED = {
-    ("perturbed", "dp=1 recompute=selective"): "takes gradients itself: recompute=full works",
+    ("perturbed", "dp=1 recompute=selective"): "takes gradients itself. Use recompute=full",
     ("perturbed", "dp=1 cp=2"): "mixes tokens by sum",
-    ("perturbed", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
-    ("energy", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
-    ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself: schedule=1f1b works",
-    ("leaves gradients", "dp=1"): "leaves gradients in weights.* model.zero_grad.. after it works",
+    ("perturbed", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*Use .*tp=1",
+    ("energy", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*Use .*tp=1",
+    ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself. Use schedule=1f1b",
+    ("leaves gradients", "dp=1"): "leaves gradients in weights.*Use .*model.zero_grad.. after it",
     ("runs backward", PP): "takes gradients across blocks",
     ("one by one", PP): "no stage can begin with",
     ("ensemble", PP): "a transform of torch.func.* reads many between blocks",
-    ("one by one", "dp=1 recompute=full"): r"blocks.0 runs inside of a transform of torch.func .*recompute=none works",
+    ("one by one", "dp=1 recompute=full"): r"blocks.0 runs inside of a transform of torch.func .*Use .*recompute=none",
     ("minus the batch", DATA): "lets the samples of a batch influence each other by mean",
-    ("dropped one by one", "dp=1"): "inside of a transform of torch.func.* before or behind torch.vmap works",
-    ("another bias", PP): "pp=1 works",
+    ("dropped one by one", "dp=1"): "inside of a transform of torch.func.*Use .*dropout before or behind torch.vmap",
+    ("another bias", PP): "Use pp=1",
 }
 
 

@@ -115,7 +115,7 @@ def test_the_command_proves_a_layout_and_writes_the_verdict(tmp_path, capsys):
     [
         (["--layout", "dp=2 tq=2"], "unknown layout option 'tq'"),
         (["--layout", "tp=3"], "tp=3"),
-        (["--layout", "dp=2", "--steps", "1"], "steps=2 or more works"),
+        (["--layout", "dp=2", "--steps", "1"], "Use steps=2 or more"),
         ([], "--all --devices 4"),
         (["--all"], "--all --devices 4"),
         (["--layout", "dp=2", "--json", "/nowhere/verdict.json"], "cannot be written"),
@@ -151,7 +151,7 @@ def test_an_optimizer_that_couples_weights_is_refused_as_in_a_run():
                 for weight in group["params"]:
                     weight.data.sub_(weight.grad / total)
 
-    with pytest.raises(LayoutError, match="zero=0 works"):
+    with pytest.raises(LayoutError, match="Use zero=0"):
         samestep.verify(job_of(), layout="dp=2 zero=1", model=MODELS["plain"], optimizer=Coupled, dataset=Tokens())
 
 

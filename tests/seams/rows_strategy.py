@@ -32,7 +32,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if odd is None:
         return None
     return LayoutError(
-        "rows-indivisible", f"rows={degree} does not divide the {odd.shape[0]} rows of {odd.name}: rows=1 works"
+        "rows-indivisible", f"rows={degree} does not divide the {odd.shape[0]} rows of {odd.name}. Use rows=1"
     )
 
 

@@ -48,7 +48,7 @@ def test_a_link_of_another_user_is_not_followed(name: str, tmp_path: Path, capfd
     os.lchown(folder / name, ANOTHER, ANOTHER)
     assert small.train("--out", folder, "--steps", "1") == 2
     said = capfd.readouterr().err
-    assert "is a link of user 65534: a folder of your own works" in said or "holds a run already" in said
+    assert "is a link of user 65534. Use a folder of your own" in said or "holds a run already" in said
     assert victim.read_text() == "mine"
 
 

@@ -124,7 +124,7 @@ def test_a_tokenizer_that_fails_without_a_text_is_one_line(tmp_path: Path, monke
         raise KeyError
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(DataError, match=r"can read \(KeyError\); a folder with a tokenizer\.json works"):
+    with pytest.raises(DataError, match=r"can read \(KeyError\). Use a folder with a tokenizer\.json"):
         _auto_tokenizer(tmp_path)
 
 

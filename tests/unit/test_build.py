@@ -168,8 +168,8 @@ def test_nothing_of_transformers_is_printed(capfd: pytest.CaptureFixture[str]) -
     ("family", "config", "message"),
     [
         ("lama", {}, r"no family 'lama' \(did you mean 'llama'\?\)"),
-        ("vit", {}, "no causal language model; model.task = 'image' works"),
-        ("clap", {}, "no causal language model; a module:function that builds the model works"),
+        ("vit", {}, "no causal language model. Set model.task = 'image'"),
+        ("clap", {}, "no causal language model. Use a module:function that builds the model"),
         ("llama", {"hiden_size": 3}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"hidden_size": 65, "num_attention_heads": 4}, "65"),
@@ -271,7 +271,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ModelError, match="packed documents see each other"):
         call_model(TakesPixels(), {"pixels": 1, "position_ids": 2})
     assert why_unfit(TakesAny(), {"image": 1, "labels": 2}) == (
-        "the batch has image, labels, and the forward of TakesAny takes x: 'x' renamed to 'image' in the forward works"
+        "the batch has image, labels, and the forward of TakesAny takes x. Rename 'x' to 'image' in the forward"
     )
     assert not why_unfit(TakesAny(), {"x": 1, "labels": 2})
     assert not why_unfit(TakesAny(), (1, 2))
@@ -289,7 +289,7 @@ class TakesTargets(nn.Module):
 def test_both_names_of_a_forward_that_returns_its_loss_are_named() -> None:
     text = why_unfit(TakesTargets(), {"input_ids": 1, "labels": 2})
     assert text.endswith(
-        "'idx' renamed to 'input_ids' and 'targets' to 'labels' in the forward works, with train.loss = 'model' if the forward returns its loss"
+        "Rename 'idx' to 'input_ids' and 'targets' to 'labels' in the forward, and set train.loss = 'model' if the forward returns its loss"
     )
 
 
@@ -581,7 +581,7 @@ def inverse_root(step: int, steps: int) -> float:
 def test_a_learning_rate_of_your_own() -> None:
     name = f"{__name__}:inverse_root"
     assert factors(name, 4, warmup_steps=2) == pytest.approx([0.5, 1.0, 3**-0.5, 0.5])
-    with pytest.raises(JobError, match=r"returned nan for step 0; a finite factor of 0 or more works"):
+    with pytest.raises(JobError, match=r"returned nan for step 0. Use a finite factor of 0 or more"):
         factors(name, 5)
     with pytest.raises(JobError, match=r"has no function 'inverse_rot' \(did you mean 'inverse_root'"):
         factors(f"{__name__}:inverse_rot", 4)

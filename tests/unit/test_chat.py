@@ -287,7 +287,7 @@ def test_a_reply_that_is_not_to_count_does_not(folders: dict[str, str], tmp_path
     messages[3].update(flag)
     with pytest.raises(DataError, match='no message has the role "assistant" and counts, so nothing'):
         read(folders["chatml"], [{"messages": messages}], tmp_path / "d.jsonl")
-    with pytest.raises(DataError, match=r"message 1 has the weight 0\.5: 0, which does not count, and 1 work"):
+    with pytest.raises(DataError, match=r"message 1 has the weight 0\.5. Use 0, which does not count, or 1"):
         read(
             folders["chatml"], [{"messages": [*said("q"), {**said("q", "a")[1], "weight": 0.5}]}], tmp_path / "d.jsonl"
         )
@@ -358,7 +358,10 @@ def test_a_field_may_hold_the_messages_and_a_row_their_system(folders: dict[str,
     ("row", "text"),
     [
         ({"conversations": [{"from": "alien", "value": "q"}]}, "turn 0 is from 'alien': system, human"),
-        ({"prompt": "q", "completion": said("a")}, "'prompt' is str and 'completion' list: two texts, or two lists"),
+        (
+            {"prompt": "q", "completion": said("a")},
+            "'prompt' is str and 'completion' list. Use two texts, or two lists",
+        ),
         ({"prompt": said("q"), "completion": said("q")}, 'no message of the completion has the role "assistant"'),
         ({"messages": "not json"}, "'messages' is a text that is not JSON"),
         ({"messages": said("q", None)}, "message 1 has no role and content that are text"),

@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
         {},
-        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, or a layout with degrees that multiply to 3, such as dp=3",
+        "layout 'dp=2 zero=1' has 2 ranks, not 3. Use --ranks 2, or a layout with degrees that multiply to 3, such as dp=3",
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "hosts": (
         ["--dry-run", "--nodes", "2", "--layout", "dp=3"],
         {},
-        "2 hosts cannot share 3 ranks equally; 2 ranks work",
+        "2 hosts cannot share 3 ranks equally. Use 2 ranks",
     ),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
     "a key as a flag": (["--lr", "0.1"], {}, "unknown argument --lr: use --set optimizer.lr=VALUE; see samestep train --help"),
@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "a job behind --allow": (["--allow", "samples", "loss", "nope.toml"], {}, "no job file at nope.toml"),
     "a layout without quotes": (["--layout", "dp=2", "zero=3"], {}, 'use quotes: --layout "dp=2 zero=3"'),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
-    "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends: --set"),
+    "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends. Use --set"),
     "job file": (["nope.toml"], {}, "no job file at nope.toml"),
     "setting": (["--set", "train.steps"], {}, "--set train.steps: write key=value, as in --set train.steps=50"),
     "key": ([], {"train.stepz": 3}, "train.stepz: unknown key (did you mean 'steps'?)"),
@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     ),
     "family": ([], {"model.source": "hf:lama"}, "hf:lama: transformers has no family 'lama' (did you mean 'llama'?)"),
     "field": ([], {"model.config.hiden_size": 8}, "hf:llama has no such field (did you mean 'hidden_size'?)"),
-    "no model": ([], {"model.source": ""}, "model.source is missing, and a job has no model by default: "),
+    "no model": ([], {"model.source": ""}, "model.source is missing, and a job has no model by default. Use "),
     "model function": (
         [],
         {"model.source": "lama"},
@@ -99,12 +99,12 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "vocabulary": (
         [],
         {"model.config.vocab_size": 100},
-        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100; vocab_size = 256 works",
+        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100. Use vocab_size = 256",
     ),
     "positions": (
         [],
         {"model.config.max_position_embeddings": 8},
-        "samples of 16 tokens are longer than model.config.max_position_embeddings = 8; data.sequence_length = 8 works",
+        "samples of 16 tokens are longer than model.config.max_position_embeddings = 8. Set data.sequence_length = 8",
     ),
     "optimizer": ([], {"optimizer.name": "adamx"}, "optimizer.name = 'adamx' must be one of"),
     "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW refuses its settings: Invalid beta"),
@@ -162,7 +162,7 @@ def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.Captur
     size = 299 if source.startswith("tokens") else 200
     assert small.train(data__source=source, model__config__vocab_size=size) == 2
     works = 300 if source.startswith("tokens") else 256
-    assert f"model.config.vocab_size = {size}; vocab_size = {works} works" in capfd.readouterr().err
+    assert f"model.config.vocab_size = {size}. Use vocab_size = {works}" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -170,8 +170,8 @@ def test_a_text_too_short_for_a_sample(capfd: pytest.CaptureFixture[str]) -> Non
     Path("short.txt").write_text("ten tokens")
     assert small.train(data__source="text:short.txt", data__held_out=0.0) == 2
     assert small.without_code(capfd.readouterr().err) == (
-        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17; "
-        "data.sequence_length = 9 works\n"
+        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17. Set "
+        "data.sequence_length = 9\n"
     )
 
 
@@ -398,8 +398,9 @@ def test_a_long_program_is_told_by_its_tasks(capsys: pytest.CaptureFixture[str])
     said = _said_of(capsys, *words)
     assert len(said) <= 82
     assert said.pop(0) == "preset:llama2-7b on 8 devices of h100x8"
-    assert re.fullmatch(r'program of "dp=2 pp=4 zero=1 microbatch=1": [\d,]+ ops; --program lists them', said[0])
-    heads = said[1 : next(index for index, line in enumerate(said) if line.endswith(" exposed"))]
+    first = next(index for index, line in enumerate(said) if line.startswith("program of "))
+    assert re.fullmatch(r'program of "dp=2 pp=4 zero=1 microbatch=1": [\d,]+ ops; --program lists them', said[first])
+    heads = said[first + 1 :]
     assert [line for line in heads if line.startswith("stage")] == ["stage 0", "stages 1 to 2, each", "stage 3"]
     told = sum(
         (2 if part == 1 else 1) * (1 if times == "once" else int(times.split()[0])) * int(count)
@@ -407,19 +408,18 @@ def test_a_long_program_is_told_by_its_tasks(capsys: pytest.CaptureFixture[str])
         for times, counts in re.findall(r" (once|\d+ times): (.+)", lines)
         for count in re.findall(r"(\d+) [a-z]", counts)
     )
-    assert f" {told:,} ops" in said[0]
+    assert f" {told:,} ops" in said[first]
     whole = _said_of(capsys, *words, "--program")
-    listed = next(index for index, line in enumerate(whole) if line.endswith(" exposed"))
     assert len(whole) > len(said)
-    assert "    forward:model.layers.31" in "\n".join(whole[:listed])
-    assert whole[listed:] == said[1 + len(heads) :]
+    assert "    forward:model.layers.31" in "\n".join(whole)
+    assert whole[1 : first + 1] == said[:first]
 
 
-def test_simulate_says_at_its_end_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_says_first_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for words, fits in (("dp=8", False), ("dp=8 zero=3 microbatch=1", True)):
         said = _said_of(capsys, "--layout", words)
-        assert said[-1].startswith(f'"{words}" {"fits" if fits else "does not fit"}: needs ')
-        assert "optimizer" in said[-1]
+        assert said[1].startswith(f'"{words}" {"fits" if fits else "does not fit"}: needs ')
+        assert "optimizer" in said[1]
         assert not any(line.startswith(("{", "[")) for line in said), "data is for --json"
 
 

@@ -170,7 +170,7 @@ def test_a_saved_hugging_face_dataset(tmp_path):
             "position_ids": [0, 1, 2, 3],
         }
         assert row(open_dataset(job, "held_out"), 0)["input_ids"] == ids("ijkl")
-    with pytest.raises(DataError, match=r"no split 'train' but test; hf:.*test works"):
+    with pytest.raises(DataError, match=r"no split 'train' but test. Use hf:.*test"):
         open_dataset(job_of(f"hf:{tmp_path / 'other'}"))
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     Dataset.from_dict({"messages": chats}).save_to_disk(tmp_path / "chat")
@@ -545,17 +545,17 @@ def test_an_unknown_source_names_those_there_are(source, text):
 def test_data_that_is_too_short_says_what_would_work(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij")
     source = f"text:{tmp_path / 'a.txt'}"
-    with pytest.raises(DataError, match=r"has 10 of 10 tokens; .* 64 needs 65; data\.sequence_length = 9 works"):
+    with pytest.raises(DataError, match=r"has 10 of 10 tokens; .* 64 needs 65. Set data\.sequence_length = 9"):
         open_dataset(job_of(source, sequence_length=64))
     assert len(open_dataset(job_of(source, sequence_length=9))) == 1
-    with pytest.raises(DataError, match=r"the held-out part of .* has 1 of 10 tokens; .*more data is needed"):
+    with pytest.raises(DataError, match=r"the held-out part of .* has 1 of 10 tokens; .*Use .*more data"):
         open_dataset(job_of(source, held_out=0.1), "held_out")
     with pytest.raises(DataError, match=r"data\.held_out = 0 leaves no samples to evaluate"):
         open_dataset(job_of(source), "held_out")
     with pytest.raises(DataError, match=r"no split 'heldout' .did you mean 'held_out'"):
         open_dataset(job_of(source), "heldout")
     lines = write_lines(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": "de"}])
-    with pytest.raises(DataError, match=r"has 5 tokens in 2 of 2 documents; .*sequence_length = 5 works"):
+    with pytest.raises(DataError, match=r"has 5 tokens in 2 of 2 documents; .*Set .*sequence_length = 5"):
         open_dataset(job_of(lines, sequence_length=6))
     assert len(open_dataset(job_of(lines, sequence_length=5))) == 1
     with pytest.raises(DataError, match=r"has 0 tokens in 0 of 2 documents"):
@@ -591,7 +591,7 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
     for source, text in {
         "tokens:odd.bin": "3 bytes, which is no whole number of uint16",
         "tokens:empty.bin": "is empty",
-        "tokens:floats.npy": "whole numbers in one dimension, or in rows, work",
+        "tokens:floats.npy": "Use whole numbers in one dimension, or in rows",
         "tokens:bad.npy": r"is not a \.npy array",
         "tokens:": "no path",
         "text:latin.txt": r"is not UTF-8 text \(byte 2\)",

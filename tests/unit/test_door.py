@@ -78,15 +78,20 @@ def test_presets_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", ["llama3-70b", "preset:llama3-70b"])
 def test_a_preset_given_as_a_file_says_how_to_name_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan", name, "--devices", "8") == 2
-    assert "--set model.source=preset:llama3-70b works" in capsys.readouterr().err
+    assert "use --set model.source=preset:llama3-70b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("tables", "precision", "batch", "says"),
     [
-        ({}, "bf16", 1536, "is planned in bf16 and with its published 3.15M tokens a step, 1536 samples; --set "),
+        (
+            {},
+            "bf16",
+            1536,
+            "is planned in bf16 and with its published 3.15M tokens per step, 1536 samples. Change by --set ",
+        ),
         ({"numerics": {"precision": "float32"}}, "float32", 1536, "is planned with its published 3.15M tokens"),
-        ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16; --set numerics.precision= change that"),
+        ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16. Change by --set numerics.precision="),
         ({"train": {"global_batch": 32}, "numerics": {"precision": "float32"}}, "float32", 32, ""),
         ({"data": {"sequence_length": 1024}}, "bf16", 3072, "3072 samples"),
     ],
@@ -119,7 +124,7 @@ def test_a_model_of_code_keeps_its_own_batch_and_precision() -> None:
 )
 def test_a_plan_says_what_binds(words: list[str], bound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan", "--devices", "2", *words) == 0
-    assert f"it is bound by {bound} (" in capsys.readouterr().out
+    assert f"bottleneck: {bound} (" in capsys.readouterr().out
 
 
 def test_the_package_shows_its_public_names_and_its_version() -> None:
@@ -197,7 +202,7 @@ def _of(value: Any) -> Callable[[Any, Any], Any]:
     ("value", "says"),
     [
         (lambda total, count: total / count, r"returned one number.*Otherwise return \(sum, count\)"),
-        (lambda total, count: (total.item(), count), r"returned \(a float, a int\); \(sum, count\) works"),
+        (lambda total, count: (total.item(), count), r"returned \(a float, a int\). Use \(sum, count\)"),
         (lambda total, count: (total.expand(2), count), r"returned \(a tensor \[2\], a int\)"),
         (lambda total, count: (total, None), r"returned \(a tensor \[\], None\)"),
         (lambda total, count: (total.detach(), count), "the sum that the loss returned has no gradient"),
@@ -263,7 +268,7 @@ class Broken(Tokens):
         ("data.source=own_functions:fail", r"own_functions:fail fails: OSError: disk gone \(.*own_functions.py:7\)"),
         ("data.source=own_functions:Broken", r"reading sample 0 of a Broken fails: KeyError: 'a broken row' \(.*:9\)"),
         ("optimizer.name=own_functions:fail", r"own_functions:fail fails: OSError: disk gone \(.*own_functions.py:7\)"),
-        ("model.source=own_functions.py:build", "module not found: 'own_functions.py'.*: own_functions:build works"),
+        ("model.source=own_functions.py:build", "module not found: 'own_functions.py'.*. Use own_functions:build"),
     ],
 )
 def test_failures_of_the_users_functions_are_one_line_with_theirs(

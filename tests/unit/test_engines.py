@@ -169,19 +169,19 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?): slurm, kubernetes, ray"),
+        (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slurm"], "--ranks-per-node missing"),
         (
             ["--on", "slurm", "--nodes", "2", "--layout", "dp=3"],
-            "2 nodes cannot share the 3 ranks of 'dp=3' equally; 2",
+            "2 nodes cannot share the 3 ranks of 'dp=3' equally. Use 2",
         ),
         (
             ["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"],
             "has 4 ranks, and 2 nodes of 4",
         ),
-        (["--on", "slurm", "--nodes", "a,a", "--layout", "dp=2"], "--nodes a,a: a number works, or names of hosts"),
-        (["--on", "slurm", "--nodes", "0", "--layout", "dp=2"], "--nodes 0: at least one node works"),
-        (["--on", "kubernetes", "--layout", "dp=2"], 'image = "..." in [kubernetes] of --site works'),
+        (["--on", "slurm", "--nodes", "a,a", "--layout", "dp=2"], "--nodes a,a. Use a number, or names of hosts"),
+        (["--on", "slurm", "--nodes", "0", "--layout", "dp=2"], "--nodes 0. Use at least one node"),
+        (["--on", "kubernetes", "--layout", "dp=2"], 'Set image = "..." in [kubernetes] of --site'),
         (["--on", "ssh", "--nodes", "2", "--layout", "dp=2"], "--on ssh needs the names of two hosts or more"),
         (["--on", "torchrun", "--nodes", "2", "--layout", "dp=2"], "with several nodes needs an address"),
         (["--on", "slurm", "--layout", "dp=2", "--site", "no.toml"], "--site no.toml: No such file or directory"),
@@ -256,13 +256,13 @@ def test_the_function_takes_a_job_or_its_path() -> None:
     assert samestep.load("run.toml").train.steps == 2
     same = samestep.write_submission("run.toml", "slurm", nodes=2, ranks_per_node=4, out="runs/run")
     assert same.splitlines()[1:] == text.splitlines()[1:]
-    with pytest.raises(InputError, match=r'path="run\.sbatch" works'):
+    with pytest.raises(InputError, match=r'Use path="run\.sbatch"'):
         samestep.write_submission(job, "slurm", nodes=2, ranks_per_node=4)
-    with pytest.raises(InputError, match=r"a samestep\.Job works, or the path of a job file"):
+    with pytest.raises(InputError, match=r"Use a samestep\.Job, or the path of a job file"):
         samestep.write_submission(print, "slurm")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"write_submission\(job, on\) writes the script"):
         samestep.launch(job, ranks=2)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="ranks=2 works"):
+    with pytest.raises(InputError, match="Use ranks=2"):
         samestep.launch(print)
 
 

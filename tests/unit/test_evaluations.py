@@ -80,11 +80,11 @@ def test_a_run_without_a_better_loss_ends_early(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_settings_without_evaluations_are_refused() -> None:
-    with pytest.raises(JobError, match=r"train.patience needs evaluations .* train.evaluate_every = 100 works"):
+    with pytest.raises(JobError, match=r"train.patience needs evaluations .*Set .*train.evaluate_every = 100"):
         Job(train={"patience": 3})
     with pytest.raises(JobError, match=r"checkpoint.keep_best needs evaluations"):
         Job(checkpoint={"keep_best": True})
-    with pytest.raises(DataError, match=r"needs samples that are held out: data.held_out above 0"):
+    with pytest.raises(DataError, match=r"needs samples that are held out. Use data.held_out above 0"):
         evaluations.check(Job(train={"evaluate_every": 5}, data={"held_out": 0.0}))
 
 
@@ -145,10 +145,10 @@ def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(se
     [
         ({"data.held_out_sets.held_out": "topics"}, "this is the name of the part of the data that is held out"),
         ({"train.monitor": "code"}, r"train.monitor = 'code' is no set of data.held_out_sets \(there are none\)"),
-        ({"train.monitor": "held_out", "data.held_out": 0.0}, "data.held_out = 0.1 works"),
+        ({"train.monitor": "held_out", "data.held_out": 0.0}, "Set data.held_out = 0.1"),
         ({"data.held_out_sets.a": "text:nowhere.txt"}, r"data.held_out_sets.a: .*nowhere.txt"),
         ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a set is one source"),
-        ({"data.held_out_sets.a": "digits"}, r"data.held_out_sets.a: a sample of digits has .*; a source of the same kind works"),
+        ({"data.held_out_sets.a": "digits"}, r"data.held_out_sets.a: a sample of digits has .*. Use a source of the same kind"),
     ],
 )  # fmt: skip
 def test_wrong_held_out_sets_are_named(

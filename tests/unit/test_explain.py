@@ -426,7 +426,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     [
         ({"step": 9}, "has no step 9: steps 1 to 3 are recorded"),
         ({"step": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
-        ({"step": "3:2"}, "names no steps: FIRST:LAST works"),
+        ({"step": "3:2"}, "names no steps. Use FIRST:LAST"),
     ],
 )
 def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], words: str) -> None:
@@ -503,11 +503,11 @@ def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_no_run_says_what_works(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="nothing does not exist: the folder of a run"):
+    with pytest.raises(RecordError, match=r"nothing does not exist. Use the folder of a run"):
         read_run(tmp_path / "nothing")
     for name in ("a", "b"):
         write(records(), tmp_path / name)
-    with pytest.raises(RecordError, match=r"is a folder of runs \(a, b\): samestep explain .*b works"):
+    with pytest.raises(RecordError, match=r"is a folder of runs \(a, b\). Use samestep explain .*b"):
         read_run(tmp_path)
     folder, found, _ = read_run(tmp_path / "a" / "record" / "steps-1-3.rank2.jsonl")
     assert (folder, [*found]) == (tmp_path / "a" / "record", [0, 1, 2, 3])

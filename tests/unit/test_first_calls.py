@@ -64,13 +64,13 @@ def run_of(rank: int = 0, world: int = 1, layout: str = "dp=1", model: Any = Mod
     [
         (
             Points(),
-            "takes a batch of samestep.batches, or the values of a whole batch .* was given a data set itself: .* works",
+            "takes a batch of samestep.batches, or the values of a whole batch .* was given a data set itself. Use ",
         ),
-        (iter([]), "takes a batch of samestep.batches, .* was given a list_iterator: .* works"),
-        (None, "was given None on the only rank: a batch of samestep.batches works, or the values of a whole batch"),
-        ({"x": 3.0}, "no number of samples can be told: tensors with as many rows as there are samples work"),
+        (iter([]), "takes a batch of samestep.batches, .* was given a list_iterator. Use "),
+        (None, "was given None on the only rank. Use a batch of samestep.batches, or the values of a whole batch"),
+        ({"x": 3.0}, "no number of samples can be told. Use tensors with as many rows as there are samples"),
         ((torch.ones(4, 4), torch.ones(3, 4)), "no number of samples can be told"),
-        (torch.ones(0, 4), "a batch without samples; one sample is the least that works"),
+        (torch.ones(0, 4), "a batch without samples. Use at least one sample"),
     ],
 )
 def test_a_step_takes_a_batch_and_says_which_call_works(given: Any, text: str) -> None:
@@ -122,7 +122,7 @@ def test_a_method_of_the_runs_optimizer_is_refused_and_its_values_are_there() ->
     assert isinstance(optimizer, Modes)
     assert (optimizer.param_groups[0]["noted"], run.step(batch).lr) == (2, 0.0005)
     for name in ("eval", "note"):
-        with pytest.raises(ModelError, match=rf'run.updater.optimizer.{name} would .*run.call\(None, "{name}"\) works'):
+        with pytest.raises(ModelError, match=rf'run.updater.optimizer.{name} would .*Use .*run.call\(None, "{name}"\)'):
             getattr(run.updater.optimizer, name)()
     run.call(None, "eval")
     assert run.evaluate({"x": batch["x"], "labels": 0 * batch["x"]})["loss"] == 0.0
@@ -267,29 +267,29 @@ def _stepped(**given: Any) -> Any:
     [
         (lambda: _parallelized(layout="dp=2"), r"has 2 ranks, but 1 process runs: start 2, as samestep\.launch"),
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
-        (lambda: _parallelized(layout={"dp": 1}), 'is a dict: one line of text works, such as layout="dp=2 tp=2"'),
-        (lambda: _parallelized(layout=None), "is nothing: one line of text works"),
+        (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
+        (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
         (lambda: samestep.Layout(3), "3 is no line of text"),  # type: ignore[arg-type]
         (lambda: _parallelized(job={"train": {}}), r"is a dict, and a samestep\.Job is taken"),
         (lambda: samestep.train("job.toml"), r"is a str, and a samestep\.Job is taken: .*samestep\.load"),
         (lambda: samestep.batches(JOB, Points()), r"a samestep\.Job is taken"),
         (lambda: samestep.batches(Points(), JOB, first_step=-1), "steps are counted from 0"),
-        (lambda: Job({"train": {"steps": 3}}), r"Job\(train=\{\.\.\.\}\) works"),  # type: ignore[arg-type]
+        (lambda: Job({"train": {"steps": 3}}), r"Use Job\(train=\{\.\.\.\}\)"),  # type: ignore[arg-type]
         (lambda: samestep.load(None), "is not the path of a job file"),  # type: ignore[arg-type]
         (lambda: samestep.load("job.toml", "train.steps=3"), "is one setting, and a list is read"),
-        (lambda: samestep.plan(Job(), "2"), "a whole number works, such as devices=2"),  # type: ignore[arg-type]
-        (lambda: samestep.latest(None), "the path of a file or a folder works"),  # type: ignore[arg-type]
-        (lambda: samestep.launch(None, ranks=1), "a function works"),  # type: ignore[arg-type]
+        (lambda: samestep.plan(Job(), "2"), "Use a whole number, such as devices=2"),  # type: ignore[arg-type]
+        (lambda: samestep.latest(None), "Use the path of a file or a folder"),  # type: ignore[arg-type]
+        (lambda: samestep.launch(None, ranks=1), "Use a function"),  # type: ignore[arg-type]
         (lambda: _parallelized(model=nn.Linear), "missing a required argument: 'in_features'"),
-        (lambda: _parallelized(model=[Model()]), "is a list: a function that builds an nn.Module works"),
-        (lambda: _parallelized(optimizer="adamw"), "is a str: a function of the parameters works"),
+        (lambda: _parallelized(model=[Model()]), "is a list. Use a function that builds an nn.Module"),
+        (lambda: _parallelized(optimizer="adamw"), "is a str. Use a function of the parameters"),
         (lambda: _parallelized(optimizer=lambda: None), "one argument, a list of parameters"),
-        (lambda: _stepped(loss=lambda o, b: (o.sum(), -1)), "returned .* a int.; .sum, count. works"),
+        (lambda: _stepped(loss=lambda o, b: (o.sum(), -1)), "returned .* a int.. Use .sum, count."),
         (lambda: _stepped(loss=lambda o, b: (o.sum() * 1j, 1)), "of complex numbers"),
-        (lambda: _parallelized().evaluate(Points), r"the class Points: a data set works, such as Points\(\)"),
+        (lambda: _parallelized().evaluate(Points), r"the class Points. Use a data set, such as Points\(\)"),
         (lambda: _parallelized().evaluate(Points(), lambda o, b: o.mean()), "the measure .* returned a tensor"),
         (lambda: _parallelized().evaluate(Points(), lambda o: o), "two arguments"),
-        (lambda: _parallelized().load(3), "is an int: the path of a file or a folder works"),
+        (lambda: _parallelized().load(3), "is an int. Use the path of a file or a folder"),
         (lambda: _parallelized(job=Job(optimizer={"lr": 0.5})), r"does not read optimizer\.lr of the job: .* Remove"),
         (lambda: _parallelized(job=Job(train={"loss": "mse"})), r"does not read train\.loss of the job"),
         (lambda: _parallelized(job=Job(model={"source": "hf:gpt2"})), r"does not read model\.source of the job"),

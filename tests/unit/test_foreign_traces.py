@@ -248,7 +248,7 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
     ("one", "other", "words"),
     [
         (SIMULATION, SIMULATION, "one of the two must be a run folder or a layout"),
-        ("dp=2", "nowhere/at/all", "is no run folder, and no layout: the folder of a run or of traces"),
+        ("dp=2", "nowhere/at/all", "is no run folder, and no layout. Use the folder of a run or of traces"),
         ("dp=2", "colour=3", "is no run folder, and no layout: unknown layout option"),
         ("dp=2", "dp_replicate=2", "both are one step"),
         ("dp=2", SIMULATION, "both are one step"),

@@ -130,7 +130,9 @@ def test_a_film_is_refused_and_one_frame_of_it_is_not(kind: str, tmp_path: Path)
     frames = [Image.fromarray(PIXELS), Image.fromarray(PIXELS[::-1].copy())]
     frames[0].save(tmp_path / "film", kind, save_all=True, append_images=frames[1:])
     frames[0].save(tmp_path / "still", kind)
-    with pytest.raises(DataError, match=r"film has several frames, and a sample is one image: each frame as a file"):
+    with pytest.raises(
+        DataError, match=r"film has several frames, and a sample is one image. Use each frame as a file"
+    ):
         read_image(tmp_path / "film", "RGB")
     assert read_image(tmp_path / "still", "RGB").size == (14, 9)
 
@@ -171,7 +173,7 @@ def _harmful(folder: Path) -> dict[str, bytes]:
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path: Path) -> None:
     reasons = {
         "bomb.tif": "exceeds limit", "bomb.png": "exceeds limit", "text.png": "too large", "cut.jpg": "truncated",
-        "floats.tif": "numbers from 1.5 to 1.5, and their range is not known: 0 to 1 works", "nan.tif": "numbers from nan",
+        "floats.tif": "numbers from 1.5 to 1.5, and their range is not known. Use 0 to 1", "nan.tif": "numbers from nan",
         "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is no image that Pillow reads", "empty.png": "is empty: copy it again",
     }  # fmt: skip
     for name, content in _harmful(tmp_path).items():
@@ -220,7 +222,7 @@ def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Pa
         Image.fromarray(GREY).save(tmp_path / name / "1.png")
     with pytest.raises(
         DataError,
-        match=r"which are parts of a data set or classes of these names: of parts, data.source = 'images:.*works",
+        match=r"which are parts of a data set or classes of these names. For parts, set data.source = 'images:",
     ):
         dataset(tmp_path)
     for name in names:
@@ -236,9 +238,9 @@ def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Pa
     [
         (("train2017/a", "val2017/a"), "the folders train2017, val2017, which are parts of a data set or classes of these names"),
         (("training_set/a", "test_set/a"), "the folders test_set, training_set, which"),
-        (("images/train/a", "images/val/a"), "the folders train, val in images, which are parts of a data set: data.source = 'images:.*/images/train' works"),
+        (("images/train/a", "images/val/a"), "the folders train, val in images, which are parts of a data set. Use data.source = 'images:.*/images/train'"),
         (("images/train/a",), "the folders train in images"),
-        (("cat/train", "cat/val", "dog/train", "dog/val"), "the folders train, val in cat, which are parts of a data set: a folder of classes for each"),
+        (("cat/train", "cat/val", "dog/train", "dog/val"), "the folders train, val in cat, which are parts of a data set. Use a folder of classes for each"),
     ],
 )  # fmt: skip
 def test_parts_by_other_names_or_a_level_below_are_no_classes(
@@ -268,12 +270,12 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
     for name in ("b.heic", "b.SVG", "b.dng"):
         (tmp_path / "cat" / name).write_bytes(b"x")
         with pytest.raises(
-            DataError, match=rf"cat/{name} is an image of a form that is not read: as PNG or JPEG it works"
+            DataError, match=rf"cat/{name} is an image of a form that is not read. Save it as PNG or JPEG"
         ):
             dataset(tmp_path)
         (tmp_path / "cat" / name).unlink()
     (tmp_path / "emu").mkdir()
-    with pytest.raises(DataError, match=r"has the class 'emu' without images: with images, or without the folder"):
+    with pytest.raises(DataError, match=r"has the class 'emu' without images. Add images to it, or remove the folder"):
         dataset(tmp_path)
     (tmp_path / "emu").rmdir()
     (tmp_path / "emu").symlink_to(tmp_path / "nowhere")
@@ -282,7 +284,7 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
     (tmp_path / "emu").unlink()
     (tmp_path / "cat" / "whole").symlink_to(tmp_path)  # a dog is no cat
     assert len(dataset(tmp_path)) == 2
-    with pytest.raises(DataError, match=r"1\.png is a file: a folder with one folder per class works"):
+    with pytest.raises(DataError, match=r"1\.png is a file. Use a folder with one folder per class"):
         dataset(tmp_path / "cat" / "1.png")
 
 
@@ -331,7 +333,7 @@ def test_more_classes_than_the_model_has_are_refused(folders: Path) -> None:
     model.config = SimpleNamespace(num_labels=2)  # type: ignore[assignment]
     job, images = Job(data={"source": f"images:{folders / 'train'}"}), dataset(folders / "train")
     with pytest.raises(
-        ModelError, match=r"has 3 classes, but model.config.num_labels = 2; model.config.num_labels = 3 works"
+        ModelError, match=r"has 3 classes, but model.config.num_labels = 2. Set model.config.num_labels = 3"
     ):
         _check_fit(job, model, images, images[0])
 

@@ -46,7 +46,7 @@ def test_cuts_boundaries_and_words_of_a_family() -> None:
     }  # fmt: skip
     assert weights["model.layers.*.self_attn.k_proj.weight"]["tp"].endswith("2 parts, shared by ranks beyond that")
     assert weights["model.layers.*.mlp.down_proj.weight"]["tp"].startswith("by rows, outputs summed: dimension 1")
-    assert weights["model.norm.weight"]["tp"] == "whole: used on what every rank has whole"
+    assert weights["model.norm.weight"]["tp"] == "replicated: applied to full activations"
     last = found["layers"][-2]
     assert (last["layers"], last["stage"]) == ("model.layers.1 ... 2", f"{8 * 16} elements")
     words = {row["word"]: row["reason"] for row in found["words"]}
@@ -69,7 +69,7 @@ def test_the_command_writes_the_tables_of_a_preset(capsys: pytest.CaptureFixture
     path = tmp_path / "tables.json"
     assert cli.main(["inspect", "--set", "model.source=preset:mixtral-8x7b", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
-    assert "whole: ep divides its 8 experts" in {row["tp"] for row in written["params"]}
+    assert "replicated over tp: ep distributes its 8 experts" in {row["tp"] for row in written["params"]}
     assert written["experts"][0].startswith("experts: 32 modules of 8 (")
     assert "under tp" in capsys.readouterr().out
 

@@ -162,8 +162,8 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[numerics]\nreplicas = 2", "none is: replicas = 1 works"),
-        ("[numerics]\ncompression = 'int8'", "replicas = 2 or more works"),
+        ("[numerics]\nreplicas = 2", "none is. Set replicas = 1"),
+        ("[numerics]\ncompression = 'int8'", "Set replicas = 2 or more"),
         (
             "[numerics]\ncompression = 'int4'",
             'compression = "int4" was removed in this version; use compression = "int8"',
@@ -176,9 +176,9 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
             "[numerics]\ncompression = 'topk'",
             'compression = "topk" was removed in this version; use compression = "int8"',
         ),
-        ("[numerics]\ncompression = 'int8'\nreplicas = 3\n[train]\nglobal_batch = 8", "global_batch = 9 works"),
-        ("[numerics]\ncompression = 'int8'\nreplicas = 2\nbatch_norm_group = 4", "one of them alone works"),
-        ("[numerics]\nbatch_norm_group = 3\n[train]\nglobal_batch = 8", "batch_norm_group = 2 works"),
+        ("[numerics]\ncompression = 'int8'\nreplicas = 3\n[train]\nglobal_batch = 8", "Set global_batch = 9"),
+        ("[numerics]\ncompression = 'int8'\nreplicas = 2\nbatch_norm_group = 4", "Use one of them alone"),
+        ("[numerics]\nbatch_norm_group = 3\n[train]\nglobal_batch = 8", "Set batch_norm_group = 2"),
         ("[layout]\ndp_shardd = 2", "layout: unknown layout option 'dp_shardd' (did you mean 'dp_shard'?)"),
         ("[layout]\ndp = 2\ndp_shard = 2", "dp=N sets dp_replicate or dp_shard itself"),
         ("[train]\nsteps = 5\n[schedule]\nwarmup_steps = 6", "schedule.warmup_steps = 6 is more than train.steps = 5"),
@@ -305,7 +305,7 @@ def test_a_short_run_of_the_default_job_has_no_warm_up() -> None:
     assert jobs.default(["train.steps=8"]).schedule.warmup_steps == 0
     assert jobs.default(["train.steps=100"]).schedule.warmup_steps == 50
     assert jobs.default(["train.steps=8", "schedule.warmup_steps=3"]).schedule.warmup_steps == 3
-    with pytest.raises(JobError, match=r"at most 8 works, or more steps"):
+    with pytest.raises(JobError, match=r"Use at most 8, or more steps"):
         jobs.default(["train.steps=8", "schedule.warmup_steps=9"])
 
 

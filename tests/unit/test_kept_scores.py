@@ -128,4 +128,4 @@ def test_a_simulation_says_what_binds_it(samples: int, binds: str, capsys: pytes
         "numerics.precision=bf16",
     ]
     assert main(["simulate", *about, "--layout", "dp=1", "--hardware", "h100x8"]) == 0
-    assert f"\nbound by {binds} (" in capsys.readouterr().out
+    assert f"\nbottleneck: {binds} (" in capsys.readouterr().out

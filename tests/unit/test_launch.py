@@ -120,7 +120,7 @@ def _all_places(place: RankInfo) -> list[tuple[int, int, int]]:
 
 def test_ranks_per_node_is_a_pretence_that_the_caller_may_make() -> None:
     assert run_workers(_all_places, ranks=2, ranks_per_node=1, timeout_s=60) == [(0, 0, 1), (1, 0, 1)]
-    with pytest.raises(JobError, match=r"ranks_per_node=2 does not divide the 3 ranks; 1, 3 work"):
+    with pytest.raises(JobError, match=r"ranks_per_node=2 does not divide the 3 ranks. Use 1, 3"):
         run_workers(_all_places, ranks=3, ranks_per_node=2)
 
 
@@ -217,7 +217,7 @@ def test_functions_of_a_notebooks_cell_are_forked_or_refused_in_one_line(monkeyp
     bound = [(cell["main"], ()), (lambda place: None, ()), (_nothing, (cell["Data"](),)), (_nothing, ([cell["Data"]],))]
     for work in bound:
         assert _method("cuda", 1, work) == "fork", work
-        with pytest.raises(JobError, match=r"^threads=4: forked workers have one thread.*threads=1 works"):
+        with pytest.raises(JobError, match=r"^threads=4: forked workers have one thread.*Use .*threads=1"):
             _method("cpu", 4, work)
     assert _method("cuda", 1, (_nothing, (1,))) == "spawn"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -244,12 +244,12 @@ def _nothing(place: RankInfo) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .* args=\('dp=2',\) works"),
+        ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .*Use .*args=\('dp=2',\)"),
         ({"ranks": 0}, "ranks=0: a run needs at least 1"),
         ({"ranks": 1, "device": "tpu"}, "device='tpu' is not a device; cpu, cuda and auto are"),
         pytest.param(
             {"ranks": 1, "device": "cuda"},
-            "torch sees no GPU here; device=cpu works",
+            "torch sees no GPU here. Use device=cpu",
             marks=pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU"),
         ),
     ],

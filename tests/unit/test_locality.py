@@ -183,7 +183,7 @@ MIXING = {
     "a sum over tokens": (functools.partial(Odd, lambda x: x + x.mean(1, keepdim=True)), "blocks.0 mixes tokens by mean"),
     "a running sum": (functools.partial(Odd, lambda x: x.cumsum(1)), "blocks.0 mixes tokens by cumsum"),
     "scores without a softmax": (functools.partial(Odd, lambda x: (x @ x.mT).relu() @ x), "blocks.0 mixes tokens by bmm"),
-    "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), r"mixes tokens by bmm, .*scaled_dot_product_attention .*, works$"),
+    "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), r"mixes tokens by bmm, .*Use .*scaled_dot_product_attention .*, or none$"),
     "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),

@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--top", "1", "--json", "plan.json"]
     assert cli.main(plan) == 0
-    assert "hardware cpu-laptop is not measured on this machine" in capfd.readouterr().out
+    assert "hardware profile cpu-laptop: not measured on this machine" in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "cpu-laptop"
 
     assert cli.main(["measure", "--device", "cpu"]) == 0
@@ -72,7 +72,7 @@ def test_more_ranks_than_this_machine_has_devices_are_named() -> None:
     mine = replace(load("cpu-laptop"), name="this-machine")
     assert cautions_here(mine, 2) == []
     (line,) = cautions_here(mine, 4)
-    assert line.startswith("this-machine has 2 devices: 4 are predicted as several such machines")
+    assert line.startswith("this-machine has 2 devices, so 4 are predicted as several such machines")
 
 
 @pytest.mark.usefixtures("quick", "home")

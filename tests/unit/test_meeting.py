@@ -52,7 +52,7 @@ def test_hosts_that_agree_meet() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"torch": "2.11"}, "127.0.0.1 has torch 2.1[13], and the leading host 2.1[13]: one for all hosts works"),
+        ({"torch": "2.11"}, "127.0.0.1 has torch 2.1[13], and the leading host 2.1[13]. Use one for all hosts"),
         ({"samestep": "0.9"}, "has samestep"),
         ({"a job of digest": "abd"}, "has a job of digest ab[cd]"),
         ({"--layout": "dp=4"}, "has --layout dp=[24]"),
@@ -67,7 +67,9 @@ def test_hosts_that_differ_are_refused_by_name_on_all(changed: dict[str, str], w
 @pytest.mark.filterwarnings("ignore:a host at 127.0.0.1 was turned away")
 def test_a_wrong_token_is_refused_and_the_run_waits_on() -> None:
     refused, left = sorted(_meet((TOKEN, MINE), (TOKEN[::-1], MINE), timeout_s=2), key=lambda end: str(type(end)))
-    with pytest.raises(JobError, match=r"--rendezvous 127.0.0.1:\d+: it has another token; the token file of the host"):
+    with pytest.raises(
+        JobError, match=r"--rendezvous 127.0.0.1:\d+: it has another token. Use the token file of the host"
+    ):
         raise refused
     with pytest.raises(
         WorkerError, match=r"1 of 2 hosts came to 127.0.0.1:\d+ within 2 s; hosts apart from this one: none"
@@ -208,7 +210,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_bytes(TOKEN + b"\n")
     file.chmod(0o644)
-    with pytest.raises(JobError, match=f"can be read by other users: chmod 600 {file} works"):
+    with pytest.raises(JobError, match=f"can be read by other users. Use chmod 600 {file}"):
         read_token(file)
     file.chmod(0o600)
     assert read_token(file) == TOKEN

@@ -185,7 +185,7 @@ def test_weights_that_a_run_does_not_train_are_refused() -> None:
         return lambda x: trainer.model.linear(x)  # type: ignore[union-attr]
 
     for hold in (_holding_a_global, through_one_object):
-        with pytest.raises(ModelError, match=r"the forward reads linear.weight .* read from self works"):
+        with pytest.raises(ModelError, match=r"the forward reads linear.weight .*Use a module that is read from self"):
             _trained(functools.partial(Model, hold))
 
 
@@ -230,7 +230,7 @@ def test_a_function_with_a_tensor_of_the_build_is_refused() -> None:
         return lambda x: model.linear(x) * gain
 
     assert _trained(_drawn(hold)) == pytest.approx(_by_hand(_drawn(hold)), rel=1e-6)
-    with pytest.raises(ModelError, match=r"a tensor of shape \[8\] in a variable around it, .* a buffer .* works"):
+    with pytest.raises(ModelError, match=r"a tensor of shape \[8\] in a variable around it, .*Use a buffer "):
         _trained(functools.partial(Model, hold))
 
 

@@ -220,7 +220,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--why", "dp=0"], "dp=0: a degree is at least 1"),
         (["--devices", "2", "--why", "dp=1,tp=two"], "tp=two is not a whole number"),
         (["--devices", "2", "--cost-per-hour", "-3"], "-3 is not a price; 2.5 is one"),
-        (["--devices", "2", "--days-for-tokens", "many"], "many is not a number of tokens; 2T, 300B and 1e12 work"),
+        (["--devices", "2", "--days-for-tokens", "many"], "many is not a number of tokens. Use 2T, 300B and 1e12"),
         (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
         (["--devices", "2", "--set", "model.source=GPT2-XL"], "(did you mean 'preset:gpt2-xl'?)"),
         (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),
@@ -231,7 +231,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' must be one of adadelta, "),
         (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), or module:function"),
         (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
-        (["--devices", "2", "--top", "300"], "300 rows are too many to play; 50 works"),
+        (["--devices", "2", "--top", "300"], "300 rows are too many to play. Use 50"),
         (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
         (
             ["--devices", "2", "--set", "numerics.precision=fp8"],
@@ -253,8 +253,8 @@ def test_a_dtype_the_hardware_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--hardware", "V100x8", "--devices", 2, "--set", "numerics.precision=bf16")
     assert run("plan", *GPT2, *words) == 2
     assert small.without_code(capsys.readouterr().err) == (
-        "samestep: hardware v100x8 has no flops_per_s for bfloat16; it has float64, float32, float16: "
-        "numerics.precision=fp16 or float32 or float64 works\n"
+        "samestep: hardware v100x8 has no flops_per_s for bfloat16; it has float64, float32, float16. Use "
+        "numerics.precision=fp16 or float32 or float64\n"
     )
 
 

@@ -289,14 +289,14 @@ def test_every_preset_may_be_named() -> None:
         ("llama2-7b", {"experts": -1}, "experts=-1 is not a whole number of at least 0"),
         ("llama2-7b", {"tied": "maybe"}, "tied='maybe' is neither true nor false"),
         ("llama2-7b", {"attention": "foo"}, "attention='foo' must be one of 'causal', 'attention', 'plain'"),
-        ("llama2-7b", {"kv_heads": 7}, "kv_heads=7 does not divide heads=32; 1, 2, 4, 8, 16, 32 do"),
-        ("llama2-7b", {"heads": 31}, "heads=31 does not divide hidden=4096; 1, 2, 4, 8, 16, 32 do"),
-        ("llama2-7b", {"experts": 8}, "top_k=0 of experts=8; 1 to 8 work"),
-        ("llama2-7b", {"experts": 8, "top_k": 9}, "top_k=9 of experts=8; 1 to 8 work"),
-        ("llama2-7b", {"rotary_dim": 64}, "rotary_dim=64 has no effect with latent_rank=0; rotary_dim=0 works"),
-        ("deepseek-v3", {"layers": 2}, "dense_layers=3 of layers=2; 0 to 2 work"),
+        ("llama2-7b", {"kv_heads": 7}, "kv_heads=7 does not divide heads=32. Use 1, 2, 4, 8, 16, 32"),
+        ("llama2-7b", {"heads": 31}, "heads=31 does not divide hidden=4096. Use 1, 2, 4, 8, 16, 32"),
+        ("llama2-7b", {"experts": 8}, "top_k=0 of experts=8. Use 1 to 8"),
+        ("llama2-7b", {"experts": 8, "top_k": 9}, "top_k=9 of experts=8. Use 1 to 8"),
+        ("llama2-7b", {"rotary_dim": 64}, "rotary_dim=64 has no effect with latent_rank=0. Use rotary_dim=0"),
+        ("deepseek-v3", {"layers": 2}, "dense_layers=3 of layers=2. Use 0 to 2"),
         ("deepseek-v3", {"shared_experts": -1}, "shared_experts=-1 is not a whole number of at least 0"),
-        ("deepseek-v3", {"adapter_rank": 8}, "adapter_rank=8 has no effect with latent_rank=512; adapter_rank=0 works"),
+        ("deepseek-v3", {"adapter_rank": 8}, "adapter_rank=8 has no effect with latent_rank=512. Use adapter_rank=0"),
     ],
 )
 def test_fields_that_make_no_model_are_refused(name: str, changes: dict[str, object], mistake: str) -> None:
@@ -414,7 +414,7 @@ def test_adapters_of_a_decoder_keep_what_those_of_peft_do() -> None:
 
 def test_names_that_a_preset_lacks_are_named_with_those_it_has() -> None:
     with pytest.raises(
-        ModelError, match=r"preset llama3-8b is called 'q_porj' \(did you mean 'q_proj'\?\): .* all-linear work"
+        ModelError, match=r"preset llama3-8b is called 'q_porj' \(did you mean 'q_proj'\?\). Use .* all-linear"
     ):
         lora_on("preset:llama3-8b", targets=["q_porj"])
     whole = lora_on("preset:llama3-8b", targets=["q_proj"], modules_to_save=["lm_head"])

@@ -187,7 +187,7 @@ def test_a_group_that_exists_is_taken_or_made_anew_or_refused() -> None:
         assert {one[3] for one in taken} == {""}
         mixed = processes.run(_use_a_group, "abab", False, False)
         assert [one[:3] for one in mixed] == [(rank, 1, (0, 1, 0, 1)) for rank in range(4)]
-        assert all("a group in the order 0, 2, 1, 3 of its ranks works" in one[3] for one in mixed)
+        assert all("Use a group in the order 0, 2, 1, 3 of its ranks" in one[3] for one in mixed)
         shared = processes.run(_use_a_group, "abab", True, True)
         assert all("a group in the order 0, 2, 1, 3" in one[3] for one in shared)
         renewed = processes.run(_use_a_group, "abab", True, False)

@@ -257,7 +257,7 @@ def test_windows(text: str, steps: range) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "a", "4:2", "1:b", ":3", "1:2:3"])
 def test_what_names_no_steps_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="names no steps: FIRST:LAST works"):
+    with pytest.raises(InputError, match=r"names no steps. Use FIRST:LAST"):
         parse_steps(text, 0)
 
 
@@ -277,7 +277,7 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
     assert [*read_record(path).steps] == [2, 3]
     step = json.loads(first)
     harmed = {
-        "": "is empty: its rank was ended before it could write; records of all ranks work",
+        "": "is empty: its rank was ended before it could write. Use records of all ranks",
         "\x00\x01": "damaged",
         '{"traceEvents": []}': "is no record of samestep",
         "[]\n": "is no record of samestep",

@@ -289,7 +289,7 @@ class _Service(types.ModuleType):
 @pytest.mark.parametrize("word", trackers.SERVICES)
 def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, service = Job(run={"report": word}), _Service(word)
-    with pytest.raises(JobError, match=f"{word} is not installed here; pip install {word} works"):
+    with pytest.raises(JobError, match=f"{word} is not installed here. Use pip install {word}"):
         trackers.check(job)
     monkeypatch.setitem(sys.modules, word, service)
     trackers.check(job)
@@ -403,7 +403,7 @@ def test_a_profile_has_the_names_of_the_program(tmp_path: Path) -> None:
     ("key", "value", "text"),
     [
         ("run.profile", "12:10", "ends before it begins"),
-        ("run.profile", "ten", "names no steps: FIRST:LAST works"),
+        ("run.profile", "ten", "names no steps. Use FIRST:LAST"),
         ("run.device", "mps", "no process groups on MPS"),
         ("run.log_every", "0", "greater than or equal to 1"),
     ],

@@ -160,8 +160,8 @@ def test_parts_are_left_out_of_tables_and_of_texts_that_are_all_parts(tmp_path: 
     ("content", "text"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "is a pointer of Git LFS: `git lfs pull`"),
-        (b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000" + bytes(248) + b'{"text": "a"}', "is a tar archive of files: a folder"),
-        (gzip.compress(gzip.compress(LINES)), "is packed twice: unpacked once it works"),
+        (b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000" + bytes(248) + b'{"text": "a"}', "is a tar archive of files. Use a folder"),
+        (gzip.compress(gzip.compress(LINES)), "is packed twice. Unpack it once"),
         (gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar  " + bytes(300)), "is a tar archive of files"),
     ],
 )  # fmt: skip

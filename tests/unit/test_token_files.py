@@ -47,7 +47,7 @@ def test_of_a_folder_tokens_alone_are_read(tmp_path: Path) -> None:
     assert np.array_equal(read(tmp_path), [*IDS, *(IDS + 1)])
     for name in ("a.bin", "val.bin"):
         (tmp_path / name).unlink()
-    assert "holds no .bin and no .npy file; a file of another name works by its own path" in refusal(tmp_path)
+    assert "holds no .bin and no .npy file. Use a file of another name by its own path" in refusal(tmp_path)
     IDS.astype("u2").tofile(tmp_path / "tokens.dat")
     assert np.array_equal(read(tmp_path / "tokens.dat"), IDS)
 
@@ -111,7 +111,7 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
         "version": (index[:9] + struct.pack("<Q", 2) + index[17:], "of version 2 with numbers of kind 4"),
         "kind": (
             index[:17] + b"\x07" + index[18:],
-            "of version 1 with numbers of kind 7: version 1 with whole numbers works",
+            "of version 1 with numbers of kind 7. Use version 1 with whole numbers",
         ),
         "count": (index[:18] + struct.pack("<Q", 2**60) + index[26:], "sequences and 3 documents, which are"),
         "cut": (index[:-3], "copy it again"),
@@ -173,7 +173,7 @@ def test_wider_numbers_are_told_by_their_zeros(written: str, given: str, works: 
     ids.astype(written).tofile(path)
     found = refusal(path, dtype=given)
     assert f"looks like {works}" in found
-    assert f"data.dtype = '{works}' works" in found
+    assert f"Set data.dtype = '{works}'" in found
     assert np.array_equal(read(path, dtype=works), ids)
     raw = np.fromfile(path, given)
     np.save(tmp_path / "meant.npy", raw)  # who means it says so
@@ -219,11 +219,11 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
     assert np.array_equal(read(tmp_path / "plain"), IDS)
     np.save(tmp_path / "cube.npy", IDS.reshape(5, 10, 10))
     assert (
-        "int64 [5, 10, 10]; whole numbers in one dimension, or in rows, work; numpy.save(file, tokens.reshape(-1))"
+        "int64 [5, 10, 10]. Use whole numbers in one dimension, or in rows; numpy.save(file, tokens.reshape(-1))"
         in refusal(tmp_path / "cube.npy")
     )
     (tmp_path / "two.npy").write_bytes(2 * (tmp_path / "0.npy").read_bytes())
-    assert "its array ends at 1,128: one array in a file works" in refusal(tmp_path / "two.npy")
+    assert "its array ends at 1,128. Use one array in a file" in refusal(tmp_path / "two.npy")
     np.save(tmp_path / "none.npy", np.zeros(0, "u2"))
     assert "is empty" in refusal(tmp_path / "none.npy")
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
@@ -285,7 +285,7 @@ def test_a_head_of_an_unknown_number_is_no_token(width: int, tmp_path: Path) -> 
         head = np.zeros(256, "<i4")
         head[:3] = number, version, len(IDS)
         (tmp_path / "a.bin").write_bytes(head.tobytes() + IDS.astype(f"<u{width}").tobytes())
-        assert f"`tail -c +1025` writes it, it works with data.dtype = 'uint{8 * width}'" in refusal(tmp_path / "a.bin")
+        assert f"`tail -c +1025`, and set data.dtype = 'uint{8 * width}'" in refusal(tmp_path / "a.bin")
         (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[1024:])
         assert np.array_equal(read(tmp_path / "b.bin", dtype=f"uint{8 * width}"), IDS)
 
@@ -312,7 +312,7 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
             bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
             with pytest.raises(
-                DataError, match=rf"1\.npy has the token id {bad} at token 433: ids from 0 to 255, for which"
+                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, for which"
             ):
                 stream.read(np.array([0, bad_at]))
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
@@ -352,12 +352,12 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, 999, IDS % 250).astype("i4"))
     assert small.main("train", *words) == 2
     assert (
-        "1.npy has token ids up to 999, but model.config.vocab_size = 256; vocab_size = 1000 works"
+        "1.npy has token ids up to 999, but model.config.vocab_size = 256. Use vocab_size = 1000"
         in capsys.readouterr().err
     )
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, -1, IDS % 250).astype("i4"))
     assert small.main("train", *words) == 2
-    assert "1.npy has the token id -1: ids from 0 work" in capsys.readouterr().err
+    assert "1.npy has the token id -1. Use ids from 0" in capsys.readouterr().err
     (IDS % 250).astype("u2").tofile(tmp_path / "1.npy")
     (tmp_path / "1.npy").rename(tmp_path / "1.bin")
     assert small.main("train", *words, "--set=data.dtype=uint32") == 2

@@ -165,7 +165,7 @@ def test_a_part_that_torch_jit_has_compiled_is_refused_by_its_name() -> None:
     for model in (part, lambda: part):
         source = Source(model, loss_of(clipped()), optimizer_of(clipped()), "parts")
         with pytest.raises(
-            ModelError, match=r"^1 is compiled by torch.jit, .* the module that was given to torch.jit.script works"
+            ModelError, match=r"^1 is compiled by torch.jit, .* Use the module that was given to torch.jit.script"
         ):
             build_blueprint(source, clipped())
 

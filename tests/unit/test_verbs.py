@@ -91,7 +91,7 @@ def test_a_plan_keeps_memory_free_and_says_so() -> None:
         samestep.plan(GPT2, 2, A100, top=1, **words) for words in ({"keep_free": 0}, {}, {"keep_free": 0.5})
     )
     assert "kept free" not in ranking.as_text(whole)
-    assert "0.05 of the memory is kept free: a layout may need 75.2 of 79.1 GiB" in ranking.as_text(kept)
+    assert "memory limit: 75.2 of 79.1 GiB per device (--keep-free 0.05)" in ranking.as_text(kept)
     assert half.best[0].peak.total <= machine.memory_bytes / 2
     tight = dataclasses.replace(machine, memory_bytes=int(whole.best[0].peak.total * 1.01))
     assert samestep.plan(GPT2, 2, tight, top=1, keep_free=0).best[0].layout == whole.best[0].layout
@@ -100,12 +100,12 @@ def test_a_plan_keeps_memory_free_and_says_so() -> None:
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "plan for nobody": (lambda: samestep.plan(GPT2, 0, A100), "devices=0: a plan needs at least 1"),
-    "plan for too many rows": (lambda: samestep.plan(GPT2, 2, A100, top=51), "51 rows are too many to play; 50 works"),
-    "plan for no rows": (lambda: samestep.plan(GPT2, 2, A100, top=0), "0 rows are too few to play; 1 works"),
+    "plan for too many rows": (lambda: samestep.plan(GPT2, 2, A100, top=51), "51 rows are too many to play. Use 50"),
+    "plan for no rows": (lambda: samestep.plan(GPT2, 2, A100, top=0), "0 rows are too few to play. Use 1"),
     "plan on what": (lambda: samestep.plan(GPT2, 2, "h100"), "no hardware 'h100' (did you mean 'h100x8'?)"),
     "plan nothing": (
         lambda: samestep.plan(GPT2, 2, A100, keep_free=1),
-        "keep_free=1 is no part of a device's memory; 0.05 works",
+        "keep_free=1 is no part of a device's memory. Use 0.05",
     ),
     "plan what": (
         lambda: samestep.plan(Job(model={"source": "preset:gpt5"}), 2, A100),
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "train too long": (lambda: samestep.train(Job(), steps=101, ranks=1), "--steps 101 is beyond train.steps = 100"),
     "train on": (lambda: samestep.train(Job(), ranks=1, resume=True), "there is no run below runs/ to resume"),
     "verify where": (lambda: samestep.verify(Job(), layout="dp=two"), "dp=two is not a whole number"),
-    "verify too few steps": (lambda: samestep.verify(Job(), layout="dp=2", steps=1), "steps=2 or more works"),
+    "verify too few steps": (lambda: samestep.verify(Job(), layout="dp=2", steps=1), "Use steps=2 or more"),
 }  # fmt: skip
 
 

@@ -359,11 +359,9 @@ def check_family(family: str, task: Task) -> None:
         )
     if family not in able:
         others = [repr(name) for name in get_args(Task) if family in _families_of(name)]
-        works = (
-            f"model.task = {' or '.join(others)} works" if others else "a module:function that builds the model works"
-        )
+        works = f"Set model.task = {' or '.join(others)}" if others else "Use a module:function that builds the model"
         raise ModelError(
-            "family-unknown", f"hf:{family}: this family of transformers has no {_TASKS[task][2]}; {works}"
+            "family-unknown", f"hf:{family}: this family of transformers has no {_TASKS[task][2]}. {works}"
         )
 
 
@@ -418,7 +416,7 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
     if named := _find_hub_implementation(values):
         raise ModelError(
             "model-folder-unsupported",
-            f"{source}: {named} names a file of a hub, and samestep downloads nothing: 'sdpa' or 'eager' works",
+            f"{source}: {named} names a file of a hub, and samestep downloads nothing. Use 'sdpa' or 'eager'",
         )
     with quiet():
         try:
@@ -496,7 +494,7 @@ def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
                 raise ModelError(
                     "model-config",
                     f"hf:{config.model_type}: pad_token_id {pad} is outside the vocabulary of {size} tokens, and this family "
-                    "needs one; model.config.pad_token_id = a token that the data does not have works",
+                    "needs one. Set model.config.pad_token_id = a token that the data does not have",
                 ) from None
 
 

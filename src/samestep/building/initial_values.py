@@ -254,14 +254,14 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
     if held:
         raise ModelError(
             "build-not-repeatable",
-            f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own: "
-            "a function that reads the parameter from its module (self.…) works",
+            f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own. Use "
+            "a function that reads the parameter from its module (self.…)",
         )
     if tensor is not None:
         raise ModelError(
             "build-not-repeatable",
             f"a function that the model holds has a tensor of shape {[*tensor.shape]} in a variable around it, which the build function "
-            "makes and no module holds, so a rank has no values of it: a buffer that the function reads from its module (self.…) works",
+            "makes and no module holds, so a rank has no values of it. Use a buffer that the function reads from its module (self.…)",
         )
     marks = take_marks(source, takes=plain is not None)
     given: dict[str, weakref.ref[Tensor]] = {

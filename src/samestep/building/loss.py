@@ -117,8 +117,8 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
 _TWICE = ("double backward", "create_graph=False")
 """Words of torch's errors where code differentiates a compiled graph again."""
 OF_GRAPHS = (
-    "the loss takes gradients through the model, and a graph of run.compile is differentiated once, by the step: "
-    "run.compile = 'none' works"
+    "the loss takes gradients through the model, and a graph of run.compile is differentiated once, by the step. Set "
+    "run.compile = 'none'"
 )
 """The refusal of a loss that does."""
 
@@ -140,14 +140,14 @@ def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
     if not roots:
         raise ModelError(
             "nothing-to-train",
-            "no output of the model depends on a parameter that takes a gradient, so nothing is trained: "
-            "requires_grad_(True) on one that the forward uses works",
+            "no output of the model depends on a parameter that takes a gradient, so nothing is trained. Use "
+            "requires_grad_(True) on one that the forward uses",
         )
     if float(count):
         raise JobError(
             "nothing-to-train",
-            "the sum that the loss returned has no gradient, so nothing is trained: a loss without .detach(), .item(), "
-            "argmax and torch.no_grad() works",
+            "the sum that the loss returned has no gradient, so nothing is trained. Use a loss without .detach(), .item(), "
+            "argmax and torch.no_grad()",
         )
     return total + sum(root.flatten()[:0].sum().to(total.dtype) for root in roots)
 
@@ -176,7 +176,7 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
         raise JobError(
             "cross-entropy-shapes",
             f"train.loss = 'cross_entropy': classes may be the last or the second dimension of logits {list(shape)}, with labels "
-            f"{list(labels.shape)}: a loss of your own that says which works, as F.cross_entropy(outputs, labels, reduction='sum') with the "
+            f"{list(labels.shape)}. Use a loss of your own that says which, as F.cross_entropy(outputs, labels, reduction='sum') with the "
             "number of labels, or an output with .logits, with the classes in its last dimension",
         )
     if shape[:-1] == labels.shape:
@@ -184,8 +184,8 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
     elif second != labels.shape:
         raise JobError(
             "cross-entropy-shapes",
-            f"train.loss = 'cross_entropy': logits {list(logits.shape)} do not fit labels {list(labels.shape)}; "
-            "[B, T, V] with [B, T], or [B, C] with [B], works",
+            f"train.loss = 'cross_entropy': logits {list(logits.shape)} do not fit labels {list(labels.shape)}. Use "
+            "[B, T, V] with [B, T], or [B, C] with [B]",
         )
     run = run if torch.is_grad_enabled() else run_uncompiled
     try:
@@ -201,7 +201,7 @@ def _outside(labels: Tensor, num_classes: int) -> DataError:
     return DataError(
         "label-out-of-range",
         f"train.loss = 'cross_entropy': sample {place[0]} of its micro-batch has the label {int(labels[tuple(place)])}, and the classes are 0 to "
-        f"{num_classes - 1}: labels among them work, and {IGNORED_LABEL} for labels that do not count",
+        f"{num_classes - 1}. Use labels among them, and {IGNORED_LABEL} for labels that do not count",
     )
 
 
@@ -221,7 +221,7 @@ def class_numbers(labels: Tensor, logits: Tensor) -> Tensor:
         raise JobError(
             "cross-entropy-shapes",
             f"train.loss = 'cross_entropy': labels {list(labels.shape)} are {str(labels.dtype).removeprefix('torch.')}, and numbers of classes "
-            f"are whole: labels.long() works, and of probabilities, as logits {list(logits.shape)} are, a loss of your own",
+            f"are whole. Use labels.long(). For probabilities of the shape of the logits {list(logits.shape)}, use a loss of your own",
         )
     return labels.long()
 

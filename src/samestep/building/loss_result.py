@@ -96,12 +96,12 @@ class LossResult:
                     raise JobError(
                         "loss-names-change",
                         f"the loss failed when the model was traced ({names.failure}), so that ranks have agreed on no place for its {what} "
-                        f"{unknown[0]!r}: one works that reads only outputs and batch, and a forward can return values of the weights",
+                        f"{unknown[0]!r}. Use one that reads only outputs and batch. The forward can return values of the weights",
                     )
                 raise JobError(
                     "loss-names-change",
                     f"the loss returned the {what} {unknown[0]!r}, and {', '.join(map(repr, expected)) or 'none'} when the model was "
-                    "traced, so ranks have agreed on no place for it: a loss that returns all its names in every step works, with (0, 0) for a name without a value. It reads only outputs and batch: a forward can return values of the weights",
+                    "traced, so ranks have agreed on no place for it. Use a loss that returns all its names in every step, with (0, 0) for a name without a value. It reads only outputs and batch: a forward can return values of the weights",
                 )
         return self
 
@@ -151,7 +151,7 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
     if not read or not are_names or len(read) + len(logged) < len(named) + len(reported):
         raise JobError(
             "loss-not-a-pair",
-            f"{what} returned {describe_form(returned)}; (sum, count) works: a tensor of one number, and the number of tokens or "
+            f"{what} returned {describe_form(returned)}. Use (sum, count): a tensor of one number, and the number of tokens or "
             'samples that it sums over, or terms, {"name": (sum, count), ...}, and values to report after either, as (sum, count, '
             '{"accuracy": (correct, seen)})',
         )
@@ -192,7 +192,7 @@ def measured(named: Mapping[Any, Any], what: str) -> dict[str, Amount]:
         form = describe_form(named if len(named) > 1 else next(iter(named.values())))
         raise JobError(
             "loss-not-a-pair",
-            f"{what} returned {form}; (sum, count) works: two numbers, the second is the number of the tokens or samples in the sum, or a dict of names and pairs of these",
+            f"{what} returned {form}. Use (sum, count): two numbers, the second is the number of the tokens or samples in the sum, or a dict of names and pairs of these",
         )
     return found
 

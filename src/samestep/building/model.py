@@ -70,7 +70,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     if job.model.resize_embeddings is not None:
         raise ModelError(
             "resize-embeddings",
-            f"model.resize_embeddings changes the embedding of a folder's model, and {source} has no folder: a size in model.config works",
+            f"model.resize_embeddings changes the embedding of a folder's model, and {source} has no folder. Use a size in model.config",
         )
     if source.startswith("hf:"):
         family = family_source(source.removeprefix("hf:"), config, job.model.task)
@@ -107,7 +107,7 @@ def _num_tokens(job: Job, stored: int) -> int:
     if not job.data.is_text:
         raise ModelError(
             "resize-embeddings",
-            f"model.resize_embeddings = {asked!r}: data.source = {job.data.source!r} is read without a tokenizer; a number works",
+            f"model.resize_embeddings = {asked!r}: data.source = {job.data.source!r} is read without a tokenizer. Use a number",
         )
     multiple = int(asked.partition(":")[2] or 1)
     return max(stored, math.ceil(open_tokenizer(job).vocab_size / multiple) * multiple)
@@ -138,8 +138,8 @@ def _folder_of(job: Job) -> Path:
     if "/" not in name and is_family(name):
         raise ModelError(
             "model-folder-missing",
-            f"model.source: hf:{name} is a family of transformers, and a folder here: hf:./{name} is the folder, and for the "
-            "family another name of the folder works",
+            f"model.source: hf:{name} is a family of transformers, and a folder here. Use hf:./{name} for the folder. "
+            "For the family, rename the folder",
         )
     return folder
 
@@ -294,7 +294,7 @@ def why_unfit(model: nn.Module, batch: Any) -> str:
         and _accepted_arguments(type(unwrap(model)).forward).needs_labels
     ):
         return (
-            "the loss alone is given labels; a forward that takes what it needs of them under another name in the batch works, "
+            "the loss alone is given labels. Use a forward that takes what it needs of them under another name in the batch, "
             "as a mask of the positions that count"
         )
     if not isinstance(batch, Mapping) or not names or not (batch.keys() - {"labels"}).isdisjoint(names):
@@ -309,19 +309,19 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
         return ModelError(
             "batch-arguments",
             f"the batch has position_ids, without which packed documents see each other, and the forward of {name} "
-            f"takes {takes}; a model that takes position_ids works",
+            f"takes {takes}. Use a model that takes position_ids",
         )
     given = [key for key in batch if key != "labels"]
     if len(given) == 1 and len(accepted) == 1:
-        works = f"{accepted[0]!r} renamed to {given[0]!r} in the forward works"
+        works = f"Rename {accepted[0]!r} to {given[0]!r} in the forward"
     elif len(given) == 1 and len(accepted) == 2 and "labels" in batch:
         works = (
-            f"{accepted[0]!r} renamed to {given[0]!r} and {accepted[1]!r} to 'labels' in the forward works, with train.loss = 'model' if "
+            f"Rename {accepted[0]!r} to {given[0]!r} and {accepted[1]!r} to 'labels' in the forward, and set train.loss = 'model' if "
             "the forward returns its loss"
         )
     else:
-        works = "a name that both have works"
-    text = f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}: {works}"
+        works = "Use a name that both have"
+    text = f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}. {works}"
     return ModelError("batch-arguments", text)
 
 

@@ -75,7 +75,7 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     if patterns and not any(param.requires_grad for param in named.values()):
         raise JobError(
             "freeze-patterns",
-            f"model.freeze = {list(patterns)} leaves no weight to train: patterns that match fewer names work",
+            f"model.freeze = {list(patterns)} leaves no weight to train. Use patterns that match fewer names",
         )
 
 
@@ -172,8 +172,8 @@ def refuse_scripts(model: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(
                 "tensor-form",
-                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
-                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it',
+                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others. Use the module "
+                'that was given to torch.jit.script, or run.compile = "blocks"',
             )
 
 

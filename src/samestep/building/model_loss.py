@@ -161,8 +161,8 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
     )
     raise JobError(
         "loss-outputs-missing",
-        f'loss = "model": the forward returned {form}, and no loss: a scalar, an output with .loss or "loss", a tuple that begins '
-        "with a scalar or has one only, or (loss, count) works, or a loss function (outputs, batch) -> (sum, count)",
+        f'loss = "model": the forward returned {form}, and no loss. Use a scalar, an output with .loss or "loss", a tuple that begins '
+        "with a scalar or has one only, or (loss, count), or a loss function (outputs, batch) -> (sum, count)",
     )
 
 

@@ -131,7 +131,7 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
         if decay and "weight_decay" not in arguments:
             raise JobError(
                 "optimizer-refuses",
-                f"{key}.weight_decay: {of_group.__name__} has none; weight_decay = 0.0 works",
+                f"{key}.weight_decay: {of_group.__name__} has none. Set weight_decay = 0.0",
             )
 
 
@@ -149,7 +149,7 @@ def _optimizer_class(name: str, key: str) -> type[Optimizer]:
             "none-nor-module-function", f"{key} = {name!r} must be one of {', '.join(usable)}{hint}, or module:function"
         )
     if name.lower() in _UNFIT:
-        raise JobError("optimizer-fails", f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
+        raise JobError("optimizer-fails", f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}. Use adamw")
     return kind
 
 
@@ -205,9 +205,9 @@ def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[
         return kind(groups or [{"params": []}], **options)
     except _REFUSALS as error:
         if (refused := _refused_parameter(kind, named)) is not None:
-            group = f'{{ match = ["{refused}"], name = "adamw" }} as the first of optimizer.groups works'
+            group = f'Use {{ match = ["{refused}"], name = "adamw" }} as the first of optimizer.groups'
             raise JobError(
-                "optimizer-refuses", f"optimizer: {kind.__name__} refuses {refused}: {error}; {group}"
+                "optimizer-refuses", f"optimizer: {kind.__name__} refuses {refused}: {error}. {group}"
             ) from None
         raise JobError("optimizer-refuses", f"optimizer: {kind.__name__} refuses its settings: {error}") from None
 
@@ -316,7 +316,7 @@ def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps:
         return found
     raise JobError(
         "schedule-factor",
-        f"schedule.name: {source} returned {found} for step {step}; a finite factor of 0 or more works",
+        f"schedule.name: {source} returned {found} for step {step}. Use a finite factor of 0 or more",
     )
 
 

@@ -50,8 +50,8 @@ class StaleWeight(Tensor):
         return ModelError(
             "instance-read-elsewhere",
             f"the model's code reads the parameter {self.parameter} from the attribute {self.attribute}, which keeps it from the time "
-            "when the model was built, and a run puts parameters of its own into the module: a parameter that is read from its module "
-            "(self.…), or by self.named_parameters() within the forward, works",
+            "when the model was built, and a run puts parameters of its own into the module. Use a parameter that is read from its module "
+            "(self.…), or by self.named_parameters() within the forward",
         )
 
 

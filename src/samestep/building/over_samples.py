@@ -150,7 +150,7 @@ def after_step(buffer: Tensor, value: Tensor) -> None:
         form = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (buffer, value)]
         raise ModelError(
             "after-step-value",
-            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, or, under tp, a buffer of a module that is not cut",
+            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}. Use a tensor of the buffer's shape, or, under tp, a buffer of a module that is not cut",
         )
     hold_after_step(buffer, value)
 
@@ -206,7 +206,7 @@ def _over_samples(
         form = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ModelError(
             "rows-per-sample",
-            f"samestep.{function.__name__} takes a tensor with a row for each sample, and was given {form}: x[None] works for one row",
+            f"samestep.{function.__name__} takes a tensor with a row for each sample, and was given {form}. Use x[None] for one row",
         )
     scope = _present[-1]
     return alone() if scope is None else shared(scope)
@@ -281,7 +281,7 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
         if isinstance(number, Tensor) and rows:
             raise JobError(
                 "loss-not-a-sum",
-                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number: (sum over the rows, their number) works",
+                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number. Use (sum over the rows, their number)",
             )
         if isinstance(number, Tensor):
             size = num_samples(batch)

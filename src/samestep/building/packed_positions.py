@@ -90,7 +90,7 @@ def check_documents(model: nn.Module, given: Mapping[str, Any], finder: _FindsDo
         raise ModelError(
             "packed-documents",
             f"position_ids begin again within a sample, and do not keep packed documents apart in {type(model).__name__}, which mixes "
-            "tokens otherwise than by a mask made of them: one document in each sample works, without position_ids",
+            "tokens otherwise than by a mask made of them. Use one document in each sample, without position_ids",
         )
 
 

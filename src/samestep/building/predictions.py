@@ -62,5 +62,5 @@ def target_of(batch: Any) -> Tensor:
     if isinstance(found, Tensor):
         return found
     raise JobError(
-        "batch-labels-missing", "the batch has no labels: a dict with `labels`, or a tuple (inputs, labels), works"
+        "batch-labels-missing", "the batch has no labels. Use a dict with `labels`, or a tuple (inputs, labels)"
     )

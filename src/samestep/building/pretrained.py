@@ -92,7 +92,7 @@ def pretrained_source(
     if tokens is None:
         return PretrainedModel(folder, config, task, adaptation)
     if size is None or families.DEFAULT.vocabulary_field in fields:
-        both = "model.config says it too: model.resize_embeddings alone works"
+        both = "model.config says it too. Use model.resize_embeddings alone"
         raise ModelError(
             "resize-embeddings",
             f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}",
@@ -115,7 +115,7 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     if "trust_remote_code" in fields:
         raise ModelError(
             "model-folder-unsupported",
-            "model.config.trust_remote_code: samestep runs no code of a folder; a module:function does",
+            "model.config.trust_remote_code: samestep runs no code of a folder. Use a module:function",
         )
     if not family:
         raise ModelError(
@@ -131,7 +131,7 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     if "quantization_config" in stored:
         raise ModelError(
             "model-folder-unsupported",
-            f"model.source: the weights in {folder} are quantized, which samestep does not train; the weights before quantization work",
+            f"model.source: the weights in {folder} are quantized, which samestep does not train. Use the weights before quantization",
         )
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:

@@ -73,20 +73,20 @@ def as_one(
         if follows:
             raise ModelError(
                 "ema-follows",
-                "ema says that a model follows another one, and one is given: a dict of models by name works",
+                "ema says that a model follows another one, and one is given. Use a dict of models by name",
             )
         return model if forward is None else _around_one(model, forward)
     if forward is None:
         raise ModelError(
             "several-models",
-            f"model = {{{', '.join(map(repr, model))}}} has several models, and no forward says how a batch goes through them: "
-            "forward=lambda models, batch: ... works, with models[name] for each",
+            f"model = {{{', '.join(map(repr, model))}}} has several models, and no forward passes a batch through them. "
+            "Use forward=lambda models, batch: ..., with models[name] for each",
         )
     for name, one in model.items():
         if not isinstance(name, str) or not name or "." in name or not callable(one):
             raise ModelError(
                 "several-models",
-                f"model[{name!r}] = {short_repr(one)}: a name without dots works, with a module or a function that builds one",
+                f"model[{name!r}] = {short_repr(one)}. Use a name without dots, with a module or a function that builds one",
             )
     for name, source in follows.items():
         if source not in model or source == name or source in follows:

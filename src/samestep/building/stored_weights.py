@@ -240,8 +240,8 @@ def find_stored_weights(
             if first in origins and not _alike(origins[first][0], origin, files):
                 raise ModelError(
                     "model-folder-other-weights",
-                    f"model.source: {name} and {origins[first][1]} are tied, and the folder has two values for them; "
-                    "model.config.tie_word_embeddings = false works where these are embedding and head",
+                    f"model.source: {name} and {origins[first][1]} are tied, and the folder has two values for them. Set "
+                    "model.config.tie_word_embeddings = false where these are embedding and head",
                 )
             origins.setdefault(first, (origin, name))
     if not origins:
@@ -269,10 +269,10 @@ def _dim_of_tokens(stored: torch.Size, built: torch.Size, tokens: tuple[int, int
 def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> ModelError:
     """Return the error for a tensor of the folder whose shape differs from the model's, with what would work."""
     facts = facts_of(module)
-    words, works = facts.setting(module, facts.vocabulary_field), "the folder's own configuration works"
+    words, works = facts.setting(module, facts.vocabulary_field), "Use the folder's own configuration"
     if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
-        works += f", and model.resize_embeddings = {words} in its place adds entries for new tokens"
-    text = f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}; {works}"
+        works += f"; model.resize_embeddings = {words} adds entries for new tokens"
+    text = f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}. {works}"
     return ModelError("model-folder-other-weights", text)
 
 

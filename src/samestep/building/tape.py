@@ -192,7 +192,7 @@ class Tape(DispatchMode):
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise ModelError(
                 "tensor-form",
-                f"{where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work",
+                f"{where()} holds a {type(tensor).__name__} of layout {tensor.layout}. Use only plain ones",
             )
         storage = tensor.untyped_storage()
         memory = self._number.get(storage._cdata)

@@ -183,7 +183,7 @@ def torch_loss(loss: Callable[..., Any]) -> Loss:
     if legacy := [name for name in _LEGACY if name in found.options]:
         _reject(loss, f"an option {legacy[0]} that torch has replaced by reduction")
     if found.options["reduction"] == "none":
-        _reject(loss, "reduction='none', which gives no number to minimize; reduction='mean' or 'sum' works")
+        _reject(loss, "reduction='none', which gives no number to minimize. Use reduction='mean' or 'sum'")
     return found
 
 
@@ -268,8 +268,8 @@ class _Mean:
         if labels is None:
             raise JobError(
                 "batch-labels-missing",
-                'samestep.mean_over("tokens") counts the labels of the batch, and it has none: a dict with `labels`, or a tuple '
-                "(inputs, labels), works",
+                'samestep.mean_over("tokens") counts the labels of the batch, and it has none. Use a dict with `labels`, or a tuple '
+                "(inputs, labels)",
             )
         count = labels.ne(self.ignore_index).sum()
         if not count.is_meta and not count:  # the mean over nothing is nan

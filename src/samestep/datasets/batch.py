@@ -200,8 +200,8 @@ class LaneSteps(BatchStream):
         if not self._per_lane:
             raise DataError(
                 "data-too-short",
-                f"the data set has {len(dataset)} samples, and train.global_batch = {job.train.global_batch} lanes take one each in a step: "
-                f"train.global_batch = {len(dataset)} works, and fewer",
+                f"the data set has {len(dataset)} samples, and train.global_batch = {job.train.global_batch} lanes take one each in a step. Set "
+                f"train.global_batch = {len(dataset)}, and fewer",
             )
 
     def begins_lanes(self, step: int) -> bool:
@@ -298,14 +298,14 @@ def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> Non
     if isinstance(dataset, type):
         raise DataError(
             "argument-type",
-            f"{what} the class {dataset.__name__}: a data set works, such as {dataset.__name__}()",
+            f"{what} the class {dataset.__name__}. Use a data set, such as {dataset.__name__}()",
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError("data-form", f"{what} a {type(dataset).__name__} without __len__ and __getitem__; {works}")
+        raise DataError("data-form", f"{what} a {type(dataset).__name__} without __len__ and __getitem__. {works}")
     if isinstance(dataset, str | bytes) or (isinstance(dataset, dict) and 0 not in dataset):
         raise DataError(
             "data-form",
-            f"{what} a {type(dataset).__name__} without samples at the numbers 0, 1, ...: a list of samples works, such as "
+            f"{what} a {type(dataset).__name__} without samples at the numbers 0, 1, .... Use a list of samples, such as "
             "a dict of tensors for each, or torch.utils.data.TensorDataset(x, labels)",
         )
 
@@ -332,8 +332,8 @@ def _misshapen(example: Any) -> str:
         return ""
     if isinstance(example, (tuple, list)) and len(tensors) > 2:
         return (
-            f"a sample of {len(tensors)} single numbers becomes a batch of {len(tensors)} tensors, and not of one: "
-            "samples that are a tensor, torch.tensor(numbers), or a dict or a pair of tensors work"
+            f"a sample of {len(tensors)} single numbers becomes a batch of {len(tensors)} tensors, and not of one. Use "
+            "samples that are a tensor, torch.tensor(numbers), or a dict or a pair of tensors"
         )
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
     return (

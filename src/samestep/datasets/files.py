@@ -36,8 +36,8 @@ _PACKINGS = (
 """The first bytes of packed files, and the name of the packing."""
 _NO_TEXTS = (
     (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS: `git lfs pull` fetches the file itself"),
-    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files: a folder with the unpacked files works"),
-    (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice: unpacked once it works"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files. Use a folder with the unpacked files"),
+    (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice. Unpack it once"),
 )
 """The first bytes of unpacked files that are no texts, and the name of each form."""
 _FEWEST_OF_UTF16 = 4
@@ -92,7 +92,7 @@ def files_at(place: Path, source: str, *endings: str) -> list[Path]:
     if files:
         return files
     what = f"{' or '.join(endings)} file" if endings else "file"
-    there = f"; it has {', '.join(short_repr(file.name) for file in below[:4])}, and a file of another name works by its own path"
+    there = f"; it has {', '.join(short_repr(file.name) for file in below[:4])}, and a file of another name can be given by its own path"
     raise DataError("data-missing", f"{source}: the folder holds no {what}{there * bool(below)}")
 
 
@@ -141,7 +141,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
                     yield _unzstd(path, file)
                 case _:
                     raise DataError(
-                        "data-missing", f"{path} is {packing} of files: a folder with the unpacked files works"
+                        "data-missing", f"{path} is {packing} of files. Use a folder with the unpacked files"
                     )
     except OSError as error:
         raise DataError("data-unreadable", f"{path} cannot be read: {error.strerror or first_line(error)}") from None
@@ -260,8 +260,8 @@ def _decode_utf8(part: bytes, path: Path, line: int, offset: int) -> str:
         line += part.count(b"\n", 0, error.start)
         raise DataError(
             "data-not-text",
-            f"{path}:{line} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
-            f"source = 'tokens:{path}' with data.dtype = 'uint8' works",
+            f"{path}:{line} is not UTF-8 text (byte {offset + error.start}). To train on its raw bytes, "
+            f"set source = 'tokens:{path}' and data.dtype = 'uint8'",
         ) from None
 
 
@@ -289,7 +289,7 @@ def part_of(length: int, held_out: float, split: Split) -> range:
     if not held_out:
         raise DataError(
             "held-out-missing",
-            "data.held_out = 0 leaves no samples to evaluate; 0.1 works",
+            "data.held_out = 0 leaves no samples to evaluate. Use 0.1",
         )
     return range(cut, length)
 

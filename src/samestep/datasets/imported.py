@@ -72,7 +72,7 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
                 f"{key}: {module_name} needs the module {missing.name}, which is not installed",
             ) from missing
         stem = module_name.removesuffix(".py").replace("/", ".")
-        works = f": {stem}:{name} works" if stem != module_name and Path(module_name).exists() else ""
+        works = f". Use {stem}:{name}" if stem != module_name and Path(module_name).exists() else ""
         raise error(
             "module-missing",
             f"{key}: module not found: {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}",

@@ -55,7 +55,7 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
         if word == "aligned":
             raise DataError(
                 "labels-shift",
-                'this source gives labels of the next token, and data.labels = "aligned": "next" works',
+                'this source gives labels of the next token, and data.labels = "aligned". Use "next"',
             )
         return said
     seen = _LabelComparison()
@@ -79,7 +79,7 @@ def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
         return found.pop()
     raise DataError(
         "labels-shift",
-        "the labels of some sources in data.mixture are the inputs at their own place, and the labels of others are the next tokens: sources of one kind work, for example a data set of your own with the next tokens as labels",
+        "the labels of some sources in data.mixture are the inputs at their own place, and the labels of others are the next tokens. Use sources of one kind, for example a data set of your own with the next tokens as labels",
     )
 
 
@@ -115,8 +115,8 @@ class _LabelComparison:
                 return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
             raise DataError(
                 "labels-shift",
-                "the samples have no input_ids of the labels' shape, which would show whether they are the next tokens: "
-                'data.labels = "next" works, or "aligned" if labels[t] is the token at t',
+                "the samples have no input_ids of the labels' shape, which would show whether they are the next tokens. Set "
+                'data.labels = "next", or "aligned" if labels[t] is the token at t',
             )
         inputs, labels = found
         counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
@@ -152,18 +152,18 @@ class _LabelComparison:
         if word == "next" and shows_own:
             raise DataError(
                 "labels-shift",
-                'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to copy its input: data.labels = "aligned" works, which pairs the output at t with labels[t + 1]',
+                'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to copy its input. Set data.labels = "aligned", which pairs the output at t with labels[t + 1]',
             )
         if word == "aligned" and not self.is_own:
             if shows_next:
                 raise DataError(
                     "labels-shift",
-                    'data.labels = "aligned", and the labels are the next tokens already: data.labels = "next" works',
+                    'data.labels = "aligned", and the labels are the next tokens already. Set data.labels = "next"',
                 )
             if self.is_previous and self.has_previous > 0:
                 raise DataError(
                     "labels-shift",
-                    'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy its input: labels[t] = input_ids[t] works',
+                    'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy its input. Use labels[t] = input_ids[t]',
                 )
         if word is not None:
             return word
@@ -208,7 +208,7 @@ def _refuse_batches(samples: Any) -> None:
     if isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.dim() == 3 and inputs.shape == labels.shape:
         raise DataError(
             "data-form",
-            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch: the row input_ids[0] works, and labels[0] too",
+            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch. Use the row input_ids[0], and labels[0] too",
         )
 
 
@@ -259,7 +259,7 @@ def check_samples(
     known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[convention]}"
     raise DataError(
         "labels-shift",
-        f"the labels of sample {indices[row]} are {here}, and {known}: samples of one kind work, or data.labels, which states the kind",
+        f"the labels of sample {indices[row]} are {here}, and {known}. Use samples of one kind, or data.labels, which states the kind",
     )
 
 

@@ -115,7 +115,7 @@ def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
         of_ranks = f" on each of the {ranks} ranks of its DistributedSampler" if ranks > 1 else ""
         raise DataError(
             "batch-size-differs",
-            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are one step of all ranks together: train.global_batch = {given} works, or a loader with batches of {wanted}",
+            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {given}, or a loader with batches of {wanted}",
         )
 
 
@@ -248,7 +248,7 @@ class _Replayed(_Order):
 _END = object()
 _OF_EPOCHS = -2
 """The sample by which the key of an epoch is told from those of the random changes of samples."""
-_NO_BATCH = "the DataLoader has no batch in an epoch: a sampler that yields as many indices as a batch has works, and drop_last=False"
+_NO_BATCH = "the DataLoader has no batch in an epoch. Use a sampler that yields as many indices as a batch has, and drop_last=False"
 
 
 def _index(given: Any) -> int:
@@ -257,7 +257,7 @@ def _index(given: Any) -> int:
     except (TypeError, ValueError):
         raise DataError(
             "dataloader-sampler",
-            f"the DataLoader's sampler yields a {type(given).__name__} and not indices: whole numbers work",
+            f"the DataLoader's sampler yields a {type(given).__name__} and not indices. Use whole numbers",
         ) from None
 
 

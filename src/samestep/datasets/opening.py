@@ -28,7 +28,7 @@ def check_batch(given: Any, method: str) -> str:
     what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
     return (
         f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses, and was "
-        f"given {what}: `for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
+        f"given {what}. Use `for batch in samestep.batches(dataset, job): {method}(batch)`, with a data set whose items are single samples"
     )
 
 
@@ -54,7 +54,7 @@ def batch_to_evaluate(batch: Any, method: str, global_batch: int, trained: Mappi
     if not len(batch):
         raise DataError(
             "data-empty",
-            f"{method} was given a data set without samples; one sample is the least that works",
+            f"{method} was given a data set without samples. Use at least one sample",
         )
     return Batch(0, np.arange(len(batch), dtype=np.int64), batch)
 
@@ -82,7 +82,9 @@ def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
     return read_samples(given, indices) if has_one_size else Batch(0, indices, given)
 
 
-_WORKS = "a data set with both, a DataLoader, an IterableDataset or another iterable, and a function that yields samples work"
+_WORKS = (
+    "Use a data set with both, a DataLoader, an IterableDataset or another iterable, or a function that yields samples"
+)
 _VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
 
 
@@ -110,7 +112,7 @@ def batches(source: Any, job: Job, *, first_step: int = 0, lanes: bool = False) 
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
     if not isinstance(lanes, bool):
-        raise DataError("argument-type", f"lanes = {short_repr(lanes)}: True and False work")
+        raise DataError("argument-type", f"lanes = {short_repr(lanes)}. Use True and False")
     if first_step < 0:
         raise DataError(
             "value-out-of-range",
@@ -133,5 +135,5 @@ def _steps_of(source: Any, job: Job, lanes: bool, first_step: int) -> Steps:
         return BatchStream(parts.dataset, job, first_step, parts)
     check_map_style(source, "the dataset is", _WORKS)
     if len(source) < 1:
-        raise DataError("data-empty", "the dataset has no samples; one sample is the least that works")
+        raise DataError("data-empty", "the dataset has no samples. Use at least one sample")
     return LaneSteps(source, job, first_step) if lanes else BatchStream(source, job, first_step)

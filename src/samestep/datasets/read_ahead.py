@@ -202,8 +202,8 @@ class _InProcesses:
             why = (str(error).splitlines() or ["while it handed samples over"])[0]
             raise WorkerError(
                 "data-memory",
-                f"a process that reads data ended ({why}); it may have run out of memory: fewer run.data_workers, or "
-                "0, work",
+                f"a process that reads data ended ({why}); it may have run out of memory. Use fewer run.data_workers, or "
+                "0",
             ) from error
         if isinstance(samples, SamestepError):
             raise samples
@@ -261,7 +261,7 @@ def refuse_shared_files(dataset: Any, num_workers: int) -> None:
             raise DataError(
                 "data-file-shared",
                 f"{name} of {type(dataset).__name__} is a file that was opened before processes were forked, which then share its "
-                "position and read each other's samples: a file that __getitem__ opens in each process works",
+                "position and read each other's samples. Use a file that __getitem__ opens in each process",
             )
 
 

@@ -117,7 +117,7 @@ class SampleReader:
             raise DataError(
                 "data-form",
                 f"the function that joins the samples of a {type(self.dataset).__name__} together draws random numbers, so the whole batch is put together "
-                "at once, and its result is not divided by samples: tensors with the samples first work, or numbers of the "
+                "at once, and its result is not divided by samples. Use tensors with the samples first, or numbers of the "
                 "generator that sample(index, generator) is given",
             )
         place = {index: number for number, index in reversed([*enumerate(whole.tolist())])}
@@ -176,8 +176,8 @@ class SampleReader:
             raise DataError(
                 "data-form",
                 f"the samples of a {type(self.dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
-                f"{str(error).splitlines()[0]}; "
-                "samples of equal shapes, or a method read(indices) on the dataset, work",
+                f"{str(error).splitlines()[0]}. Use "
+                "samples of equal shapes, or a method read(indices) on the dataset",
             ) from None
         if not rows.size:
             stacked = tree_map_only(Tensor, lambda tensor: tensor[:0], stacked)

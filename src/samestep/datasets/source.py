@@ -361,7 +361,7 @@ class Mixture:
             if kinds[name] != kinds[first]:
                 raise DataError(
                     "data-form",
-                    f"data.mixture: a sample of {name} has {kinds[name]}, one of {first} has {kinds[first]}; sources with the same tensors in their samples work, as several of text:, or several of jsonl:, parquet: and hf:",
+                    f"data.mixture: a sample of {name} has {kinds[name]}, one of {first} has {kinds[first]}. Use sources with the same tensors in their samples, as several of text:, or several of jsonl:, parquet: and hf:",
                 )
         lengths = {name: len(part) for name, part in parts.items()}
         total = math.fsum(weights[name] for name in parts)

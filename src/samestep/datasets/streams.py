@@ -138,7 +138,7 @@ def check_size(source: Any, job: Job) -> None:
     if isinstance(source, DataLoader) and given is not None and given != wanted:
         raise DataError(
             "batch-size-differs",
-            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are one step of all ranks together: train.global_batch = {given} works, or a loader with batches of {wanted}",
+            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {given}, or a loader with batches of {wanted}",
         )
 
 
@@ -192,7 +192,7 @@ class StreamSteps(Steps):
         if first_step and inspect.isgenerator(source) and inspect.getgeneratorstate(source) != inspect.GEN_CREATED:
             raise DataError(
                 "stream-position",
-                f"the generator has begun, and first_step = {first_step} reads it from its first item: a fresh generator works, or the function that makes it",
+                f"the generator has begun, and first_step = {first_step} reads it from its first item. Use a fresh generator, or the function that makes it",
             )
 
     def __iter__(self) -> StreamSteps:
@@ -269,8 +269,8 @@ class StreamSteps(Steps):
             if not count:
                 raise DataError(
                     "batch-samples-unknown",
-                    f"item {step} of {self._stream.name} is not a batch with a known number of samples: tensors with as "
-                    "many rows as there are samples work",
+                    f"item {step} of {self._stream.name} is not a batch with a known number of samples. Use tensors with as "
+                    "many rows as there are samples",
                 )
             return GivenBatch(step, found, count, by_microbatch=by_microbatch, stream=self)
         window = Window(found, step * self._job.train.global_batch, self._stream.collate)
@@ -293,7 +293,7 @@ class StreamSteps(Steps):
             raise DataError(
                 "stream-position",
                 f"load_state_dict of {self._stream.name} does not lead to the batch that came next when the checkpoint was saved, as "
-                "where its state lacks a shuffle buffer: a function that makes the stream, which is read from its beginning, works",
+                "where its state lacks a shuffle buffer. Use a function that makes the stream, which is read from its beginning",
             ) from untouched
         self._stream = replace(self._stream, begin=lambda: iter(untouched), holder=untouched)
         self._waiting, self._pass, self._batched = [], 0, self._stream.batched
@@ -364,7 +364,7 @@ class FirstBatch:
             except StopIteration:
                 raise DataError(
                     "stream-position",
-                    f"the stream has no batch of step {self.step + 1}, the next one of the loop: it ended before; a longer stream works",
+                    f"the stream has no batch of step {self.step + 1}, the next one of the loop: it ended before. Use a longer stream",
                 ) from None
         return getattr(self._found, name)
 
@@ -391,7 +391,7 @@ def whole_of(stream: Stream, size: int) -> Batch | GivenBatch:
     with Generators.seeded_by(draw_key(0, 0, _OF_STREAMS), held_by=stream.drawing).in_place():
         items = [*stream.begin()]
     if not items:
-        raise DataError("data-empty", f"{stream.name} yields nothing; one sample is the least that works")
+        raise DataError("data-empty", f"{stream.name} yields nothing. Use at least one sample")
     batched = is_batch(tensors_of_arrays(items[0]), size) if stream.batched is None else stream.batched
     if not batched:
         window = Window(items, 0, stream.collate)

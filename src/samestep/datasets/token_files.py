@@ -86,27 +86,27 @@ def read_token_file(place: Path, dtype: str) -> Array:
     if not size_bytes:
         raise DataError(
             "data-empty",
-            f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one",
+            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
         )
     if place.suffix == ".npy" or head.startswith(_NPY):
         return _read_npy(place)
     if (form := _other_format(head, size_bytes)) != "":
         raise DataError(
             "token-file-form",
-            f"tokens:{place} is {form}: a file of plain numbers works, or a .npy file",
+            f"tokens:{place} is {form}. Use a file of plain numbers, or a .npy file",
         )
     if _is_headed(head):
         return _read_behind_head(place, size_bytes, head)
     if (width := _unknown_head(head, size_bytes)) != "":
         raise DataError(
             "token-file-form",
-            f"tokens:{place} has a head of {_HEAD_BYTES} bytes in no known form: without the head, as `tail -c +{_HEAD_BYTES + 1}` "
-            f"writes it, it works with data.dtype = {width!r}",
+            f"tokens:{place} has a head of {_HEAD_BYTES} bytes in no known form. Remove it by `tail -c +{_HEAD_BYTES + 1}`, "
+            f"and set data.dtype = {width!r}",
         )
     if _is_headed(head, ">"):
         raise DataError(
             "token-file-form",
-            f"tokens:{place} has a head of llm.c's in the other byte order: a .npy file names its own and works",
+            f"tokens:{place} has a head of llm.c's in the other byte order. Use a .npy file, which names its byte order",
         )
     if size_bytes % np.dtype(dtype).itemsize:
         raise DataError(
@@ -167,7 +167,7 @@ def _read_npy(place: Path) -> Array:
         tokens = np.lib.format.open_memmap(place, mode="r")
     except Exception as error:  # a damaged header is a Python literal, for which numpy raises any error of its parser
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        works = "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
+        works = ". Use plain numbers of data.dtype in a file whose name ends with .bin" * ("magic string" in reason)
         raise DataError(
             "token-file-form", f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}"
         ) from None
@@ -176,17 +176,17 @@ def _read_npy(place: Path) -> Array:
         works += "; numpy.save(file, tokens.reshape(-1)) makes one dimension" * (tokens.ndim != 1)
         raise DataError(
             "token-file-form",
-            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension, or in rows, work{works}",
+            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}. Use whole numbers in one dimension, or in rows{works}",
         )
     if not tokens.size:
         raise DataError(
             "data-empty",
-            f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one",
+            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
         )
     if (end := int(tokens.offset) + tokens.nbytes) != place.stat().st_size:
         raise DataError(
             "token-file-damaged",
-            f"tokens:{place} has {place.stat().st_size:,} bytes, and its array ends at {end:,}: one array in a file works",
+            f"tokens:{place} has {place.stat().st_size:,} bytes, and its array ends at {end:,}. Use one array in a file",
         )
     return np.ascontiguousarray(tokens) if tokens.ndim == 2 and not tokens.flags.c_contiguous else tokens
 
@@ -201,8 +201,8 @@ def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
     if (number, version) not in _HEADS:
         raise DataError(
             "token-file-form",
-            f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known: without the head, as "
-            f"`tail -c +{_HEAD_BYTES + 1}` writes it, it works as plain numbers",
+            f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known. Remove the head by "
+            f"`tail -c +{_HEAD_BYTES + 1}` to use plain numbers",
         )
     dtype = np.dtype(_HEADS[number, version])
     if count < 1 or size_bytes != _HEAD_BYTES + count * dtype.itemsize:
@@ -277,7 +277,7 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
     if version != 1 or np.dtype(_INDEX_DTYPES.get(code, "f4")).kind not in "iu":
         raise DataError(
             "token-file-form",
-            f"tokens:{index} is of version {version} with numbers of kind {code}: version 1 with whole numbers works",
+            f"tokens:{index} is of version {version} with numbers of kind {code}. Use version 1 with whole numbers",
         )
     first = _INDEX_HEAD_BYTES
     if size_bytes == _SHORT_INDEX_HEAD_BYTES + 12 * sequences:
@@ -338,8 +338,8 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
                 behind = f" from token {first:,} on" * (first > 0)
                 raise DataError(
                     "token-file-form",
-                    f"tokens:{place} looks like {other_form.format(given=tokens.dtype, at=behind)}, and numbers that are {tokens.dtype} "
-                    "indeed work as a .npy file, which names its dtype",
+                    f"tokens:{place} looks like {other_form.format(given=tokens.dtype, at=behind)}. If they are {tokens.dtype}, "
+                    "use a .npy file, which names its dtype",
                 )
 
 
@@ -362,15 +362,15 @@ def _other_form(seen: Array) -> str:
     for wider in (8, 4, 2):
         if _are_parts(seen, wider):
             return (
-                f"{_WIDTHS[wider]}{{at}}: of every {wider // width} numbers of {{given}} only the first is large; "
-                f"data.dtype = {_WIDTHS[wider]!r} works"
+                f"{_WIDTHS[wider]}{{at}}: of every {wider // width} numbers of {{given}} only the first is large. Set "
+                f"data.dtype = {_WIDTHS[wider]!r}"
             )
         if _are_parts(seen[: len(seen) * width // wider * wider // width][::-1].byteswap(), wider) or (
             wider == width > 1 and _are_swapped(seen)
         ):
             return (
-                f"numbers of {8 * wider} bits in the other byte order{{at}}: read as {{given}} they are 0 or multiples of 256; "
-                "as a .npy file, which names its byte order, they work"
+                f"numbers of {8 * wider} bits in the other byte order{{at}}: read as {{given}} they are 0 or multiples of 256. "
+                "Use a .npy file, which names its byte order"
             )
     return ""
 

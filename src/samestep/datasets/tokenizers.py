@@ -341,8 +341,8 @@ def _auto_tokenizer(folder: Path) -> Any:
     except Exception as error:  # a broken folder raises errors that differ by family
         raise DataError(
             "tokenizer-unreadable",
-            f"{folder} holds no tokenizer that transformers can read ({first_line(error)}); "
-            "a folder with a tokenizer.json works",
+            f"{folder} holds no tokenizer that transformers can read ({first_line(error)}). Use "
+            "a folder with a tokenizer.json",
         ) from None
 
 
@@ -357,7 +357,7 @@ def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mappin
     if len(rendered) > _MOST_CHARACTERS:
         raise DataError(
             "chat-template",
-            f"the tokenizer's chat template writes {len(rendered):,} characters; at most {_MOST_CHARACTERS:,} work",
+            f"the tokenizer's chat template writes {len(rendered):,} characters. Use at most {_MOST_CHARACTERS:,}",
         )
     return str(rendered)
 
@@ -383,7 +383,7 @@ def try_template(auto: Any) -> None:
         what = f"does not end within {MOST_SECONDS:.0f} s" if status < 0 else f"takes over {MOST_BYTES >> 30} GiB"
         raise DataError(
             "chat-template",
-            f"the tokenizer's chat template {what} for two short messages: a folder without the template works",
+            f"the tokenizer's chat template {what} for two short messages. Use a folder without the template",
         )
 
 

@@ -100,7 +100,7 @@ class TokenStream:
             most = f" to {self.words - 1}, for which the model has embeddings,"
         return DataError(
             "token-ids",
-            f"{_named_place(self.tokens, int(places[are_bad].min()))}: ids from 0{most} work, or another data.dtype if it is wrong",
+            f"{_named_place(self.tokens, int(places[are_bad].min()))}. Use ids from 0{most}, or another data.dtype if it is wrong",
         )
 
 
@@ -131,11 +131,11 @@ def stream_part(
     )
     if len(stream):
         return stream
-    works = f"data.sequence_length = {len(part) - 1} works" if len(part) > 1 else "more data is needed"
+    works = f"Set data.sequence_length = {len(part) - 1}" if len(part) > 1 else "Use more data"
     raise DataError(
         "data-too-short",
         f"{name_of_part(split, data.source)} has {len(part) * each} of {len(tokens)} tokens; data.sequence_length = "
-        f"{data.sequence_length} needs {data.sequence_length + 1}; {works}",
+        f"{data.sequence_length} needs {data.sequence_length + 1}. {works}",
     )
 
 
@@ -184,7 +184,7 @@ def _files_of_stream(folder: Path, source: str) -> list[Path]:
     if not files:
         raise DataError(
             "data-missing",
-            f"{source}: the folder holds no .bin and no .npy file; a file of another name works by its own path",
+            f"{source}: the folder holds no .bin and no .npy file. Use a file of another name by its own path",
         )
     return without_held_out(files, folder)
 

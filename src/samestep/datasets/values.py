@@ -221,7 +221,7 @@ def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False
         kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
         raise DataError(
             "batches-not-parts",
-            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch; equal kinds work",
+            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch. Use equal kinds",
         )
     if isinstance(first, Tensor):
         try:
@@ -229,14 +229,14 @@ def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False
         except (RuntimeError, IndexError) as error:
             raise DataError(
                 "batches-not-parts",
-                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}; equal shapes work",
+                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}. Use equal shapes",
             ) from None
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]
     held = [parts_of(part) for part in parts]
     if any(part.keys() != held[0].keys() for part in held) and not (lacking and isinstance(first, Mapping)):
         what = "numbers of parts" if isinstance(first, tuple | list) else "keys"
-        raise DataError("batches-not-parts", f"the batches of ranks have different {what}; equal ones work")
+        raise DataError("batches-not-parts", f"the batches of ranks have different {what}. Use equal ones")
     keys = dict.fromkeys(key for part in held for key in part)
     each = {key: joined([part.get(key) for part in held], counts, lacking=lacking) for key in keys}
     return with_parts(first, each) if each else first

@@ -108,8 +108,8 @@ def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: A
         reason = str(error).partition("\n")[0]
         raise LayoutError(
             "microbatch-forward",
-            f'layout "{layout}": the forward takes {whole} samples, and not the {num_samples} of a micro-batch ({reason}): larger '
-            "micro-batches work, or one device with the whole batch at once",
+            f'layout "{layout}": the forward takes {whole} samples, and not the {num_samples} of a micro-batch ({reason}). Use larger '
+            "micro-batches, or one device with the whole batch at once",
         ) from error
 
 
@@ -293,7 +293,7 @@ def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
         if proof.refusal:
             raise LayoutError(
                 "tp-uncuttable",
-                f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works",
+                f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}. Use tp=1",
             )
         analysis = replace(analysis, counts={**analysis.counts, **counts})
     elif {*proof.tried} <= {*analysis.spec.tried}:

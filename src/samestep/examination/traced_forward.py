@@ -373,5 +373,5 @@ def refused_reads(plan: Blueprint) -> Iterator[None]:
         raise ModelError(
             "instance-read-elsewhere",
             f"the forward reads {reads.name} of {whose}, from a global variable or an object outside of the model, and a run trains the "
-            "parameters that are in the modules: the forward would see the first values in every step; a module that is read from self works",
+            "parameters that are in the modules: the forward would see the first values in every step. Use a module that is read from self",
         )

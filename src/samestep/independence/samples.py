@@ -50,7 +50,7 @@ from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
 
-_UNSEEN = ", which looks at its values and changes it, or is one of a node: a hook on a tensor (x.register_hook) works that only looks at it"
+_UNSEEN = ", which looks at its values and changes it, or is one of a node. Use a hook on a tensor (x.register_hook) that only looks at it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,8 +247,8 @@ def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
     block, parts = layer.modules[0], []
     if any(is_below(block, path) for path in seen.proof.looking):
         raise _CannotCutError(
-            f"shapes or branches at {block} depend on values, of which a rank would have those of its own tokens: the branch in a "
-            "module of its own works"
+            f"shapes or branches at {block} depend on values, of which a rank would have those of its own tokens. Use the branch in a "
+            "module of its own"
         )
     mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
     for path in seen.children_of(block):

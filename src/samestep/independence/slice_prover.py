@@ -39,9 +39,9 @@ from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path,
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""
 
-WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+WORKS = "Use scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none"
 
-RETURNS_LOGITS = "a forward that returns the logits, and samestep.whole_batch(loss) of these, work"
+RETURNS_LOGITS = "Use a forward that returns the logits, and samestep.whole_batch(loss) of these"
 
 
 class SliceProver(Prover):
@@ -106,7 +106,7 @@ class SliceProver(Prover):
     def failure(self, reason: str) -> str:
         """Return the refusal of a forward that fails: behind the blocks because tensors of all tokens, as labels, meet those of a slice."""
         is_behind = self.slices and not self.is_in_block
-        return f"on a slice {reason}; {RETURNS_LOGITS if is_behind else WORKS}"
+        return f"on a slice {reason}. {RETURNS_LOGITS if is_behind else WORKS}"
 
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
@@ -383,9 +383,9 @@ class SliceProver(Prover):
             does = f"mixes tokens by {operation}" if found else f"is given {operation} of tokens"
             if dependence.where in self._joined:
                 does = f"joins other rows to those of tokens by {operation}"
-            works = f"; {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
+            works = f". {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             if operation.startswith("nll_loss"):
-                works = f"; {RETURNS_LOGITS}"
+                works = f". {RETURNS_LOGITS}"
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
 
     def _follow(self, call: Call) -> None:
@@ -421,7 +421,7 @@ class SliceProver(Prover):
         """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before its
         first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
-            self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+            self.refuse(f"{where} counts the tokens of a slice itself. Use positions made before the blocks")
 
 
 def compare_forwards(

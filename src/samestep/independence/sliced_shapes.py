@@ -166,7 +166,7 @@ class Reshaping(TorchFunctionMode):
         if any(one() is leaf for leaf in operands(*args) for one in self._written):
             raise InputError(
                 "tensor-read-after-slices",
-                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y",
+                "a tensor is read whole after its slices were written in place. Set x = x + y, and x += y",
             )
 
 

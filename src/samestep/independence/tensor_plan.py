@@ -131,12 +131,12 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     whole = paths_within(model, looking)
     styles = {path: style for path, style in cuts.styles.items() if path not in whole}
     where = f"shapes or branches at {looking[0] or 'the model itself'} depend on values"
-    works = "the branch in a module of its own works"
+    works = "Use a module of its own for the branch"
     refusal = ""
     if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole), None)):
-        refusal = f"{where}, so what it computes stays whole, and its plan cuts {cut}: {works}, or a plan without it"
+        refusal = f"{where}, so what it computes stays whole, and its plan cuts {cut}. {works}, or a plan without it"
     elif cuts.may_shrink and "row" not in styles.values():
-        refusal = f"{where}, so what it computes stays whole, and nothing is left to cut: {works}"
+        refusal = f"{where}, so what it computes stays whole, and nothing is left to cut. {works}"
     return replace(cuts, styles=styles, looking=looking, refusal=refusal)
 
 
@@ -160,7 +160,7 @@ def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
         if style not in STYLES:
             raise ModelError(
                 "tensor-plan",
-                f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work",
+                f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}",
             )
         found = fnmatch.filter(paths, pattern)
         parts = [part for path in found for part in cuts_of_parts(model, path, style)]

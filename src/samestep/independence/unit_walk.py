@@ -337,7 +337,7 @@ class _CutSearch:
             if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
                 raise MixesError(
                     f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
-                    "partial in one use; a module of its own for each works"
+                    "partial in one use. Use a module of its own for each"
                 ).at(path, cut_weights_of(self.flow, op))
 
     def close(self) -> None:

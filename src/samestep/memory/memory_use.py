@@ -118,12 +118,13 @@ def allocator_summary(use: MemoryUse, reserved: int | None, hardware: Hardware) 
         return []
     allocated, room = use.total - use.overhead, hardware.memory_bytes - use.overhead
     line = (
-        f"allocated {gib(allocated)} GiB by tensors at most, reserved {gib(reserved)} GiB by torch's allocator"
-        f"{f', and {gib(use.overhead)} GiB of context and libraries' if use.overhead else ''}"
+        f"peak memory: {gib(allocated)} GiB allocated by tensors, {gib(reserved)} GiB reserved by PyTorch's allocator"
+        f"{f', {gib(use.overhead)} GiB for the CUDA context and libraries' if use.overhead else ''}"
     )
     short = allocated <= room < reserved
     return [
-        line + "; reserved is more than there is, so the allocator gives back and takes again, which takes time" * short
+        line
+        + "; more is reserved than there is, so the allocator often frees and allocates again, which is slow" * short
     ]
 
 

@@ -175,8 +175,8 @@ def add_adapters(model: ModelSpec, lora: LoraTable) -> ModelSpec:
         if not any(is_called(path, name) for path in linear):
             raise ModelError(
                 "lora-targets",
-                f"model.lora.targets: no linear layer of preset {model.name} is called {name!r}{did_you_mean(name, known)}: "
-                f"{', '.join([*known, ALL_LINEAR])} work",
+                f"model.lora.targets: no linear layer of preset {model.name} is called {name!r}{did_you_mean(name, known)}. Use "
+                f"{', '.join([*known, ALL_LINEAR])}",
             )
     targets = {path for path in linear if ALL_LINEAR in wanted or any(is_called(path, name) for name in wanted)}
     packing = set(linear) if lora.base != "full" else set()

@@ -243,7 +243,7 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
         if kind is int and (type(value) is not int or value < least):
             yield f"{given} is not a whole number of at least {least}"
         elif kind is int and value > most:
-            yield f"{given} is more than {most}, the largest number that works"
+            yield f"{given} is more than {most}, the largest number that is supported"
         elif kind is bool and type(value) is not bool:
             yield f"{given} is neither true nor false"
         elif kind not in (int, bool) and value not in get_args(kind):
@@ -271,15 +271,15 @@ def _misfits(decoder: Decoder) -> Iterator[str]:
         if given and total % given:
             divisors = (number for number in range(1, min(total, 8 * given) + 1) if total % number == 0)
             near = sorted(sorted(divisors, key=lambda number: abs(number - given))[:6])
-            yield f"{part}={given} does not divide {whole}={total}; {', '.join(map(str, near))} do"
+            yield f"{part}={given} does not divide {whole}={total}. Use {', '.join(map(str, near))}"
     without = [(part, whole) for part, whole in _WHOLES.items() if not getattr(decoder, whole)]
     for part, other in (*without, *((part, "latent_rank") for part in _NOT_LATENT if decoder.latent_rank)):
         if given := getattr(decoder, part):
-            yield f"{part}={given!r} has no effect with {other}={getattr(decoder, other)}; {part}={type(given)()!r} works"
+            yield f"{part}={given!r} has no effect with {other}={getattr(decoder, other)}. Use {part}={type(given)()!r}"
     if decoder.experts and not 1 <= decoder.top_k <= decoder.experts:
-        yield f"top_k={decoder.top_k} of experts={decoder.experts}; 1 to {decoder.experts} work"
+        yield f"top_k={decoder.top_k} of experts={decoder.experts}. Use 1 to {decoder.experts}"
     if decoder.dense_layers > decoder.layers:
-        yield f"dense_layers={decoder.dense_layers} of layers={decoder.layers}; 0 to {decoder.layers} work"
+        yield f"dense_layers={decoder.dense_layers} of layers={decoder.layers}. Use 0 to {decoder.layers}"
 
 
 def gpt_of_size(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:

@@ -85,17 +85,17 @@ def as_published(job: Job) -> tuple[Job, str]:
     if not own_precision:
         job = job.model_copy(update={"numerics": job.numerics.model_copy(update={"precision": "bf16"})})
     keys = ["numerics.precision"] * (not own_precision) + ["train.global_batch"] * (not own_batch)
-    return job, f"{job.model.source} is planned {' and '.join(said)}; --set {'= and --set '.join(keys)}= change that"
+    return job, f"{job.model.source} is planned {' and '.join(said)}. Change by --set {'=, --set '.join(keys)}="
 
 
 def _batch(name: str, sequence: int) -> tuple[int, str]:
     """Return the samples of a step of a preset, and their number in words."""
     if name not in DECODERS:
-        return _IMAGES, f"with its published {_IMAGES} samples a step"
+        return _IMAGES, f"with its published {_IMAGES} samples per step"
     tokens = TOKENS.get(name, USUAL_TOKENS)
     samples = max(1, tokens // sequence)
-    origin = "its published" if name in TOKENS else "the usual (its own is not published)"
-    return samples, f"with {origin} {tokens / 1e6:.3g}M tokens a step, {samples} sample{'s' * (samples > 1)}"
+    origin = "its published" if name in TOKENS else "the usual"
+    return samples, f"with {origin} {tokens / 1e6:.3g}M tokens per step, {samples} sample{'s' * (samples > 1)}"
 
 
 def preset_records() -> list[dict[str, str | int | None]]:

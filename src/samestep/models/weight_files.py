@@ -61,7 +61,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         )
         raise ModelError(
             "model-folder-missing",
-            f"model.source: {folder} has no {CONFIG}{adapter}; a folder that transformers' save_pretrained wrote works",
+            f"model.source: {folder} has no {CONFIG}{adapter}. Use a folder that transformers' save_pretrained wrote",
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError("model-folder-damaged", f"model.source: {path} cannot be read: {error}") from None
@@ -160,9 +160,9 @@ def _without_weights(folder: Path) -> ModelError:
         return ModelError(
             "model-folder-without-weights",
             f"model.source: {folder / pickles[0]} is a pickle, which can run any code when it is read, so samestep reads "
-            f"none; {ONE_FILE}, which transformers' from_pretrained and then save_pretrained write from it, works",
+            f"none. Use {ONE_FILE}, which transformers' from_pretrained and then save_pretrained write from it",
         )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     there = f", only {', '.join(others[:3])}" if others else ""
-    text = f"model.source: {folder} has no weights{there}; {ONE_FILE} works, or {INDEX} and the files that it names"
+    text = f"model.source: {folder} has no weights{there}. Use {ONE_FILE}, or {INDEX} and the files that it names"
     return ModelError("model-folder-without-weights", text)

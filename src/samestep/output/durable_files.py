@@ -35,8 +35,8 @@ def refuse_remote(folder: Path) -> None:
     if address := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
         raise InputError(
             "address-not-folder",
-            f"{address[1]}://{address[2]} is an address of {address[1]}, and samestep reads and writes folders: "
-            "a local one works, or a mounted store",
+            f"{address[1]}://{address[2]} is an address of {address[1]}, and samestep reads and writes folders. Use "
+            "a local one, or a mounted store",
         )
 
 

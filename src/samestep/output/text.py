@@ -123,13 +123,20 @@ def wrap(text: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return the rows as lines of columns with two blanks between them, aligned left for the indices in `left`, else right."""
+    """Return the rows as lines of columns with two blanks between them, aligned left for the indices in `left`, else right.
+
+    A long cell of the last column, if it is aligned left, continues on the next line.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    last = sum(width + 2 for width in widths[:-1])
+    lines = []
+    for row in rows:
+        cells = [*zip(row, widths, strict=True)]
+        line = "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in enumerate(cells)
         )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+        first, *more = (
+            textwrap.wrap(row[-1], COLUMNS - last, break_on_hyphens=False) if len(widths) - 1 in left else []
+        ) or [""]
+        lines += [line[:last] + first if more else line.rstrip(), *(" " * (last + 2) + part for part in more)]
+    return "\n".join(lines)

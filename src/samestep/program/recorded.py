@@ -167,7 +167,7 @@ def read_record(path: Path) -> RankRecord:
     if not first and not path.stat().st_size:
         raise RecordError(
             "record-unreadable",
-            f"{path} is empty: its rank was ended before it could write; records of all ranks work",
+            f"{path} is empty: its rank was ended before it could write. Use records of all ranks",
         )
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(
@@ -251,7 +251,7 @@ def parse_steps(text: str, first_step: int) -> range:
     ):
         raise InputError(
             "steps-range",
-            f"{text!r} names no steps: FIRST:LAST works, such as 100:104, or a number of steps",
+            f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps",
         )
     if colon:
         return range(int(first), int(last) + 1)

@@ -123,7 +123,7 @@ def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str
     if steps < 2:
         raise JobError(
             "value-out-of-range",
-            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works",
+            f"steps={steps} is too few, since a stale weight shows in the second step. Use steps=2 or more",
         )
     if device is None:
         return job, ()
@@ -247,12 +247,10 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
         raise JobError(
             "proof-too-large",
             f"a proof on one device needs {gibibytes}, and model.config has no key for the number of layers "
-            f"({', '.join(_depth_fields(subject.job))}); a smaller model or a smaller train.global_batch works",
+            f"({', '.join(_depth_fields(subject.job))}). Use a smaller model or a smaller train.global_batch",
         )
     if rest + depth * a_block > free or depth >= len(blocks):
-        raise JobError(
-            "proof-too-large", f"a proof on one device needs {gibibytes}; a smaller train.global_batch works"
-        )
+        raise JobError("proof-too-large", f"a proof on one device needs {gibibytes}. Use a smaller train.global_batch")
     table = subject.job.model
     smaller = table.model_copy(update={"config": {**table.config, key: depth}})
     job = subject.job.model_copy(update={"model": smaller})

@@ -87,7 +87,7 @@ def _range(mode: MaskSource, func: Any, bounds: Sequence[Any], named: dict[str, 
     high = int(named.pop("high") if "high" in named else given.pop())
     low = int(named.pop("low", given.pop() if given else 0))
     if not low < high <= low + 2**31:
-        raise mode.refuse(f"{func.__name__} of integers from {low} to below {high}; 1 to 2^31 different ones work")
+        raise mode.refuse(f"{func.__name__} of integers from {low} to below {high}. Use 1 to 2^31 different ones")
     return low, high
 
 

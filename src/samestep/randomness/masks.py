@@ -96,7 +96,7 @@ class MaskSlice:
         owner, what = mask[0] or "the model itself", "random numbers" if mask[2] < 0 else "a dropout mask"
         one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
-            raise LayoutError("random-numbers", f"{owner} draws {what} that the traced forward did not: {one} works")
+            raise LayoutError("random-numbers", f"{owner} draws {what} that the traced forward did not. Use {one}")
         found: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
@@ -117,8 +117,8 @@ class MaskSlice:
         raise LayoutError(
             "random-numbers",
             f"{owner} draws {what} of shape {list(shape)} for a sample, and "
-            f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank; a "
-            f"tensor where they have a dimension of their own works, or {one}",
+            f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank. Use a "
+            f"tensor where they have a dimension of their own, or {one}",
         )
 
     def _cut_by_groups(self, dims: list[int], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[MaskCut]:

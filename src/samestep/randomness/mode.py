@@ -373,7 +373,7 @@ class DropoutMode(MaskSource):
         if key not in rows and any(owner == name for owner, _, _ in rows):
             raise ModelError(
                 "random-numbers",
-                f'{name}: its graph draws {what} {key[1:]}, which the trace did not: run.compile = "none" works',
+                f'{name}: its graph draws {what} {key[1:]}, which the trace did not. Set run.compile = "none"',
             )
         bits = self._arranged(key, rows.get(key, IN_ORDER), shape, x.device, what, p)
         # A compiler may write into the memory of a result; that of known masks is shared.
@@ -412,12 +412,12 @@ class DropoutMode(MaskSource):
         """
         if self._generator is not None and not torch.equal(torch.default_generator.get_state(), self._generator):
             raise self.refuse(
-                f"{what}: the forward seeds the generator itself, so these numbers are constants; constants that __init__ "
-                "makes, as a buffer, work, and without torch.manual_seed numbers are functions of seed, step and sample"
+                f"{what}: the forward seeds the generator itself, so these numbers are constants. Make constants in "
+                "__init__, as a buffer. Without torch.manual_seed, numbers are functions of seed, step and sample"
             )
         if len(self._frames) == 1:
             raise self.refuse(
-                f"{what}: random numbers in the loss; numbers that the model's forward draws and returns work"
+                f"{what}: random numbers in the loss. Use numbers that the model's forward draws and returns"
             )
         numbers = self._next_numbers()
         rows = (
@@ -426,11 +426,11 @@ class DropoutMode(MaskSource):
         if rows is None:
             raise self.refuse(
                 f"{what}: the traced forward has not drawn these random numbers, so it is not known which of them belong to "
-                "which sample; drawn in every forward, or like another tensor (torch.randn_like), they work"
+                "which sample. Draw them in every forward, or like another tensor (torch.randn_like)"
             )
         if is_shared and rows[0] != OF_NO_SAMPLE:
             raise self.refuse(
-                f"{what}: an order of samples, which would mix those of a batch; an order of features works"
+                f"{what}: an order of samples, which would mix those of a batch. Use an order of features"
             )
         return self._arranged(numbers, rows, shape or (1,), device, what).whole().view(tuple(shape))
 

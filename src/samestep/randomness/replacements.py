@@ -56,7 +56,7 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
     or draws it anew where a kernel drops them."""
     if x.dim() < kind.min_dims:
         raise mode.refuse(
-            f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
+            f"{what} of a tensor with {x.dim()} dimensions has no batch. Use {kind.min_dims} or more dimensions"
         )
     if (x.is_cuda or kernel_choice.IS_INTERPRETED) and not kind.channels and not kind.alpha:
         dropped = mode.drop_elements(x, p, what, inplace=inplace)
@@ -108,7 +108,7 @@ def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwar
     if call.dropout_p == 0.0:
         return call.run(func)
     if call.is_causal and call.attn_mask is not None:
-        raise mode.refuse("attention with both attn_mask and is_causal; one of them works")
+        raise mode.refuse("attention with both attn_mask and is_causal. Use one of them")
     return call.attend(dropped_weights(call, mode, call.key.size(-2)))
 
 
@@ -129,8 +129,8 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any
         if mode.allows_random:
             return func(*args)
         raise mode.refuse(
-            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose; "
-            "padded sequences work, or dropout=0"
+            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose. Use "
+            "padded sequences, or dropout=0"
         )
     x, state, weights = args[:first]
     states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
@@ -152,8 +152,8 @@ def _refuse_random(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **
         return func(*args, **kwargs)
     name = _NAMES.get(func.__name__, func.__name__)
     raise mode.refuse(
-        f"{name}: its random numbers would differ between layouts; torch.rand, randn, randint, normal, bernoulli, "
-        "multinomial, exponential_ and functions like them work, or nn.Dropout, torch.nn.functional.dropout*, the dropout_p of "
+        f"{name}: its random numbers would differ between layouts. Use torch.rand, randn, randint, normal, bernoulli, "
+        "multinomial, exponential_ and functions like them, or nn.Dropout, torch.nn.functional.dropout*, the dropout_p of "
         "attention and numbers that the data set draws"
     )
 
@@ -216,8 +216,8 @@ _PLACES = frozenset(map(id, _FUNCTIONS))
 _ACTIVE: list[tuple[int, MaskSource, DrawsByName]] = []
 """The sources that draw by name, innermost last, each with the thread of its forward."""
 WITHIN_TRANSFORM = (
-    "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
-    "before or behind torch.vmap works"
+    "random numbers inside of a transform of torch.func, where it is not seen which sample is whose. Use dropout "
+    "before or behind torch.vmap"
 )
 
 

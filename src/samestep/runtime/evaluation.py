@@ -290,7 +290,7 @@ def _joined(found: Sequence[_Outputs], *, drops: bool = False) -> Any:
             raise DataError(
                 "prediction-rows",
                 f"run.predict: outputs{keystr(column[0][0])} has no dimension of samples, and differs between samples that run "
-                "together: an output with one value for each sample works, or a measure of run.evaluate",
+                "together. Use an output with one value for each sample, or a measure of run.evaluate",
             )
         leaves.append(first)
     return tree_unflatten(leaves, flat[0][1])

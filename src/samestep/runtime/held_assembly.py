@@ -81,7 +81,7 @@ class HeldAssembly:
         if not self.assemblies:
             raise LayoutError(
                 "run-call-time",
-                "the run is not prepared yet: run.prepare(batch) works, with a batch as run.step takes it, or a step",
+                "the run is not prepared yet. Use run.prepare(batch), with a batch as run.step takes it, or a step",
             )
         return self
 

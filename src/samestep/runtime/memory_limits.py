@@ -68,8 +68,8 @@ def refuse_too_large(
                 "memory",
                 "memory-predicted",
                 f'layout "{layout}" is predicted to need {readable(needs)} a rank at {peak.peak_at} ({of}'
-                f"{parts_text(peak.parts())}), and there are {readable(room)}: `samestep plan` finds layouts that fit, and a smaller "
-                "model works",
+                f"{parts_text(peak.parts())}), and there are {readable(room)}. Use a layout of `samestep plan`, or a smaller "
+                "model",
             )
 
 

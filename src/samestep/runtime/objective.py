@@ -206,8 +206,8 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
             what = what if source.owner is not None else "of which a proof trains a copy"
             raise ModelError(
                 "instance-read-elsewhere",
-                f"the loss reads {name} of the model, {what}. Use a forward that returns the values for the loss; for a penalty on weights, "
-                "weight_decay works too.",
+                f"the loss reads {name} of the model, {what}. Use a forward that returns the values for the loss. For a penalty on weights, "
+                "use weight_decay.",
             )
         return result
 

@@ -267,7 +267,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
             raise ModelError(
                 "run-call-time",
                 f"run.{method} within torch.autocast, which would compute otherwise than the job's numerics.precision = "
-                f'"{self.job.numerics.precision}" says: "bf16" or "fp16" there works, without it',
+                f'"{self.job.numerics.precision}" says. Use "bf16" or "fp16" there, without it',
             )
         values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
         given = self.batch_of(batch, f"run.{method}", local=local, step=step)
@@ -386,8 +386,8 @@ def parallelize(
     if job.checkpoint.every:
         raise JobError(
             "job-key-unread",
-            f"checkpoint.every = {job.checkpoint.every} saves in `samestep train` alone: in a loop of your own "
-            f"`if report.step % {job.checkpoint.every} == 0: run.save(folder)` works, and checkpoint.every = 0",
+            f"checkpoint.every = {job.checkpoint.every} saves in `samestep train` alone. Use in a loop of your own "
+            f"`if report.step % {job.checkpoint.every} == 0: run.save(folder)`, and checkpoint.every = 0",
         )
     if unread := job.set_keys("model", "optimizer", "train.loss", "train.loss_over") - _READ_IN_A_LOOP:
         raise JobError(

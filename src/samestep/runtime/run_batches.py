@@ -75,8 +75,8 @@ def _refuse_next_labels(dataset: Any) -> None:
     if any(getattr(part, "label_convention", None) == "next" for part in (dataset, *getattr(dataset, "parts", ()))):
         raise DataError(
             "labels-shift",
-            'loss = "model": the labels of this source are the next tokens, and the model shifts labels itself: loss = '
-            '"cross_entropy" works, or a data set with labels that are the inputs at the same place',
+            'loss = "model": the labels of this source are the next tokens, and the model shifts labels itself. Set loss = '
+            '"cross_entropy", or a data set with labels that are the inputs at the same place',
         )
 
 
@@ -170,7 +170,7 @@ class RunBatches:
         if assemblies.is_prepared:
             raise ModelError(
                 "lanes",
-                "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works",
+                "the run was prepared for samples without lanes. Use batches(..., lanes=True) from the first step on",
             )
         first = batch.samples(batch.shares(0, 1, 1)[0][:1])
         assemblies.source = self.lanes.source_of(
@@ -262,21 +262,21 @@ class _GivenBatches:
         wrong, count = check_batch(broadcast, method), num_samples(broadcast)
         if not wrong and broadcast is not None and count is None:
             wrong = (
-                f"{method} was given values of which no number of samples can be told: tensors with as many rows as there are samples "
-                "work, and lists of one item for each; where a batch has fewer pictures than samples, a data set whose method read puts it "
-                "together does"
+                f"{method} was given values of which no number of samples can be told. Use tensors with as many rows as there are samples"
+                ", and lists of one item for each. If a batch has fewer pictures than samples, use a data set whose method read puts it "
+                "together"
             )
         if count == 0 and (not local or world == 1):
-            wrong = f"{method} was given a batch without samples; one sample is the least that works"
+            wrong = f"{method} was given a batch without samples. Use at least one sample"
         if world == 1 and broadcast is None:
-            wrong = f"{method} was given None on the only rank: a batch of samestep.batches works, or the values of a whole batch"
+            wrong = f"{method} was given None on the only rank. Use a batch of samestep.batches, or the values of a whole batch"
         if local and world > 1:
             return self._local(broadcast, wrong, count or 0, method, step, layout, compares)
         if compares and world > 1:
             self._compare(broadcast, wrong, method)
         elif wrong or (broadcast is None and not (self._sends.get(method) and self._place.rank)):
             raise DataError(
-                "batch-values", wrong or f"{method} was given None here, and values in the steps before; values work"
+                "batch-values", wrong or f"{method} was given None here, and values in the steps before. Use values"
             )
         if self._sends.get(method) and world > 1:
             broadcast = broadcast_from(0, broadcast, None, self._place.device, what=_UNSENT, kind=DataError)
@@ -298,14 +298,14 @@ class _GivenBatches:
         if first is None:
             raise DataError(
                 "ranks-given-different-data",
-                f"{method} was given None on rank 0: values on rank 0 work, which sends them, or equal ones on all ranks",
+                f"{method} was given None on rank 0. Use values on rank 0, which sends them, or equal ones on all ranks",
             )
         self._sends[method] = all(other is None for other in others)
         other = next((rank for rank, other in enumerate(others, 1) if other != first), None)
         if other is not None and not self._sends[method]:
             raise DataError(
                 "ranks-given-different-data",
-                f"{method} was given other values on rank {other} than on rank 0: the whole batch on every rank works, or on rank 0 "
+                f"{method} was given other values on rank {other} than on rank 0. Use the whole batch on every rank, or on rank 0 "
                 f"alone and None elsewhere; {method}(batch, local=True) takes each rank's own samples",
             )
 
@@ -327,8 +327,8 @@ class _GivenBatches:
         if other is not None:
             raise DataError(
                 "ranks-given-different-data",
-                f"for step {step + 1} a stream has {_samples(counts[0])} on rank 0 and {_samples(counts[other])} on rank {other}: one that "
-                "has as many on every rank works, since each keeps its own samples of it. Batches that rank 0 alone reads and hands over also work, with None on the others",
+                f"for step {step + 1} a stream has {_samples(counts[0])} on rank 0 and {_samples(counts[other])} on rank {other}. Use one that "
+                "has as many on every rank, since each keeps its own samples of it. Or let rank 0 alone read batches, with None on the others",
             )
 
     def _compare_stream(self, held: Any, method: str) -> None:
@@ -339,9 +339,9 @@ class _GivenBatches:
         if other is not None:
             raise DataError(
                 "ranks-given-different-data",
-                f"{method} was given a batch of a stream that is another one on rank {other} than on rank 0: a stream that is the same "
-                "on every rank works, since each keeps its own samples of it. Batches that rank 0 alone reads and hands over also work, "
-                f"with None on the others, and {method}(samples, local=True), which takes each rank's own",
+                f"{method} was given a batch of a stream that is another one on rank {other} than on rank 0. Use a stream that is the same "
+                "on every rank, since each keeps its own samples of it, or batches that rank 0 alone reads, "
+                f"with None on the others, or {method}(samples, local=True), which takes each rank's own",
             )
 
     # -- each rank's own samples -------------------------------------------------------------------
@@ -352,14 +352,14 @@ class _GivenBatches:
         """Return the batch that consists of the samples which each data rank was given."""
         ranks = Ranks.of(layout)
         if given is None:
-            wrong = f"{method} was given None with local=True: each rank's own samples work, of which there may be none"
+            wrong = f"{method} was given None with local=True. Use each rank's own samples, of which there may be none"
         print_of = digest(given) if compares and not wrong else None
         everyone = gather_values((wrong, count, print_of), self._place.world_size)
         reason = next((reason for reason, _, _ in everyone if reason), "")
         if reason or not any(count for _, count, _ in everyone):
             raise DataError(
                 "batch-values",
-                reason or f"{method} was given no samples on any rank; one sample is the least that works",
+                reason or f"{method} was given no samples on any rank. Use at least one sample",
             )
         data_ranks = [ranks.coordinate(rank, "dp") for rank in range(self._place.world_size)]
         leaders = [data_ranks.index(index) for index in range(layout.dp)]
@@ -368,7 +368,7 @@ class _GivenBatches:
                 raise DataError(
                     "ranks-given-different-data",
                     f"{method} was given other samples on rank {rank} than on rank {leaders[index]}, and both compute the same data "
-                    f"rank's part of the model in {str(layout)!r}: equal samples on both work",
+                    f"rank's part of the model in {str(layout)!r}. Use equal samples on both",
                 )
         sizes = tuple(everyone[leader][1] for leader in leaders)
         data_rank = data_ranks[self._place.rank]

@@ -213,7 +213,7 @@ def refusal_of(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "microbatches-too-many",
             f"microbatch={step.layout.microbatch} makes {step.num_microbatches:,} micro-batches of the {step.rank_samples:,} "
-            f"samples of a rank; microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more works",
+            f"samples of a rank. Use microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more",
         )
     return next((error for strategy in _asked(STACK, step) if (error := strategy.refusal(step))), None)
 

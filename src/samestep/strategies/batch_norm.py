@@ -44,7 +44,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if layout.cp > 1:
         return LayoutError(
             "cp-unsupported",
-            f"cp={layout.cp} slices sequences, and {path} takes statistics of all tokens (batch norm): cp=1 works",
+            f"cp={layout.cp} slices sequences, and {path} takes statistics of all tokens (batch norm). Use cp=1",
         )
     if not groups.fit:
         return _misfit(step, groups, path)
@@ -53,7 +53,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
-            f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}: one rank works",
+            f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}. Use one rank",
         )
     return None
 
@@ -71,20 +71,18 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> LayoutError:
     fewer = next(fitting, None)
     common = math.gcd(*groups.totals)
     totals = " or ".join(map(str, groups.totals))
-    works = (
-        f"dp={step.sharing.replicas} works" if fewer is None else f"microbatch={-(-step.rank_samples // fewer)} works"
-    )
+    works = f"Use dp={step.sharing.replicas}" if fewer is None else f"Use microbatch={-(-step.rank_samples // fewer)}"
     if common > 1 and contributions is None:
         works += f", or numerics.batch_norm_group = {common}, with other statistics"
     if layout.microbatch is None:
         return LayoutError(
             "batch-norm-layout",
-            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one after the other, and {path} takes the statistics of {size} samples at once (batch norm): {works}",
+            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one after the other, and {path} takes the statistics of {size} samples at once (batch norm). {works}",
         )
     return LayoutError(
         "batch-norm-layout",
         f"batch norm {module_name(path)} takes the statistics of {size} samples at once, and a micro-batch has {totals} "
-        f"(microbatch={layout.microbatch} on {ranks} data rank{'s' * (ranks > 1)}): {works}",
+        f"(microbatch={layout.microbatch} on {ranks} data rank{'s' * (ranks > 1)}). {works}",
     )
 
 

@@ -19,14 +19,12 @@ def refusal(step: StepSpec) -> LayoutError | None:
         )
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
-        waiver = 'run.allow = ["samples"] lets it run unproven'
+        waiver = 'Set run.allow = ["samples"] to run it unproven'
         if operation.startswith("nll_loss"):
-            waiver = (
-                f"a loss function (outputs, batch) that computes it from the logits works in every layout; {waiver}"
-            )
+            waiver = 'Use a loss function (outputs, batch) that computes it from the logits, or set run.allow = ["samples"] to run it unproven'
         return LayoutError(
             "samples-mixed",
-            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}; {waiver}",
+            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}. {waiver}",
         )
     unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:

@@ -32,13 +32,13 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if model.chunk_refusal:
         return LayoutError(
             "loss-chunk-unsupported",
-            f"loss_chunk={chunk}: {model.chunk_refusal}; a layout without loss_chunk works",
+            f"loss_chunk={chunk}: {model.chunk_refusal}. Use a layout without loss_chunk",
         )
     if step.layout.tp > 1 and not step.cuts_loss and _is_gathered(model, step.layout.tp):
         return LayoutError(
             "loss-chunk-unsupported",
             f"loss_chunk={chunk}: tp={step.layout.tp} cuts the head by vocabulary, and a loss of one's own is given whole "
-            "logits: train.loss = 'cross_entropy' works, or tp=1 or a layout without loss_chunk",
+            "logits. Set train.loss = 'cross_entropy', or tp=1 or a layout without loss_chunk",
         )
     return None
 

@@ -33,31 +33,31 @@ def refusal(step: StepSpec) -> LayoutError | None:
     chunk, model, layout = step.layout.mlp_chunk, step.model, step.layout
     if chunk is None:
         return None
-    works = "a layout without mlp_chunk works"
+    works = "Use a layout without mlp_chunk"
     if layout.tp > 1:
         return LayoutError(
             "mlp-chunk-unsupported",
-            f"mlp_chunk={chunk}: tp={layout.tp} cuts the inner part of an MLP already, and would send each chunk by itself: {works}",
+            f"mlp_chunk={chunk}: tp={layout.tp} cuts the inner part of an MLP already, and would send each chunk by itself. {works}",
         )
     if one_graph(step):
         return LayoutError(
             "mlp-chunk-unsupported",
-            f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it: run.compile = 'none' works",
+            f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it. Set run.compile = 'none'",
         )
     if model.differentiates_at:
         return LayoutError(
             "mlp-chunk-unsupported",
-            f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}: {works}",
+            f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}. {works}",
         )
     if model.slice_refusal:
         return LayoutError(
             "mlp-chunk-unsupported",
-            f"mlp_chunk={chunk} needs blocks that work token by token: {model.slice_refusal}; {works}",
+            f"mlp_chunk={chunk} needs blocks that work token by token: {model.slice_refusal}. {works}",
         )
     if not any(chunked_parts(model, layer) for layer in model.layers):
         return LayoutError(
             "mlp-chunk-unsupported",
-            f"mlp_chunk={chunk}: {model.name} has no part of a block that keeps more than its input and draws no random numbers; {works}",
+            f"mlp_chunk={chunk}: {model.name} has no part of a block that keeps more than its input and draws no random numbers. {works}",
         )
     return None
 

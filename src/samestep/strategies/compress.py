@@ -114,15 +114,15 @@ def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> 
 
 
 def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, replicas: int) -> Iterator[LayoutError]:
-    wanted = f"dp_replicate={replicas} works" if layout.num_shards > 1 else f"dp={replicas} works"
+    wanted = f"Use dp_replicate={replicas}" if layout.num_shards > 1 else f"Use dp={replicas}"
     if replicas % contributions.ranks:
         yield LayoutError(
             "contributions-uneven",
-            f"{contributions.ranks} ranks of {contributions.axis} make no equal number of contributions; {wanted}",
+            f"{contributions.ranks} ranks of {contributions.axis} make no equal number of contributions. {wanted}",
         )
     if layout.reduce != "ring":
         yield LayoutError(
-            "compression-unsupported", f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
+            "compression-unsupported", f"reduce={layout.reduce} sums gradients as they are. Use reduce=ring"
         )
     if step.scatters_codes and not step.sharing.trains_apart and (error := _refuse_scattered(step)):
         yield LayoutError(error.code, f"zero={step.zero} {error}")
@@ -133,25 +133,25 @@ def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, repli
     if contributions.axis == SHARDS and layout.cp > 1:
         yield LayoutError(
             "compression-unsupported",
-            f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works",
+            f"zero={step.zero} divides gradients among the ranks of cp too. Use zero=0",
         )
     if layout.ep > 1 and (step.zero == 0 or contributions.axis == SHARDS):
-        works = f"dp_replicate={replicas} dp_shard={layout.ep} works"
+        works = f"Use dp_replicate={replicas} dp_shard={layout.ep}"
         if step.sharing.rank:  # which is refused there
-            works = f'ep=1 works, or "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
+            works = f'Use ep=1, or "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
         yield LayoutError(
             "compression-unsupported",
-            f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}",
+            f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own. {works}",
         )
     if step.sharing.trains_apart and (error := _refuse_apart(step, contributions)):
         yield error
     if contributions.each > 1 and (error := _refuse_several(step, contributions)):
-        yield LayoutError(error.code, f"{error}; {wanted}")
+        yield LayoutError(error.code, f"{error}. {wanted}")
     if (contributions.each > 1 or layout.dp > replicas) and step.global_batch % (layout.dp * step.num_microbatches):
         yield (
             LayoutError(
                 "contributions-uneven",
-                f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so the contributions would not be equal; a degree and a microbatch that divide them work",
+                f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so the contributions would not be equal. Use a degree and a microbatch that divide them",
             )
         )
 
@@ -162,20 +162,20 @@ def _refuse_scattered(step: StepSpec) -> LayoutError | None:
     if step.num_microbatches > 1 and layout.accumulate == "sharded":
         return LayoutError(
             "compression-unsupported",
-            f"scatters the gradient of each of {step.num_microbatches} micro-batches, and their sum is encoded: "
-            "accumulate=full works, or zero=1",
+            f"scatters the gradient of each of {step.num_microbatches} micro-batches, and their sum is encoded. Use "
+            "accumulate=full, or zero=1",
         )
     if partial := next((param for param in trained if _is_partial(param, layout)), None):
-        works = "zero=1 works" + ", or tp alone" * (partial.partial == "sequence")
+        works = "Use zero=1" + ", or tp alone" * (partial.partial == "sequence")
         return LayoutError(
             "compression-unsupported",
-            f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}: {works}",
+            f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}. {works}",
         )
     tied = next((p.name for p in trained if len({use.layer for use in p.uses}) > 1), "")
     if layout.pp > 1 and tied:
         return LayoutError(
             "compression-unsupported",
-            f"scatters the gradient of {tied}, which several layers use, before stages sum it: zero=1 works",
+            f"scatters the gradient of {tied}, which several layers use, before stages sum it. Use zero=1",
         )
     return None
 
@@ -198,7 +198,7 @@ def _refuse_cut_matrices(step: StepSpec, contributions: Contributions, name: str
             LayoutError(
                 "compression-unsupported",
                 f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
-                f'among {axis}: dp={step.sharing.replicas} zero={zero} works, or "int8"',
+                f'among {axis}. Use dp={step.sharing.replicas} zero={zero}, or "int8"',
             )
         )
     cut = next(
@@ -209,7 +209,7 @@ def _refuse_cut_matrices(step: StepSpec, contributions: Contributions, name: str
         yield (
             LayoutError(
                 "compression-unsupported",
-                f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
+                f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and tp={layout.tp} divides {cut}. Use tp=1{alone}, '
                 'or "int8"',
             )
         )
@@ -223,38 +223,38 @@ def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError |
         return LayoutError(
             "exchange-schedule",
             f"numerics.exchange_parts = {step.sharing.num_parts} parts cannot each have one of the {layers} layers with "
-            f"trained weights: exchange_parts = {layers} works, or fewer",
+            f"trained weights. Set exchange_parts = {layers}, or fewer",
         )
     if step.zero and contributions.axis == SHARDS:
-        works = "zero=0 works"
+        works = "Use zero=0"
         if not step.sharing.rank:  # which is refused there
             works += f", or dp_replicate={step.sharing.replicas} dp_shard={layout.dp_shard}"
         return LayoutError(
             "diloco-unsupported",
-            f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}",
+            f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own. {works}",
         )
     if layout.offload:
         return LayoutError(
             "diloco-unsupported",
-            "offload is not proven with numerics.exchange_every; without it a layout works",
+            "offload is not proven with numerics.exchange_every. Use a layout without offload",
         )
     is_cut = step.zero > 0 or any(degree > 1 for degree in layout.weight_axes.values())
     if is_cut and (name := next((param.name for param in model.params if param.is_updated_whole), "")):
         return LayoutError(
             "diloco-unsupported",
             f"the optimizer updates {name} whole, which is not proven with numerics.exchange_every where a layout "
-            "divides weights; zero=0 tp=1 works",
+            "divides weights. Use zero=0 tp=1",
         )
     if model.balanced_experts:
         return LayoutError(
             "diloco-unsupported",
-            f"a loss that balances experts is not proven with numerics.exchange_every; {_together(step)}",
+            f"a loss that balances experts is not proven with numerics.exchange_every. {_together(step)}",
         )
     if model.couples_samples:
         owner = next(iter((*model.coupled_modules, *model.batch_norm_owners)))
         return LayoutError(
             "diloco-unsupported",
-            f"{owner} takes statistics of samples, which replicas would keep apart; {_together(step)}",
+            f"{owner} takes statistics of samples, which replicas would keep apart. {_together(step)}",
         )
     return None
 
@@ -262,7 +262,7 @@ def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError |
 def _together(step: StepSpec) -> str:
     """Return what works where replicas cannot be trained independently: one model, whose gradients may be compressed."""
     alone = " with replicas=1" if step.sharing.codec == PLAIN else ""
-    return f"exchange_every=1{alone} works"
+    return f"Use exchange_every=1{alone}"
 
 
 def _refuse_several(step: StepSpec, contributions: Contributions) -> LayoutError | None:
@@ -287,7 +287,7 @@ def _refuse_several(step: StepSpec, contributions: Contributions) -> LayoutError
         works = -(-step.rank_samples // contributions.each)
         return LayoutError(
             "contributions-uneven",
-            f"{step.num_microbatches} micro-batches of a rank do not divide among {contributions.each} contributions: "
-            f"microbatch={works} works",
+            f"{step.num_microbatches} micro-batches of a rank do not divide among {contributions.each} contributions. Use "
+            f"microbatch={works}",
         )
     return None

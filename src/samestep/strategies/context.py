@@ -60,24 +60,24 @@ def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
     if at := model.picks_at:
-        return LayoutError("cp-values", f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works")
+        return LayoutError("cp-values", f"cp={degree}: shapes or branches at {at} depend on values. Use cp=1")
     if at := _looks_on_slices(model):
         return LayoutError(
             "cp-values",
-            f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices: the branch in a module of its "
-            "own that is given no tokens works, or cp=1",
+            f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices. Use a module of its own "
+            "for the branch that is given no tokens, or cp=1",
         )
     if model.differentiates_at and any(
         layer.exchanges or layer.gathered_parts or layer.token_moves for layer in model.layers
     ):
-        return LayoutError("forward-takes-gradients", f"cp={degree}: {gradients_within(model)}; cp=1 works")
+        return LayoutError("forward-takes-gradients", f"cp={degree}: {gradients_within(model)}. Use cp=1")
     if model.slice_refusal:
-        return LayoutError("cp-unsupported", f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works")
+        return LayoutError("cp-unsupported", f"cp={degree} slices sequences: {model.slice_refusal}. Use cp=1")
     if not (step.cuts_loss or step.loss_over_batch):
         return LayoutError(
             "cp-loss-unknown",
-            f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
-            "train.loss = 'cross_entropy' works, or samestep.whole_batch(loss) and cp=1",
+            f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices. Set "
+            "train.loss = 'cross_entropy', or samestep.whole_batch(loss) and cp=1",
         )
     return _refuse_degree(model, step.layout) or _refuse_reach(model, degree)
 
@@ -90,10 +90,10 @@ def _refuse_reach(model: ModelSpec, degree: int) -> LayoutError | None:
     if furthest is None or reach <= model.length // degree:
         return None
     works = [n for n in range(2, degree) if model.length % n == 0 and model.length // n >= reach]
-    near = f"cp={works[-1]} has longer ones, and longer samples work" if works else "longer samples work, or cp=1"
+    near = f"Use cp={works[-1]}, or longer samples" if works else "Use longer samples, or cp=1"
     return LayoutError(
         "cp-slice-too-short",
-        f"cp={degree} leaves slices of {model.length // degree} tokens, and {furthest.owner} needs {reach} tokens of a neighbour; {near}",
+        f"cp={degree} leaves slices of {model.length // degree} tokens, and {furthest.owner} needs {reach} tokens of a neighbour. {near}",
     )
 
 
@@ -106,7 +106,7 @@ def _refuse_degree(model: ModelSpec, layout: Layout) -> LayoutError | None:
         return LayoutError(
             "cp-indivisible",
             f"cp={degree} exchange=hybrid: no number of ranks between 1 and {degree} divides both {degree} and the {counts or 0} heads "
-            "of a rank, as groups that exchange heads need; exchange=ring works",
+            "of a rank, as groups that exchange heads need. Use exchange=ring",
         )
     most = model.length if is_ring else by_heads
     if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
@@ -117,12 +117,12 @@ def _refuse_degree(model: ModelSpec, layout: Layout) -> LayoutError | None:
     heads = () if is_ring else sorted(_query_heads(model, layout.tp))
     sizes = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in heads)])
     cut = f" that tp={layout.tp} leaves a rank" if layout.tp > 1 and heads else ""
-    near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
+    near = f"Use cp={' or '.join(map(str, works))}" if works else "Use cp=1"
     if not is_ring and model.length % degree == 0 and model.length // degree >= LEAST_TOKENS:
-        near += ", and exchange=ring works"
+        near += ", or exchange=ring"
     return LayoutError(
         "cp-indivisible",
-        f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}",
+        f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more. {near}",
     )
 
 

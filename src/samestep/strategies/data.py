@@ -179,7 +179,7 @@ def _refusal_of_way(step: StepSpec) -> LayoutError | None:
     if layout.reduce != "ring" and step.zero > 0:
         return LayoutError(
             "reduce-unsupported",
-            f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}; reduce=ring works",
+            f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}. Use reduce=ring",
         )
     leaves_node = step.ranks_per_node % layout.model_ranks > 0
     if layout.reduce == "hierarchical" and (layout.dp_cp_size % _per_node(step) or leaves_node):

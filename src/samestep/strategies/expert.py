@@ -64,28 +64,28 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "ep-no-experts",
             f"ep={layout.ep}: {model.name} has no experts stacked in one weight "
-            "(a module called with rows, the experts chosen for them and their weights): ep=1 works",
+            "(a module called with rows, the experts chosen for them and their weights). Use ep=1",
         )
     ranks = layout.innermost_data_ranks
     if ranks % layout.ep == 0 and experts % layout.ep == 0 and layout.reduce != "hierarchical":
-        text = f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
+        text = f"ep={layout.ep}: {shared} is used by several modules. Use ep=1"
         return LayoutError("ep-no-experts", text) if shared else None
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
-    nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
+    nearest = f"Use ep={' or '.join(works or ['1'])}"
     if ranks % layout.ep:
         axis = ("dp_shard" if step.zero else "dp_replicate") + (" x cp" if layout.cp > 1 else "")
         return LayoutError(
-            "ep-indivisible", f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
+            "ep-indivisible", f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}. {nearest}"
         )
     if experts % layout.ep:
         uneven = next(param for param in model.params if param.experts % layout.ep)
         return LayoutError(
             "ep-indivisible",
-            f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}",
+            f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}. {nearest}",
         )
     return LayoutError(
         "reduce-unsupported",
-        f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works",
+        f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}. Use reduce=ring",
     )
 
 
@@ -103,7 +103,7 @@ def _refuse_balance(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "pp-balanced-experts",
             f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
-            "stages: pp=1 works, or a job without it (output_router_logits = false)",
+            "stages. Use pp=1, or a job without it (output_router_logits = false)",
         )
     if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are
         return None
@@ -112,12 +112,12 @@ def _refuse_balance(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "contributions-uneven",
             f"numerics.replicas = {step.sharing.replicas} makes {contributions.each} contributions on a data rank, one after the other, and the loss "
-            f"that balances experts is one of the whole batch: dp={step.sharing.replicas} works, with no microbatch",
+            f"that balances experts is one of the whole batch. Use dp={step.sharing.replicas}, with no microbatch",
         )
     if step.num_microbatches > 1:
         return LayoutError(
             "batch-values-microbatch",
-            f"microbatch={step.layout.microbatch}: the loss that balances experts needs the choices of the whole batch, which are known after its forward: microbatch={step.rank_samples} works",
+            f"microbatch={step.layout.microbatch}: the loss that balances experts needs the choices of the whole batch, which are known after its forward. Use microbatch={step.rank_samples}",
         )
     return None
 

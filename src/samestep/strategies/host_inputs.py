@@ -34,7 +34,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if step.layout.recompute == "offload" and step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
-            f"recompute=offload copies the input of a block back once, and {gradients_within(step.model)}: recompute=full works",
+            f"recompute=offload copies the input of a block back once, and {gradients_within(step.model)}. Use recompute=full",
         )
     return None
 

@@ -27,18 +27,18 @@ def refusal(step: StepSpec) -> LayoutError | None:
             known = sorted({path for param in step.model.params for path in enclosing(param.name.rpartition(".")[0])})
             return LayoutError(
                 "weight-unknown",
-                f"offload names {root!r}, and the model has no weights there{did_you_mean(root, known)}: a name of a module works",
+                f"offload names {root!r}, and the model has no weights there{did_you_mean(root, known)}. Use a name of a module",
             )
         if trained := next((param.name for param in params if param.trainable), None):
             return LayoutError(
                 "offload-trained-weight",
-                f"offload names {root!r}, and {trained} takes a gradient: requires_grad_(False) on it works, or the word "
+                f"offload names {root!r}, and {trained} takes a gradient. Use requires_grad_(False) on it, or the word "
                 "offload in the layout, which holds the optimizer's states on the host",
             )
     if step.offload and step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
-            f"offload holds weights on the host between two uses, and {gradients_within(step.model)}: no offload works",
+            f"offload holds weights on the host between two uses, and {gradients_within(step.model)}. Use no offload",
         )
     return None
 

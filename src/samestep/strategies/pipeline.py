@@ -66,24 +66,24 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if step.splits_backward and one_graph(step):
         return LayoutError(
             "schedule-unsupported",
-            f"schedule={layout.schedule} takes the backward of linear layers apart, and {one_graph(step)}: "
-            "schedule=1f1b works, or run.compile = 'none'",
+            f"schedule={layout.schedule} takes the backward of linear layers apart, and {one_graph(step)}. Use "
+            "schedule=1f1b, or run.compile = 'none'",
         )
     if step.model.varies_at and not step.model.varies_within:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
-        return LayoutError("pp-shapes-vary", f"pp={layout.pp}: {varies}: pp=1 works")
+        return LayoutError("pp-shapes-vary", f"pp={layout.pp}: {varies}. Use pp=1")
     if layout.pp * layout.virtual_stages > num_starts(step.model, layout.tp > 1):
         return _refuse_number(step.model, layout)
     if step.splits_backward and step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
             f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
-            "takes gradients itself: schedule=1f1b works",
+            "takes gradients itself. Use schedule=1f1b",
         )
     if replaced := _replaced(step.model):
         return LayoutError(
             "pp-forward-differs",
-            f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works",
+            f"the forward puts another tensor in the place of {replaced}, which no stage would see. Use pp=1",
         )
     return _refuse_crossings(step)
 
@@ -98,9 +98,9 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     """Return the refusal of more chunks than a model has layers with which one can begin."""
     chunks, starts, is_cut = layout.pp * layout.virtual_stages, num_starts(model, layout.tp > 1), layout.tp > 1
     fewer = starts // layout.pp
-    works = f"pp={starts} works" if starts > 1 else "pp=1 works"
+    works = f"Use pp={max(starts, 1)}"
     if layout.virtual_stages > 1 and fewer:
-        works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
+        works = f"Use virtual_stages={fewer}" if fewer > 1 else "Use schedule=1f1b"
     stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
     one, several = "block", "blocks"
     if any(layer.begins_stage for layer in model.layers) or len(model.layers) == 1:
@@ -112,11 +112,11 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     closed = next((index for index in beginning if _why_no_stage(model, index, is_cut)), None)
     if closed is None:
         return LayoutError(
-            "pp-too-many-stages", f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}: {works}"
+            "pp-too-many-stages", f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}. {works}"
         )
     return LayoutError(
         "pp-stage-begin",
-        f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}: {works} "
+        f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}. {works} "
         f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})",
     )
 
@@ -151,7 +151,7 @@ def _refuse_crossings(step: StepSpec) -> LayoutError | None:
     names = ", ".join(crossing.owner for crossing in crossed.crossings)
     return LayoutError(
         "pp-stage-begin",
-        f"pp={layout.pp} with sequence_parallel: a stage that begins with {crossed.name} is sent {names}, and no rank cuts its tokens: pp={layout.pp} without sequence_parallel works, or pp=1",
+        f"pp={layout.pp} with sequence_parallel: a stage that begins with {crossed.name} is sent {names}, and no rank cuts its tokens. Use pp={layout.pp} without sequence_parallel, or pp=1",
     )
 
 

@@ -44,13 +44,13 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "recompute-unsupported",
             f"recompute={step.layout.recompute} drops the saved tensors of blocks, and {step.model.name} has none "
-            "(a ModuleList or Sequential of blocks): recompute=none works",
+            "(a ModuleList or Sequential of blocks). Use recompute=none",
         )
     if step.layout.recompute in KEEPS_PRODUCTS and step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
             f"recompute={step.layout.recompute} keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
-            "gradients itself: recompute=full works, or none",
+            "gradients itself. Use recompute=full, or none",
         )
     return None
 

@@ -42,12 +42,12 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if step.layout.tp == 1:
         return LayoutError(
             "sequence-parallel-needs-tp",
-            "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out",
+            "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none. Use tp=2, or leave it out",
         )
     if step.layout.recompute != "none" and (unclear := _block_that_keeps(step.model)):
         return LayoutError(
             "sequence-parallel-unsupported",
-            f"sequence_parallel: {unclear} keeps something for its backward after its last sum, in a part that computes on whole sequences. There, recompute={step.layout.recompute} is not supported: recompute=none works, or "
+            f"sequence_parallel: {unclear} keeps something for its backward after its last sum, in a part that computes on whole sequences. There, recompute={step.layout.recompute} is not supported. Use recompute=none, or "
             f"tp={step.layout.tp} alone",
         )
     return refuse_model(step.model, step.layout.tp) or _refuse_slices(step)
@@ -59,14 +59,14 @@ def _refuse_slices(step: StepSpec) -> LayoutError | None:
     if cp > 1 and (part := next((part.owner for layer in model.layers for part in layer.gathered_parts), "")):
         return LayoutError(
             "sequence-parallel-unsupported",
-            f"sequence_parallel: {part} computes all tokens on every rank of cp={cp}; tp={tp} alone works, or cp=1",
+            f"sequence_parallel: {part} computes all tokens on every rank of cp={cp}. Use tp={tp} alone, or cp=1",
         )
     if cp == 1 or model.length % cp or model.length // cp % tp == 0:
         return None
     return LayoutError(
         "sequence-parallel-indivisible",
-        f"sequence_parallel: tp={tp} does not divide the {model.length // cp} tokens of a slice that cp={cp} leaves a rank; "
-        f"{model.length // (cp * tp) * cp * tp} tokens work, or tp={tp} alone",
+        f"sequence_parallel: tp={tp} does not divide the {model.length // cp} tokens of a slice that cp={cp} leaves a rank. Use "
+        f"{model.length // (cp * tp) * cp * tp} tokens, or tp={tp} alone",
     )
 
 
@@ -91,24 +91,24 @@ def refuse_model(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return why no layout may divide the model's sequence among `degree` ranks."""
     if model.sequence_refusal:
         return LayoutError(
-            "sequence-parallel-unsupported", f"sequence_parallel: {model.sequence_refusal}; tp={degree} alone works"
+            "sequence-parallel-unsupported", f"sequence_parallel: {model.sequence_refusal}. Use tp={degree} alone"
         )
     if model.balanced_experts:
         return LayoutError(
             "sequence-parallel-unsupported",
-            f"sequence_parallel: the loss that balances experts is counted from whole samples, and a rank would route a part of one; tp={degree} alone works, or a job without it (output_router_logits = false)",
+            f"sequence_parallel: the loss that balances experts is counted from whole samples, and a rank would route a part of one. Use tp={degree} alone, or a job without it (output_router_logits = false)",
         )
     if model.expert_refusal and any(layer.dispatches for layer in model.layers):
         return LayoutError(
             "sequence-parallel-unsupported",
             f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
-            f"{model.expert_refusal}; tp={degree} alone works",
+            f"{model.expert_refusal}. Use tp={degree} alone",
         )
     if model.sequence % degree:
         return LayoutError(
             "sequence-parallel-indivisible",
-            f"sequence_parallel: tp={degree} does not divide the {model.sequence} tokens of a sample; "
-            f"{model.sequence // degree * degree} tokens work, or tp={degree} alone",
+            f"sequence_parallel: tp={degree} does not divide the {model.sequence} tokens of a sample. Use "
+            f"{model.sequence // degree * degree} tokens, or tp={degree} alone",
         )
     return None
 

@@ -57,19 +57,19 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if layout.accumulate == "full" and step.zero < 2 <= layout.zero:
         return LayoutError(
             "accumulate-full-needs-zero",
-            f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank: accumulate=sharded works",
+            f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank. Use accumulate=sharded",
         )
     if layout.accumulate == "full" and step.zero < 2:
         return LayoutError(
             "accumulate-full-needs-zero",
-            f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}; accumulate=sharded works",
+            f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}. Use accumulate=sharded",
         )
     if step.zero < 2:
         return None
     if step.splits_backward:
         return LayoutError(
             "schedule-unsupported",
-            f"zero={step.zero} reduces gradients after each backward, and schedule={step.layout.schedule} computes the gradients of weights later: zero=1 works, or schedule=1f1b",
+            f"zero={step.zero} reduces gradients after each backward, and schedule={step.layout.schedule} computes the gradients of weights later. Use zero=1, or schedule=1f1b",
         )
     if step.layout.pp > 1 and (refusal := _refuse_own_code(step)):
         return refusal
@@ -84,19 +84,19 @@ def _refuse_own_code(step: StepSpec) -> LayoutError | None:
         if step.layout.virtual_stages > 1:
             return LayoutError(
                 "zero-shared-weight",
-                f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage: "
-                "zero=1 works, or virtual_stages=1",
+                f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage. Use "
+                "zero=1, or virtual_stages=1",
             )
         if param.shared:
             return LayoutError(
                 "zero-shared-weight",
-                f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, or pp=1",
+                f"{param.name} is shared by modules, and read by the model's own code. Use zero=1, or pp=1",
             )
         if step.zero == 3 and step.layout.recompute != "none" and is_in_block:
             return LayoutError(
                 "zero-shared-weight",
                 f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
-                f"recompute={step.layout.recompute}: zero=1 works, or recompute=none",
+                f"recompute={step.layout.recompute}. Use zero=1, or recompute=none",
             )
     return None
 
@@ -118,8 +118,8 @@ def _refuse_again(step: StepSpec) -> LayoutError | None:
         return None
     return LayoutError(
         "zero-shared-weight",
-        f"zero={step.zero} gathers and reduces {name}, which several layers use, with one virtual stage: zero=1 "
-        "works, or virtual_stages=1",
+        f"zero={step.zero} gathers and reduces {name}, which several layers use, with one virtual stage. Use zero=1"
+        ", or virtual_stages=1",
     )
 
 

@@ -59,8 +59,8 @@ def _refuse_packed(model: ModelSpec, degree: int) -> LayoutError | None:
         works = max(n for n in range(1, degree) if not _cuts_packed(param, n) and degree % n == 0)
         return LayoutError(
             "tp-cuts-scale-blocks",
-            f"tp={degree} cuts rows of {param.name} within blocks of {BLOCK} elements, which share a scale in 4 bits: tp={works} "
-            'works, or model.lora.base = "full"',
+            f"tp={degree} cuts rows of {param.name} within blocks of {BLOCK} elements, which share a scale in 4 bits. Use tp={works}"
+            ', or model.lora.base = "full"',
         )
     return None
 
@@ -92,7 +92,7 @@ def _refuse_blocks(step: StepSpec) -> LayoutError | None:
                 return LayoutError(
                     "tp-cuts-scale-blocks",
                     f"tp={degree} cuts {param.name} within blocks of {block} elements, which share a scale under "
-                    f'numerics.{key}: tp={works} works, or "bf16"',
+                    f'numerics.{key}. Use tp={works}, or "bf16"',
                 )
     return None
 
@@ -110,22 +110,22 @@ def _cuts_block(param: ParamSpec, degree: int, block: int) -> bool:
 def refuse_degree(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return why a degree would cut through a group of a weight, or why the model cannot be cut at all."""
     if model.differentiates_at:
-        return LayoutError("forward-takes-gradients", f"tp={degree}: {gradients_within(model)}; tp=1 works")
+        return LayoutError("forward-takes-gradients", f"tp={degree}: {gradients_within(model)}. Use tp=1")
     if model.cut_refusal:
-        return LayoutError("tp-uncuttable", f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works")
+        return LayoutError("tp-uncuttable", f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}. Use tp=1")
     for param in model.params:
         if param.cut is not None and param.read_outside:
             return LayoutError(
                 "tp-uncuttable",
-                f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works",
+                f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut. Use tp=1",
             )
         if param.cut is not None and not _divides(degree, param.cut):
             noun = "heads" if param.cut.groups * param.cut.parts < param.shape[param.cut.dim] else "columns"
             works = [str(n) for n in range(2, param.cut.groups + 1) if _divides_all(n, model)]
             return LayoutError(
                 "tp-indivisible",
-                f"tp={degree} does not divide the {param.cut.groups} {noun} of {param.name}; "
-                f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}",
+                f"tp={degree} does not divide the {param.cut.groups} {noun} of {param.name}. "
+                f"Use tp={' or '.join(works or ['1'])}",
             )
     return None
 

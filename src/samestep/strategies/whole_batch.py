@@ -41,7 +41,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return LayoutError(
             "diloco-unsupported",
             f"numerics.exchange_every = {step.sharing.every} trains replicas apart, each on samples of its own, and the loss is one "
-            "over the whole batch: exchange_every = 1 works",
+            "over the whole batch. Set exchange_every = 1",
         )
     return None
 

@@ -35,8 +35,8 @@ def refusal(step: StepSpec) -> LayoutError | None:
         if param.is_updated_whole and param.cut is not None and param.experts:
             return LayoutError(
                 "optimizer-cut-both-ways",
-                f"the optimizer does not treat every element of {param.name} by itself, and tp={tp} and ep={ep} both cut it: tp=1 "
-                "works, or ep=1",
+                f"the optimizer does not treat every element of {param.name} by itself, and tp={tp} and ep={ep} both cut it. Use tp=1"
+                ", or ep=1",
             )
     return None
 

@@ -103,7 +103,7 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], modules: ForwardCa
             known = ", ".join(dict.fromkeys(modules.regions[one] for one in calls[1:]))
             raise ModelError(
                 "stages-unknown",
-                f"model.stages: the forward calls no module with weights at {name!r}; these work: {known}",
+                f"model.stages: the forward calls no module with weights at {name!r}. Use these: {known}",
             )
         if call == calls[0]:
             raise ModelError(

@@ -132,6 +132,6 @@ def _around(name: str, module: nn.Module, containers: Collection[str]) -> Iterat
             what = "a block" if is_block else type(parts[path]).__name__
             raise ModelError(
                 "stages-unknown",
-                f"model.stages: {name!r} is a part of {what}, which stays whole: {path!r} works",
+                f"model.stages: {name!r} is a part of {what}, which stays whole. Use {path!r}",
             )
         yield path

@@ -234,7 +234,7 @@ def check_experts(
     picks = order[:, : chosen.shape[1]].to(chosen.dtype)
     picks[: _ROWS // 2] = picks[0]  # several rows of one expert: a limit on their number would show
     factors = drawn(_ROWS, chosen.shape[1]).abs() + 0.1
-    works = "ep=1 works, or a module that adds weight x expert(row) and leaves the rest to the model around it"
+    works = "Use ep=1, or a module that adds weight x expert(row) and leaves the rest to the model around it"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             tried = _real(path, module, facts, count, some, value_of, drawn)
@@ -250,7 +250,7 @@ def check_experts(
         raise LayoutError(
             "expert-plan-differs",
             f"expert_plan: {path} cannot be run on {some} of its experts with one choice a row "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), as expert parallelism runs it: {works}",
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), as expert parallelism runs it. {works}",
         ) from error
     if at_once.shape != expected.shape or not torch.allclose(
         at_once, expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max())
@@ -258,13 +258,13 @@ def check_experts(
         raise LayoutError(
             "expert-plan-differs",
             f"expert_plan: {path} does not compute the sum of weight x expert(row) from its arguments, so rows that are "
-            f"sent to the ranks of their experts would come back as something else: {works}",
+            f"sent to the ranks of their experts would come back as something else. {works}",
         )
     if not torch.allclose(single, slots[0][-1:], rtol=1e-6, atol=1e-9 * float(expected.abs().max())):
         raise LayoutError(
             "expert-plan-differs",
             f"expert_plan: the rows of {path} influence each other, and other rows come together on the ranks of their "
-            f"experts: {works}",
+            f"experts. {works}",
         )
 
 

@@ -34,7 +34,7 @@ from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_leaves, tree_map
 
 WORKS = (
-    "F.cross_entropy, torch.logsumexp, samestep.losses.token_entropy and elementwise functions of logits work, or a layout "
+    "Use F.cross_entropy, torch.logsumexp, samestep.losses.token_entropy or elementwise functions of logits, or a layout "
     "without loss_chunk"
 )
 
@@ -148,7 +148,7 @@ class PendingLogits(Tensor):
 def _refusal(what: str) -> ModelError:
     return ModelError(
         "loss-chunk-unsupported",
-        f"loss_chunk makes the logits in chunks of tokens, and {what} needs them at once: {WORKS}",
+        f"loss_chunk makes the logits in chunks of tokens, and {what} needs them at once. {WORKS}",
     )
 
 
@@ -394,7 +394,7 @@ def find_chunks(
     except Exception as error:  # of the model's own code or the loss, which may raise anything
         reason = str(error).strip().partition("\n")[0]
         return ChunksFound(
-            reason.removeprefix("loss_chunk ").partition(f": {WORKS}")[0] if reason else type(error).__name__
+            reason.removeprefix("loss_chunk ").partition(f". {WORKS}")[0] if reason else type(error).__name__
         )
     finally:
         head.remove()

@@ -212,9 +212,8 @@ def _unseen(name: str, watch: ForwardTracer) -> ModelError:
     return ModelError(
         "forward-looks-at-values",
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
-        f"experts do), and the meta device has none; models of up to {KNOWN_WEIGHTS:,} weights are run once to see, larger ones "
-        f"with drawn values of tensors of up to {DRAWN_ELEMENTS:,} elements, and a form that does not look, as torch.where, "
-        "always works",
+        f"experts do), and the meta device has none. Only models of up to {KNOWN_WEIGHTS:,} weights are run once to see them, and larger ones "
+        f"with drawn values of tensors of up to {DRAWN_ELEMENTS:,} elements. Use a form that does not look, such as torch.where",
     )
 
 

@@ -115,8 +115,8 @@ def check(
     if until > job.train.steps:
         raise JobError(
             "schedule-too-long",
-            f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning-rate schedule ends: "
-            f"--set train.steps={until} works",
+            f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning-rate schedule ends. Use "
+            f"--set train.steps={until}",
         )
     trackers.check(job)
     compiled_blocks.check(job.run)
@@ -171,7 +171,7 @@ def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
         near = max(1, ranks // num_hosts) * num_hosts
         raise LayoutError(
             "ranks-indivisible",
-            f"{num_hosts} hosts cannot share {ranks} ranks equally; {near} ranks work",
+            f"{num_hosts} hosts cannot share {ranks} ranks equally. Use {near} ranks",
         )
     return (ranks // num_hosts,) * num_hosts
 
@@ -220,8 +220,8 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
         words = str(given)
         raise LayoutError(
             "devices-and-ranks",
-            f"layout {words!r} has {given.world_size} rank{'s' if given.world_size > 1 else ''}, not {ranks}: "
-            f"--ranks {given.world_size} works, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
+            f"layout {words!r} has {given.world_size} rank{'s' if given.world_size > 1 else ''}, not {ranks}. Use "
+            f"--ranks {given.world_size}, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
         )
     return given, given.world_size
 
@@ -272,8 +272,8 @@ def _check_resumable(newest: Path, job: Job, until: int) -> None:
     if manifest["step"] > until:
         raise CheckpointError(
             "checkpoint-past-end",
-            f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "
-            f"--steps {manifest['step']} or more works",
+            f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}. Use "
+            f"--steps {manifest['step']} or more",
         )
 
 

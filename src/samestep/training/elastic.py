@@ -101,13 +101,13 @@ class Elasticity:
                 print(f"goes on with {layout.world_size} of {world_size} ranks, layout {str(layout)!r}", flush=True)
                 return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
         given, together = checked.layout, checked.layout.world_size // checked.layout.dp
-        works = f"a number of ranks that {together} divides, or --layout auto, which plans anew, works"
+        works = f"Use a number of ranks that {together} divides, or --layout auto, which plans again"
         if self.plans_anew:
-            works = "fewer as the least number may work"
+            works = "Use a smaller minimum of --ranks"
         raise WorkerError(
             "no-layout-fits",
             f"{error}\n{left} ranks are left, and no layout of {least} to {left} ranks is {str(given)!r} with smaller data "
-            f"degrees{refused}; {works}",
+            f"degrees{refused}. {works}",
         )
 
     def _layouts(self, checked: Checked, ranks: int, hosts: int) -> Iterator[Layout]:

@@ -64,7 +64,7 @@ def check(job: Job) -> None:
     if job.train.evaluate_every and not job.evaluated_sets:
         raise DataError(
             "held-out-missing",
-            "train.evaluate_every needs samples that are held out: data.held_out above 0 and train.evaluate_samples above 0 work",
+            "train.evaluate_every needs samples that are held out. Use data.held_out above 0 and train.evaluate_samples above 0",
         )
 
 
@@ -179,14 +179,14 @@ class EarlyStopping:
         if self.sets is None or (isinstance(self.sets, Mapping) and not self.sets):
             raise DataError(
                 "held-out-rule",
-                f"EarlyStopping(sets={self.sets!r}) holds no data set: a data set works, or a dict of data sets by name",
+                f"EarlyStopping(sets={self.sets!r}) holds no data set. Use a data set, or a dict of data sets by name",
             )
         if self.mode not in ("min", "max"):
             raise JobError("held-out-rule", f'EarlyStopping(mode={self.mode!r}): use "min" or "max"')
         if not all(isinstance(number, int) for number in (self.every, self.patience)):
             raise JobError(
                 "held-out-rule",
-                f"EarlyStopping(every={self.every!r}, patience={self.patience!r}): whole numbers work, such as every=100 and patience=5",
+                f"EarlyStopping(every={self.every!r}, patience={self.patience!r}). Use whole numbers, such as every=100 and patience=5",
             )
         if self.every < 1 or self.patience < 0:
             raise JobError(

@@ -205,7 +205,7 @@ def _match_names(
     if differs:
         more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
         adapted = any(name_without_adapters(name) is None for name in weights)
-        works = "; samestep export --merge makes a folder that works" if adapted else ""
+        works = ". Use a folder that samestep export --merge has made" if adapted else ""
         raise CheckpointError(
             "checkpoint-other-model",
             f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}",
@@ -222,5 +222,5 @@ def refuse_resumed(init_from: str | Path | None, resume: bool) -> None:
     if init_from is not None and resume:
         raise JobError(
             "init-from",
-            "--init-from starts a new run, and --resume continues a run, with its own weights: one of them works",
+            "--init-from starts a new run, and --resume continues a run, with its own weights. Use one of them",
         )

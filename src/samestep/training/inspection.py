@@ -61,17 +61,19 @@ class Inspection:
         parts_found = f"{blocks} blocks" if blocks else f"{len(spec.layers)} calls of modules"
         parts = [
             f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {parts_found}, "
-            f"{spec.forward_flops:,} FLOPs in the forward of a sample",
+            f"{spec.forward_flops:,} FLOPs in the forward pass of a sample",
             align_columns(
                 [_LAYER_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._layers())], left=(0, 5)
             ),
-            f"weights under tp{f': none is cut, {spec.cut_refusal}' if spec.cut_refusal else ''}",
+            f"weights under tp{f': none is sharded, {spec.cut_refusal}' if spec.cut_refusal else ''}",
             align_columns(
                 [_WEIGHT_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._weights())], left=(0, 1, 3)
             ),
             "\n".join(self._experts()),
             "\n".join(self._samples()),
-            align_columns([("word", "works"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)),
+            align_columns(
+                [("layout option", "supported"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)
+            ),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -131,12 +133,12 @@ class Inspection:
             why = f" ({self.gathered[path]})" if path in self.gathered else ""
             return f"{held}{_STYLES[cut.style]}{fused}: dimension {cut.dim} in up to {cut.groups} parts{shared}{why}"
         if path in self.gathered:
-            return f"{held}whole: {self.gathered[path]}"
+            return f"{held}replicated: {self.gathered[path]}"
         if param.experts:
-            return f"{held}whole: ep divides its {param.experts} experts"
+            return f"{held}replicated over tp: ep distributes its {param.experts} experts"
         if param.partial == "cut":
-            return f"{held}whole, and used on what is cut: its gradient is summed"
-        return f"{held}whole" + ("" if self.spec.cut_refusal else ": used on what every rank has whole")
+            return f"{held}replicated, and applied to sharded activations: its gradient is summed"
+        return f"{held}replicated" + ("" if self.spec.cut_refusal else ": applied to full activations")
 
     def _experts(self) -> Iterator[str]:
         spec = self.spec
@@ -151,23 +153,23 @@ class Inspection:
                 f"{width:,} elements; ep divides the experts"
             )
         if spec.expert_refusal:
-            yield f"experts with sequence_parallel: refused, {spec.expert_refusal}"
+            yield f"experts with sequence_parallel: not supported, {spec.expert_refusal}"
 
     def _samples(self) -> Iterator[str]:
         spec = self.spec
         if spec.mixes_samples:
-            yield f'samples: {spec.mixes_samples}; run.allow = ["samples"] waives it'
+            yield f'samples: {spec.mixes_samples}; run.allow = ["samples"] skips the check'
         elif spec.couples_samples:
             owners = dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
             modules = f"{len(owners)} module{'s' * (len(owners) > 1)}"
             yield f"samples: coupled by the statistics of {modules} alone (numerics.batch_norm_group), as {next(iter(owners))}"
         else:
-            yield "samples: apart, in dimension 0 of the batch"
+            yield "samples: independent, in dimension 0 of the batch"
         if spec.length:
             places = ", ".join(f"{_argument(place)} along dimension {dim}" for place, dim in spec.slices)
             where = f" in the arguments of blocks: {places}" if places else ""
-            sliced = f"cp is refused, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
-            yield f"tokens: {spec.length} a sample; {sliced}"
+            sliced = f"cp is not supported, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
+            yield f"tokens: {spec.length} per sample; {sliced}"
             for part in {part.owner: part for layer in spec.layers for part in layer.gathered_parts}.values():
                 yield f"tokens under cp: {part.owner} computes all of them on every rank, since {part.reason}"
             for move in {
@@ -183,7 +185,7 @@ class Inspection:
                 )
                 yield f"tokens under cp: {move.owner} is sent {tokens}"
             if spec.sequence_refusal:
-                yield f"tokens under sequence_parallel: refused, {spec.sequence_refusal}"
+                yield f"tokens under sequence_parallel: not supported, {spec.sequence_refusal}"
         for module, what in (
             (spec.varies_at, "shapes or branches depend on values"),
             (spec.picks_at, "works on as many rows as values of the sample pick"),
@@ -194,7 +196,7 @@ class Inspection:
         yield from (f"tried, not proven: {text}" for text in spec.tried)
         for state in self.states:
             yield f'kept by the forward: {state.full_name} ({state.kind}); a layout that keeps it otherwise needs run.allow = ["state"]'
-        yield from (f"waived: {text}" for text in self.waived)
+        yield from (f"skipped check: {text}" for text in self.waived)
 
 
 _LAYER_HEAD = (
@@ -202,8 +204,8 @@ _LAYER_HEAD = (
     "number",
     "weights",
     "FLOPs",
-    "kept elements",
-    "a stage that begins here is sent, for a sample",
+    "saved elements",
+    "received per sample if a stage begins here",
 )
 _WEIGHT_HEAD = ("weight", "shape", "number", "under tp")
 

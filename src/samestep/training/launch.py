@@ -59,7 +59,7 @@ def launch(
     """
     where = Layout(layout) if isinstance(layout, str) else layout
     if where is None and ranks is None:
-        raise InputError("command-options", "launch needs the number of ranks: ranks=2 works, or layout='dp=2'")
+        raise InputError("command-options", "launch needs the number of ranks. Use ranks=2, or layout='dp=2'")
     if where is not None and ranks not in (None, where.world_size):
         raise InputError(
             "command-options",
@@ -135,7 +135,7 @@ def write_submission(
         RunError: the command of the engine failed.
     """
     if not isinstance(job, Job | str | os.PathLike):
-        text = f"job is a {type(job).__name__}: a samestep.Job works, or the path of a job file"
+        text = f"job is a {type(job).__name__}. Use a samestep.Job, or the path of a job file"
         raise InputError("argument-type", text)
     scripts = wings.required("cluster", "engines.scripts")
     settings: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "layout": layout, "out": out}

@@ -157,7 +157,7 @@ def _refuse_links_of_others(folder: Path) -> None:
         if owner == os.geteuid():
             continue
         if path.is_symlink():
-            raise JobError("run-folder-unwritable", f"{path} is a link of user {owner}: a folder of your own works")
+            raise JobError("run-folder-unwritable", f"{path} is a link of user {owner}. Use a folder of your own")
         if path == folder:
             warnings.warn(f"{folder} belongs to user {owner}, who can change what this run writes", stacklevel=2)
 

@@ -73,7 +73,7 @@ def check_receiver(receiver: Receiver, folder: str | None, where: str) -> None:
         _function_of(receiver, folder)
     elif importlib.util.find_spec(_LIBRARIES.get(receiver, receiver)) is None:
         library = _LIBRARIES.get(receiver, receiver)
-        raise JobError("package-missing", f"{where}: {library} is not installed here; pip install {library} works")
+        raise JobError("package-missing", f"{where}: {library} is not installed here. Use pip install {library}")
 
 
 def open_trackers(job: Job, folder: Path, first_step: int) -> list[Tracker]:

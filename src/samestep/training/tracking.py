@@ -62,7 +62,7 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
     if not isinstance(folder, str | Path) or (Path(folder).exists() and not Path(folder).is_dir()):
         raise JobError(
             "run-folder-unwritable",
-            f"samestep.track: folder={short_repr(folder)} is no folder: the path of one works, which need not exist",
+            f"samestep.track: folder={short_repr(folder)} is no folder. Use the path of one, which need not exist",
         )
     held_out = [receiver for receiver in receivers if isinstance(receiver, EarlyStopping)]
     others = [receiver for receiver in receivers if not isinstance(receiver, EarlyStopping)]
@@ -71,7 +71,7 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
     if len(held_out) > 1:
         raise JobError(
             "held-out-rule",
-            f"samestep.track was given {len(held_out)} samestep.EarlyStopping, and their decisions could differ: one with a dict of data sets works",
+            f"samestep.track was given {len(held_out)} samestep.EarlyStopping, and their decisions could differ. Use one with a dict of data sets",
         )
     for held in held_out:
         held.rule()  # which refuses a mean that is none

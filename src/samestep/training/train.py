@@ -118,8 +118,8 @@ def _start(
     if least_ranks is not None and not job.run.restarts and not info.is_engine:
         raise JobError(
             "command-options",
-            f"--ranks {least_ranks}:{given['ranks']} lets a restart continue with fewer ranks, and run.restarts = 0: "
-            f"--set run.restarts=3 works",
+            f"--ranks {least_ranks}:{given['ranks']} lets a restart continue with fewer ranks, and run.restarts = 0. Use "
+            f"--set run.restarts=3",
         )
     if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
         flag = "--prove" if prove else "--rendezvous"

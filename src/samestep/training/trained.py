@@ -117,7 +117,7 @@ class StoredRun:
         if path is None:
             raise CheckpointError(
                 "run-folder-missing",
-                f"{folder} holds no checkpoint; a run folder works, or a checkpoint in it",
+                f"{folder} holds no checkpoint. Use a run folder, or a checkpoint in it",
             )
         manifest = manifests.read_manifest(path)
         job = Job(lambda key: str(path), **manifest["job"])
@@ -194,7 +194,7 @@ def evaluate(
     job = job.model_copy(update={"train": job.train.model_copy(update={"evaluate_samples": count})})
     judge = job.judge
     if judge is None:
-        raise DataError("held-out-missing", "the job holds no samples out: data.held_out above 0 and --samples N work")
+        raise DataError("held-out-missing", "the job holds no samples out. Use data.held_out above 0 and --samples N")
     workload = Workload(job, Layout())
     ready = _prepare_run(stored, workload, averaged=ema or job.train.evaluate_ema)
     losses = held_out_losses(ready, workload)
@@ -305,7 +305,7 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(
             "model-data-sizes",
-            f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions: a smaller --tokens works",
+            f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions. Use a smaller --tokens",
         )
     words = facts.setting(model, facts.vocabulary_field)
     unknown = list(range(tokenizer.vocab_size, words)) if isinstance(words, int) else []
@@ -382,7 +382,7 @@ def export(
     folder = Path(out)
     durable_files.refuse_remote(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise JobError("run-folder-taken", f"--out {folder} exists: a new folder works")
+        raise JobError("run-folder-taken", f"--out {folder} exists. Use a new folder")
     stored = StoredRun.of(run, allow_code=allow_code)
     plan = blueprint_of(stored.job)
     stored.check(plan.module)
@@ -446,8 +446,8 @@ def write_state(model: nn.Module, value: Callable[[str], Tensor], out: Path, dty
     if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
         raise ModelError(
             "export-form",
-            f"{strange[0]} in the state dict of {type(model).__name__} is no tensor, and a file of safetensors holds tensors alone: a "
-            "registered buffer in place of get_extra_state works",
+            f"{strange[0]} in the state dict of {type(model).__name__} is no tensor, and a file of safetensors holds tensors alone. Use a "
+            "registered buffer in place of get_extra_state",
         )
     tensors = {}
     for name in held:

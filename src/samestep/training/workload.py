@@ -194,7 +194,7 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
         raise DataError(
             "data-form",
             f"data.held_out_sets.{name}: a sample of {job.data.held_out_sets[name]} has {theirs}, but one of {job.data.source} (training data) "
-            f"has {ours}; a source of the same kind works",
+            f"has {ours}. Use a source of the same kind",
         )
 
 
@@ -208,15 +208,15 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
     if isinstance(labels, int) and len(classes) > labels:
         raise ModelError(
             "model-data-sizes",
-            f"{job.data.source} has {len(classes)} classes, but model.config.{facts.classes_field} = {labels}; "
-            f"model.config.{facts.classes_field} = {len(classes)} works",
+            f"{job.data.source} has {len(classes)} classes, but model.config.{facts.classes_field} = {labels}. Set "
+            f"model.config.{facts.classes_field} = {len(classes)}",
         )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
             "model-data-sizes",
-            f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
-            f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}",
+            f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}. Set "
+            f"data.sequence_length = {positions}, or {facts.positions_field} = {length}",
         )
 
 
@@ -234,7 +234,7 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(
                 "model-data-sizes",
-                f"the tokenizer has token ids up to {known - 1}, but model.config.{field} = {words}; {works} = {known} works",
+                f"the tokenizer has token ids up to {known - 1}, but model.config.{field} = {words}. Use {works} = {known}",
             )
         return
     for token_range in token_ranges(dataset, _TOKENS_LOOKED_AT):
@@ -242,7 +242,7 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
         if token_range.least < 0:
             raise DataError(
                 "token-ids",
-                f"{file} has the token id {token_range.least}: ids from 0 work, or another data.dtype if it is wrong",
+                f"{file} has the token id {token_range.least}. Use ids from 0, or another data.dtype if it is wrong",
             )
         if token_range.most >= words:
             others = "".join(
@@ -250,7 +250,7 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
             )
             raise ModelError(
                 "model-data-sizes",
-                f"{file} has token ids up to {token_range.most}, but model.config.{field} = {words}; {works} = {token_range.most + 1} works{others}",
+                f"{file} has token ids up to {token_range.most}, but model.config.{field} = {words}. Use {works} = {token_range.most + 1}{others}",
             )
 
 

@@ -150,7 +150,7 @@ class AllSamples:
                 raise JobError(
                     "loss-over-batch",
                     f"the loss over the whole batch is given an output {list(number.parts[0].shape)} that has no dimension of samples "
-                    f"and differs between micro-batches by {float(off.max()):.3g}: one that is the same for all samples works, or one with a row for each",
+                    f"and differs between micro-batches by {float(off.max()):.3g}. Use one that is the same for all samples, or one with a row for each",
                 )
 
     def _joined(self, tensor: StepTensor, rows: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class AllSamples:
                 )
                 raise JobError(
                     "loss-over-batch",
-                    f"the loss over the whole batch is given tensors of {some} by different parts of it: samestep.whole_batch(loss, pad=0.0) pads them, and samples of one size work",
+                    f"the loss over the whole batch is given tensors of {some} by different parts of it. Use samestep.whole_batch(loss, pad=0.0), which pads them, or samples of one size",
                 )
         return found
 

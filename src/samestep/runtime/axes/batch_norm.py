@@ -83,7 +83,7 @@ class _MicrobatchPart:
         if x.shape[0] % (count * views):
             raise ModelError(
                 "batch-norm-rows",
-                f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, and the samples in them are not known: rows of equally many positions for each sample work, and for statistics of parts of a batch one "
+                f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, and the samples in them are not known. Use rows of equally many positions for each sample, and for statistics of parts of a batch one "
                 "call on all of it with numerics.batch_norm_group",
             )
         if len(self.runs) == 1:
@@ -218,7 +218,7 @@ class BatchNorms(SharedSamples):
             raise DataError(
                 "batch-indivisible",
                 f"a batch of {count} samples in {shares.num_microbatches} micro-batches is not divided into groups of "
-                f"{groups.size}, the groups of batch norm's statistics: a batch of {shares.global_batch} samples works, as the job has",
+                f"{groups.size}, the groups of batch norm's statistics. Use a batch of {shares.global_batch} samples, as the job has",
             )
         self._groups = groups
 
@@ -348,8 +348,8 @@ class BatchNorms(SharedSamples):
         if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
             raise ModelError(
                 "batch-norm-rows",
-                f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm): "
-                "numerics.batch_norm_group = 2 or more works",
+                f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm). Set "
+                "numerics.batch_norm_group = 2 or more",
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         if is_sent and groups.num_groups == slots == 1:

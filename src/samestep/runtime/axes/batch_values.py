@@ -136,7 +136,7 @@ class BatchValues(NextValues):
         if len(x) != size:
             raise ModelError(
                 "rows-per-sample",
-                f"samestep.batch_cat was given {len(x)} rows of {size} samples: one row for each works, as two views joined in two calls have",
+                f"samestep.batch_cat was given {len(x)} rows of {size} samples. Use one row for each, as two views joined in two calls have",
             )
         result: Tensor = _OverRanks.apply(x, self, False)
         return result
@@ -151,7 +151,7 @@ class BatchValues(NextValues):
         if rest:
             raise ModelError(
                 "rows-per-sample",
-                f"samestep.batch_mean was given {len(x)} rows of {self.mine} samples: equally many rows for each sample work",
+                f"samestep.batch_mean was given {len(x)} rows of {self.mine} samples. Use equally many rows for each sample",
             )
         return each * sum(self._sizes)
 

@@ -51,8 +51,8 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn) -> None:
         if within is not None:
             raise LayoutError(
                 "mlp-chunk-unsupported",
-                f"mlp_chunk={chunk} takes the weights of {path} once for all chunks, and {within} in it is gathered by itself: "
-                "zero=1 works, or a layout without mlp_chunk",
+                f"mlp_chunk={chunk} takes the weights of {path} once for all chunks, and {within} in it is gathered by itself. Use "
+                "zero=1, or a layout without mlp_chunk",
             )
         module = model.get_submodule(path)
         module.forward = _Part(path, module, chunk, sums, contexts).call
@@ -98,7 +98,7 @@ class _Part:
             if version_of(given) != version:
                 raise ModelError(
                     "mlp-chunk-unsupported",
-                    f"{self._path} writes into its own input, and mlp_chunk gives it a part of it: a layout without mlp_chunk works, "
+                    f"{self._path} writes into its own input, and mlp_chunk gives it a part of it. Use a layout without mlp_chunk, "
                     "or a forward that writes nowhere (x = x.relu() for x.relu_())",
                 )
             output = part.new_empty(*x.shape[:-1], part.shape[-1]) if output is None else output
@@ -121,8 +121,8 @@ class _Part:
         if written:
             raise ModelError(
                 "mlp-chunk-unsupported",
-                f"the forward of {self._path} writes {written[0]}, and mlp_chunk runs it once a chunk of tokens: a layout without "
-                "mlp_chunk works, or a forward that keeps nothing",
+                f"the forward of {self._path} writes {written[0]}, and mlp_chunk runs it once a chunk of tokens. Use a layout without "
+                "mlp_chunk, or a forward that keeps nothing",
             )
         self._is_tried = True
 

@@ -187,9 +187,7 @@ class CompiledBlocks:
         except dynamo().exc.TorchDynamoException as error:
             reason = f"it cannot be compiled: {first_line(getattr(error, 'inner_exception', error))}"
             if self._num_islands > islands:  # to run it once more would communicate twice
-                raise ModelError(
-                    "run-compile", f'{path or "the model"}: {reason}: run.compile = "none" works'
-                ) from None
+                raise ModelError("run-compile", f'{path or "the model"}: {reason}. Set run.compile = "none"') from None
             compiler.uncompiled[path] = reason
             return plainly(*args, **kwargs)
 
@@ -377,7 +375,7 @@ def _broken_repeats(blocks: Sequence[str], islands: Sequence[str]) -> Iterator[t
     for path in blocks:
         inner = next((island for island in islands if is_below(island, path)), None)
         if inner is not None:
-            yield path, f"it is recomputed as one graph, and {inner} stays outside of graphs: recompute=full works"
+            yield path, f"it is recomputed as one graph, and {inner} stays outside of graphs. Use recompute=full"
 
 
 def _pending_head(program: Program) -> Iterator[str]:
@@ -442,7 +440,7 @@ def _refuse_compiled(path: str, module: nn.Module) -> None:
     if module._compiled_call_impl is not None or isinstance(module, dynamo().OptimizedModule):
         raise ModelError(
             "run-compile",
-            f"run.compile and {path or 'the module'}, which the model compiles itself: one of the two works",
+            f"run.compile and {path or 'the module'}, which the model compiles itself. Use one of the two",
         )
 
 

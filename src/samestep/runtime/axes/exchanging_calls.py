@@ -261,10 +261,10 @@ def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
     found: dict[tuple[str, str], tuple[str, str]] = {}
     for layer in model.layers:
         for dispatch in layer.dispatches:
-            reason = "its experts exchange rows with ranks whose samples use them: ep=1 works"
+            reason = "its experts exchange rows with ranks whose samples use them. Use ep=1"
             found[dispatch.owner, expert.AXIS] = dispatch.owner, reason
         for call in layer.batch_norms:
-            reason = "it takes statistics over the ranks (batch norm): one data rank works"
+            reason = "it takes statistics over the ranks (batch norm). Use one data rank"
             found[call.owner, batch_norm.AXIS] = call.owner, reason
     return found
 

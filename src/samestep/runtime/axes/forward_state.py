@@ -87,16 +87,16 @@ def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -
 
 def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
     """Return why the layout would keep other state, and what works; nothing if it would not."""
-    works = f"the whole batch in one forward works (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
+    works = f"the whole batch in one forward (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
     split = splits(layout, num_microbatches)
     if state.kind == "counts":
         what = (
             f"{state.owner or 'the model itself'}: scale_grad_by_freq divides gradients by the tokens of a micro-batch"
         )
-        return f"{what}, and {split} splits the batch: without it, or with {works}" if split else ""
+        return f"{what}, and {split} splits the batch. Use a model without it, or {works}" if split else ""
     what = f"the forward keeps {state.full_name} from one micro-batch to the next"
     if state.of_samples and split:
-        return f"{what}, computed from its samples, and {split} splits the batch: {works}; so does to keep nothing"
+        return f"{what}, computed from its samples, and {split} splits the batch. Use {works}, or a forward that keeps nothing"
     if state.kind == "weight":
         lost = f"zero={layout.zero}" if layout.gathers_weights else ""
         lost = lost or (f"tp={layout.tp}" if layout.tp > 1 else "")
@@ -105,8 +105,8 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
     if not (state.is_read or state.of_samples):
         return ""
     repeats = _repeats(state, model, layout, num_microbatches, num_chunks)
-    else_works = _WRITES_NONE if state.kind == "weight" else "to keep nothing"
-    return f"{what}, and {repeats} runs it several times a step: {works}; so does {else_works}" if repeats else ""
+    else_works = _WRITES_NONE if state.kind == "weight" else "a forward that keeps nothing"
+    return f"{what}, and {repeats} runs it several times a step. Use {works}, or {else_works}" if repeats else ""
 
 
 _WRITES_NONE = (
@@ -118,8 +118,8 @@ _WRITES_NONE = (
 def explain_lost_write(name: str, word: str) -> str:
     """Return why a weight that a forward writes is refused under a word of the layout, such as `zero=3`."""
     return (
-        f"the forward writes into the weight {name}, and under {word} into a copy or a part of it: "
-        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1} works, or {_WRITES_NONE}"
+        f"the forward writes into the weight {name}, and under {word} into a copy or a part of it. Use "
+        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1}, or {_WRITES_NONE}"
     )
 
 

@@ -98,7 +98,7 @@ class _InputOnHost:
             raise ModelError(
                 "recompute-unsupported",
                 f"the model writes into the input of {self._path} after its forward, and recompute=offload copies it to the host "
-                "meanwhile: recompute=none works, or a forward that writes nowhere (x = x + y for x += y)",
+                "meanwhile. Use recompute=none, or a forward that writes nowhere (x = x + y for x += y)",
             )
         self._lanes.wait_for(self._left, self._layer, _TO_HOST)
         self._leaving = None

@@ -87,8 +87,8 @@ class CarriedLanes:
         if self._count not in (0, batch.num_samples):
             raise DataError(
                 "lanes",
-                f"step {batch.step + 1} has {batch.num_samples} samples, and the steps before had {self._count} lanes: the same number in "
-                "each step works, or drop_last=True",
+                f"step {batch.step + 1} has {batch.num_samples} samples, and the steps before had {self._count} lanes. Use the same number in "
+                "each step, or drop_last=True",
             )
         self._count = batch.num_samples
         if stream.begins_lanes(batch.step):
@@ -109,7 +109,7 @@ class CarriedLanes:
         if layout.pp > 1 or layout.cp > 1:
             raise LayoutError(
                 "lanes",
-                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1 and cp=1 work",
+                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole. Use pp=1 and cp=1",
             )
         self._turn = turn
         self._dims = _dims_of(source, job, example["batch"], self._there)
@@ -237,7 +237,7 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
     if len(names) < 2:
         raise ModelError(
             "lanes",
-            f"the forward of {type(model).__name__} takes {', '.join(names)}: with lanes forward(batch, carried) works",
+            f"the forward of {type(model).__name__} takes {', '.join(names)}. With lanes, use forward(batch, carried)",
         )
     if names[0] == "batch":
         found = model(batch, carried)
@@ -252,7 +252,7 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
     if not isinstance(found, tuple) or len(found) != 2:
         raise ModelError(
             "lanes",
-            f"the forward of {type(model).__name__} returns a {type(found).__name__}: with lanes (outputs, carried) works: first the outputs, then the state of the next step",
+            f"the forward of {type(model).__name__} returns a {type(found).__name__}. With lanes, return (outputs, carried): first the outputs, then the state of the next step",
         )
     return found
 
@@ -305,7 +305,7 @@ def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]
         if len(found) != 1:
             raise ModelError(
                 "lanes",
-                f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so the part of each lane is not known: tensors with one dimension of lanes work",
+                f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so the part of each lane is not known. Use tensors with one dimension of lanes",
             )
         dims += found
     return dims

@@ -131,7 +131,7 @@ def sums_of(loss: Loss, program: Program, mesh: Mesh, watch: LossWatch, names: L
         raise JobError(
             "loss-names-change",
             f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
-            "several terms too; several backwards, with means that add up, work",
+            "several terms too. Use several backwards, with means that add up",
         )
     return SeveralTerms(loss, watch, names, group, layout.cp)
 
@@ -220,7 +220,7 @@ class SeveralTerms(OwnSamples):
         raise JobError(
             "loss-count-from-outputs",
             f"the counts of the terms {', '.join(self.names.terms)} of a later micro-batch do not follow from its batch alone: the loss "
-            f"fails on outputs of another micro-batch ({type(errors[0]).__name__}: {words}); one micro-batch a rank works",
+            f"fails on outputs of another micro-batch ({type(errors[0]).__name__}: {words}). Use one micro-batch a rank",
         ) from errors[0]
 
     def _compare(self, counts: Tensor) -> None:

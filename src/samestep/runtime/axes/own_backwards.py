@@ -93,7 +93,7 @@ class _Mark:
         if left is not None and bool(getattr(left, "_local_tensor", left).any()):
             raise ModelError(
                 "own-backward",
-                "the forward runs a backward of its own and leaves gradients in weights, which a plain loop would add to the gradients of the loss: model.zero_grad() after it works, or torch.autograd.grad(loss, x)",
+                "the forward runs a backward of its own and leaves gradients in weights, which a plain loop would add to the gradients of the loss. Use model.zero_grad() after it, or torch.autograd.grad(loss, x)",
             )
 
     def remove(self) -> None:

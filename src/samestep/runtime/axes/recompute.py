@@ -223,8 +223,8 @@ def _recompute_forward(
         if is_transformed():
             raise ModelError(
                 "recompute-unsupported",
-                f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "
-                "recompute=none works",
+                f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated. Use "
+                "recompute=none",
             )
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = marks_of(given)
@@ -237,7 +237,7 @@ def _recompute_forward(
         if marks_of(given).differ(before):
             raise ModelError(
                 "recompute-unsupported",
-                f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "
+                f"{path} writes into its own input, which the recomputation of its forward needs. Use recompute=none, "
                 "or a forward that writes nowhere (x = x + y for x += y)",
             )
         return output

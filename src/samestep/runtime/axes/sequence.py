@@ -158,8 +158,8 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     if x.shape[1] % degree:
         raise LayoutError(
             "sequence-parallel-indivisible",
-            f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
-            f"{x.shape[1] // degree * degree} tokens work, or tp={degree} alone",
+            f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch. Use "
+            f"{x.shape[1] // degree * degree} tokens, or tp={degree} alone",
         )
     return apply_move(x, group, owner, _own, _all_gathered)
 

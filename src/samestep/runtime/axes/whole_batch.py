@@ -85,7 +85,7 @@ class _Words:
     def _refuse(self, *_: Any) -> Any:
         raise JobError(
             "loss-over-batch",
-            "the loss over the whole batch reads words of the batch, and each rank has the words of its own samples: numbers instead of words work, such as their classes",
+            "the loss over the whole batch reads words of the batch, and each rank has the words of its own samples. Use numbers instead of words, such as their classes",
         )
 
     __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __getattr__ = _refuse
@@ -416,8 +416,8 @@ def tried(loss: Callable[[], LossResult], num_rows: int, roots: Sequence[Tensor]
     if len(whole.terms) > 1:
         raise JobError(
             "loss-not-a-sum",
-            f"samestep.whole_batch(rows=True) marks one sum over rows, and the loss returned the terms {', '.join(whole.terms)}: (sum over "
-            "the rows, their number) works, or rows=False",
+            f"samestep.whole_batch(rows=True) marks one sum over rows, and the loss returned the terms {', '.join(whole.terms)}. Use (sum over "
+            "the rows, their number), or rows=False",
         )
     if len(rows) > 1:
         _compare(whole, loss, rows)
@@ -440,8 +440,8 @@ def _compare(of_all: LossResult, loss: Callable[[], LossResult], rows: Tensor) -
                 raise JobError(
                     "loss-not-a-sum",
                     f"samestep.whole_batch(rows=True) marks a sum over rows, and the {what}{f' of {name}' if name else ''} of {len(rows)} rows "
-                    f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(one):.6g}' for one in parts) or 'missing'}: (sum over "
-                    "the rows that the loss is given, their number) works, or rows=False",
+                    f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(one):.6g}' for one in parts) or 'missing'}. Use (sum over "
+                    "the rows that the loss is given, their number), or rows=False",
                 )
 
 

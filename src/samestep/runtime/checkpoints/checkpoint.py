@@ -78,7 +78,7 @@ def save_pretrained(run: PreparedRun, form: PretrainedForm, folder: Path) -> Non
         SaveError: the folder exists, or the file system does not allow it.
     """
     is_first = run.place.rank == 0
-    _agree(run, folder, "it exists, and a new folder works" if is_first and folder.exists() else "")
+    _agree(run, folder, "it exists. Use a new folder" if is_first and folder.exists() else "")
     beside = folder.with_name(f".{folder.name}.checkpoint")
     written = finish(run, begin(run, beside, Retention(1), form))
     reason = ""
@@ -281,7 +281,7 @@ def find_checkpoint(folder: Path) -> Path:
     if path is None:
         raise CheckpointError(
             "checkpoint-missing",
-            f"{folder} holds no checkpoint: a folder that run.save was given works, or one in it",
+            f"{folder} holds no checkpoint. Use a folder that run.save was given, or one in it",
         )
     return path
 

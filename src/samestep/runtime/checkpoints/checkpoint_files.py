@@ -99,7 +99,7 @@ class OpenCheckpoint:
         if averaged and not stored.averages:
             raise CheckpointError(
                 "no-averages",
-                f"{folder} holds no averages of weights, which train.ema = 0.999 makes: without --ema it works",
+                f"{folder} holds no averages of weights, which train.ema = 0.999 makes. Leave out --ema",
             )
         stored.values |= stored.averages if averaged else {}
         return stored

@@ -191,7 +191,7 @@ def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object
         run.job.run.waived(
             "resume",
             "checkpoint-state",
-            f"{folder} does not hold {unsaved[0]}; numbers, text, tensors and lists of them work",
+            f"{folder} does not hold {unsaved[0]}. Use numbers, text, tensors and lists of them",
         )
 
 

@@ -142,7 +142,7 @@ class TrainedData:
             if theirs and (text := stamps.difference(first, theirs)):
                 raise DataError(
                     "hosts-differ",
-                    f"the host of rank {rank} has other data than the host of rank 0: {text} on rank 0; the same on all hosts works",
+                    f"the host of rank {rank} has other data than the host of rank 0: {text} on rank 0. Use the same on all hosts",
                 )
 
     def stamp(self) -> stamps.Stamp:

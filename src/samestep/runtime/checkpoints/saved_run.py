@@ -354,7 +354,7 @@ class RunState:
         """
         averages = self._run.updater.averages
         if averages is None:
-            raise ModelError("no-averages", "the weights of this run are not averaged: train.ema = 0.999 works")
+            raise ModelError("no-averages", "the weights of this run are not averaged. Set train.ema = 0.999")
         self.refuse("averaged")
         self._exchange(averages)
         try:

@@ -114,7 +114,7 @@ def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
             told = " and ".join(".".join(map(str, above)) or "its top" for above in fits)
             raise CheckpointError(
                 "checkpoint-other-model",
-                f"{folder} holds the weights of this model in {told}: one of them works, or {{'model': ...}}",
+                f"{folder} holds the weights of this model in {told}. Use one of them, or {{'model': ...}}",
             )
         return {name: _entry(folder, stored, kinds[stored], places) for name, stored in groups[chosen].items()}
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OSError) as error:
@@ -124,7 +124,7 @@ def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
 def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TorchEntry:
     if not isinstance(kind, _Tensors):
         raise CheckpointError(
-            "checkpoint-other-model", f"{folder} holds {name}, which is no tensor: a state dict of tensors alone works"
+            "checkpoint-other-model", f"{folder} holds {name}, which is no tensor. Use a state dict of tensors alone"
         )
     shape = _sizes(kind.size)
     chunks = []
@@ -139,7 +139,7 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 "checkpoint-other-model",
-                f"{folder} holds {name} in a transformed form: one that is saved without works",
+                f"{folder} holds {name} in a transformed form. Use one that is saved without",
             )
         start, size = _sizes((place.offset, place.length))
         if start + size > path.stat().st_size:

@@ -145,7 +145,7 @@ def checked_state(given: Any) -> Mapping[str, Any]:
         return given
     raise ModelError(
         "state-dict-form",
-        f"run.load_state_dict was given a {type(given).__name__}: a dict of tensors by name works, such as run.state_dict()",
+        f"run.load_state_dict was given a {type(given).__name__}. Use a dict of tensors by name, such as run.state_dict()",
     )
 
 
@@ -202,7 +202,7 @@ def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any
         if other not in (0, names[0]):
             raise ModelError(
                 "state-dict-form",
-                f"run.load_state_dict: rank {rank} has other names than rank 0: the same dict on all ranks works, or one on rank 0 "
+                f"run.load_state_dict: rank {rank} has other names than rank 0. Use the same dict on all ranks, or one on rank 0 "
                 "and an empty one on the others",
             )
     if all(names) or not names[0]:
@@ -237,15 +237,15 @@ def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
         for name, shape in _whole_shapes(run).items()
         if name in state and state[name].shape != shape
     ]
-    faults = [("lacks", missing), ("has besides", strange), ("has another shape of", other)]
+    faults = [("lacks", missing), ("also has", strange), ("has another shape of", other)]
     found = [f"{verb} {listed(names, _NAMED)}" for verb, names in faults if names]
     if found:
         prefix = strange[0].partition(".")[0] + "." if strange else ""
         is_wrapped = bool(prefix) and all(name.removeprefix(prefix) in firsts for name in strange)
-        works = f"the names without {prefix!r} in front work" if is_wrapped else "the model's own state_dict() works"
+        works = f"Use the names without {prefix!r}" if is_wrapped else "Use the model's own state_dict()"
         raise ModelError(
             "state-dict-form",
-            f"run.load_state_dict: the dict {', and '.join(found)}: {works}, or run.state_dict()",
+            f"run.load_state_dict: the dict {', and '.join(found)}. {works}, or run.state_dict()",
         )
 
 
@@ -261,7 +261,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any]) -> None:
         faults = "; ".join(line.strip() for line in str(error).splitlines()[1:])
         raise ModelError(
             "state-dict-form",
-            f"run.load_state_dict: {faults} the model's own state_dict() works",
+            f"run.load_state_dict: {faults}. Use the model's own state_dict()",
         ) from None
 
 
@@ -389,7 +389,7 @@ def _in_place_of(name: str, tensor: Tensor, other: Tensor | None) -> Tensor:
     given = "nothing" if other is None else f"a tensor {list(other.shape)}"
     raise ModelError(
         "gathered-write",
-        f"run.gathered(): {given} stands in the place of {name} {list(tensor.shape)}: values of the same shape work, and modules that are "
+        f"run.gathered(): {given} stands in the place of {name} {list(tensor.shape)}. Use values of the same shape, and modules that are "
         "changed (pruned, parametrized) before samestep.parallelize",
     )
 
@@ -409,7 +409,7 @@ def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
         if other is not None:
             raise ModelError(
                 "gathered-write",
-                f"run.gathered(): ranks have written different values into {other}, rank {rank}: a loop that "
-                "writes alike on every rank works",
+                f"run.gathered(): ranks have written different values into {other}, rank {rank}. Use a loop that "
+                "writes alike on every rank",
             )
     return digests

@@ -79,21 +79,21 @@ def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]]
 
 _PADDED = (
     "samples {0} and {1} have different sizes, and read together, padded or joined, their loss and count differ by {2:.1e} from the sum of "
-    "theirs alone: padding counts, or one reads the other, and a layout changes which samples are read together; a forward and a loss "
-    "that mask the padding work, samples of one size, and one rank with the whole batch as its micro-batch"
+    "theirs alone: padding counts, or one reads the other, and a layout changes which samples are read together. Use a forward and a loss "
+    "that mask the padding, or samples of one size, or one rank with the whole batch as its micro-batch"
 )
 _TOGETHER = (
     "the loss and count of samples {0} and {1} together differ by {2:.1e} from the sum of theirs alone, so samples influence each "
-    "other; one device with the whole batch at once works"
+    "other. Use one device with the whole batch at once"
 )
 _COUPLED = (
-    "sample {0}, run again without the rest of its micro-batch, deviates by {1:.1e} of its largest output, so samples influence each other{2}; "
-    "one device with the whole batch at once works"
+    "sample {0}, run again without the rest of its micro-batch, deviates by {1:.1e} of its largest output, so samples influence each other{2}. Use "
+    "one device with the whole batch at once"
 )
 _CHANGED = "sample {0}, run again with its micro-batch, deviates by {1:.1e} of the largest output: "
 _WRITES = (
-    "the forward writes into weights, and the micro-batches of a step run it several times: the whole batch in one forward "
-    "works (dp=1 without microbatch); so does to write none"
+    "the forward writes into weights, and the micro-batches of a step run it several times. Use the whole batch in one forward"
+    " (dp=1 without microbatch), or write no weights"
 )
 
 
@@ -361,16 +361,16 @@ class WatchedStep(StepObserver):
         repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else allowance(rounding)
         text = _CHANGED.format(int(self._indices[0]), deviation)
         if self.again.largest(float(self._has_other_inputs())):
-            works = "a forward and a loss that change no batch in place work, and a data set that draws none"
-            return Finding("data", f"{text}it reads other values the second time; {works}")
+            works = "Use a forward and a loss that change no batch in place, and a data set that draws no numbers"
+            return Finding("data", f"{text}it reads other values the second time. {works}")
         first = self._forward()
         if self.again.largest(largest_deviation(self._forward(), first)) > repeatable:
             why = "two forwards of it differ: the model draws random numbers from a generator of its own, or reads what changes"
-            return Finding("random", f"{text}{why}; nn.Dropout and torch.nn.functional.dropout work")
+            return Finding("random", f"{text}{why}. Use nn.Dropout and torch.nn.functional.dropout")
         if not self._is_more(deviation, self._indices, rounding):
             return None
         why = "the forward reads what an earlier forward of this step has written"
-        return Finding("state", f"{text}{why}; a forward that keeps nothing from one micro-batch to the next works")
+        return Finding("state", f"{text}{why}. Use a forward that keeps nothing from one micro-batch to the next")
 
     def _coupled(self, offs: list[float | None], few: Indices, rounding: float) -> Finding | None:
         """Hold samples that were run in halves against those that were run together, whose deviations are `offs`; `few` are the smallest half."""
@@ -382,7 +382,7 @@ class WatchedStep(StepObserver):
         if not self._is_more(deviation, few, rounding):
             return None
         has_dropout = self._assembly.model.dropout.dropout is not Dropout.ABSENT
-        drawn = ", or random numbers are drawn in another order, as by torch.rand(K * B), where torch.rand(K, B) works"
+        drawn = ", or random numbers are drawn in another order, as by torch.rand(K * B) instead of torch.rand(K, B)"
         return Finding("samples", _COUPLED.format(int(few[0]), deviation, drawn if has_dropout else ""))
 
     def _is_more(self, deviation: float, few: Indices, rounding: float) -> bool:

@@ -39,7 +39,7 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
     if word != "auto" and device.type == "cpu" and word not in _ON_CPUS:
         raise JobError(
             "attention-kernel",
-            f"run.attention = {word!r}: torch has no such kernel on CPUs; {', '.join(map(repr, _ON_CPUS))} and 'auto' work",
+            f"run.attention = {word!r}: torch has no such kernel on CPUs. Use {', '.join(map(repr, _ON_CPUS))} and 'auto'",
         )
     if job.numerics.deterministic:
         deterministic.reserve_workspace()
@@ -74,6 +74,6 @@ def _attention(word: str) -> Iterator[None]:
             raise
         raise JobError(
             "attention-kernel",
-            f"run.attention = {word!r}: this kernel does not compute the attention{line_of(error)} (its mask, dtype or width of heads); "
-            "run.attention = 'auto' works",
+            f"run.attention = {word!r}: this kernel does not compute the attention{line_of(error)} (its mask, dtype or width of heads). Set "
+            "run.attention = 'auto'",
         ) from error

@@ -56,8 +56,8 @@ def _check_repeated_reads(named: NamedSamples, tried: Indices) -> str:
     ]
     return (
         f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
-        "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
-        "index, as np.random.default_rng(index), work, or those of the generator that sample(index, generator) is given, and a file "
+        "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the "
+        "index, as np.random.default_rng(index), or those of the generator that sample(index, generator) is given, and a file "
         "that is opened where it is read, and not before processes share it"
     )
 
@@ -79,8 +79,8 @@ def _check_single_reads(named: NamedSamples, tried: Indices, together: Any) -> s
         if shapes.count(shapes[0]) == len(shapes) and not (_are_same(alone, part) and _are_same(alone, again)):
             return (
                 f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
-                "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
-                "the next one overwrites, works, and what is computed of a whole batch works in one that run.step(batch) is given"
+                "decides which samples are read together. Return samples that are tensors of their own, and not views of a buffer that "
+                "the next one overwrites. Compute values of a whole batch in the batch that run.step(batch) is given"
             )
     return ""
 
@@ -96,8 +96,8 @@ def _check_division(whole: Indices, together: Sequence[Any], world_size: int) ->
         return ""
     what = "other indices" if others[other][0] != others[0][0] else f"another sample {whole[0]}"
     return (
-        f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device: the "
-        "whole data set on every rank works, since a step reads only its rank's share of the batch"
+        f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device. Use the "
+        "whole data set on every rank, since a step reads only its rank's share of the batch"
     )
 
 

@@ -44,13 +44,13 @@ def kernels(device: torch.device) -> Iterator[None]:
             raise JobError(
                 "deterministic",
                 f"numerics.deterministic = true: {found['operation']} has no deterministic kernel on {device.type}"
-                f"{line_of(error)}; another operation works, or numerics.deterministic = false",
+                f"{line_of(error)}. Use another operation, or numerics.deterministic = false",
             ) from error
         if _WORKSPACE in str(error):
             raise JobError(
                 "deterministic",
-                f"numerics.deterministic = true: matrix products ran before samestep could fix their workspaces; "
-                f"{_WORKSPACE}=:4096:8 in the environment works",
+                f"numerics.deterministic = true: matrix products ran before samestep could fix their workspaces. Use "
+                f"{_WORKSPACE}=:4096:8 in the environment",
             ) from error
         raise
     finally:

@@ -53,8 +53,8 @@ _KEEPS = (
     "its {} is {:.9g} at first and {:.9g} when it is called again on the same{}, so it keeps something between calls"
 )
 _KEEPS_OF_PART = (
-    "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others: "
-    "one of samestep.batch_mean or batch_sum works, or samestep.whole_batch(loss)"
+    "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others. Use "
+    "one of samestep.batch_mean or batch_sum, or samestep.whole_batch(loss)"
 )
 _MOST_ELEMENTS = 2**21
 """Samples with more elements are not repeated."""
@@ -199,7 +199,7 @@ def _compare_halves(whole: _LossValue, halves: list[_LossValue], *, raised: bool
             least = 0.0 if index else LEAST_MEAN * abs(amount[1])
             if not abs(all_of - sum(both)) <= tolerance * max(least, abs(all_of), *map(abs, both)):
                 text = f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
-                rounds = f", and it is rounded to {whole.rounded_to}: a loss that computes it in float32 works"
+                rounds = f", and it is rounded to {whole.rounded_to}. Use a loss that computes it in float32"
                 return LossTrial(text + rounds if whole.rounded_to and not index else text)
     return LossTrial(is_zero=not any(total for value in (whole, *halves) for total, _ in value.amounts.values()))
 
@@ -276,7 +276,7 @@ def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) 
                 return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
                 f"{reason}, one with other labels or values, so a part in which little or nothing counts would count otherwise, or a value of "
-                "all samples selects a number: a plain sum and count work, also behind n.clamp(min=1), which is the count of the whole "
+                "all samples selects a number. Use a plain sum and count, also behind n.clamp(min=1), which is the count of the whole "
                 "step then, or samestep.whole_batch(loss)"
             )
     return ""

@@ -223,14 +223,14 @@ def _unlike(names: Sequence[str]) -> str:
     terms = ", ".join(f'"{name}": (sum, count)' for name in names)
     return (
         f'loss = "model": the forward adds up a mean over the labels of each of {", ".join(names)}, with a count of its own, so that its '
-        f"scalar does not say how parts of a batch add up: a loss function (outputs, batch) -> {{{terms}}} works, or one rank "
+        f"scalar does not say how parts of a batch add up. Use a loss function (outputs, batch) -> {{{terms}}}, or one rank "
         "with the whole batch as its micro-batch"
     )
 
 
 _NO_COUNT = (
     'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up: the count is more for '
-    "a part in which little or nothing counts, or the sum's gradient reads a statistic of the batch: a plain sum and count work, also "
+    "a part in which little or nothing counts, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
     "behind n.clamp(min=1), or one rank with the whole batch as its micro-batch"
 )
 
@@ -271,8 +271,8 @@ def _fitting(variants: Sequence[_Variant], trial: _Trial) -> _Found | None:
         False,
         fits,
         f'loss = "model": the forward returns {both:.9g} for {len(trial.indices)} samples, and {a:.9g} and {b:.9g} for two parts of '
-        "them, which is neither their sum nor their mean over samples, over labels that count, or over the ones of a mask: loss = "
-        "samestep.model_loss(count=...) with what it divides by works, or a loss function (outputs, batch) -> (sum, count), or "
+        "them, which is neither their sum nor their mean over samples, over labels that count, or over the ones of a mask. Set loss = "
+        "samestep.model_loss(count=...) with what it divides by, or a loss function (outputs, batch) -> (sum, count), or "
         "one rank with the whole batch as its micro-batch",
     )
 

@@ -69,8 +69,8 @@ class OutsideChanges:
         for path, part in self._evaluated:
             if part.training:
                 return (
-                    f"{path} was in evaluation mode when the run was made, and so is planned in the layout, and it is in training "
-                    f"mode now: to build it in training mode, and to put it into evaluation mode in run.model until then, works"
+                    f"{path} was in evaluation mode when the run was made, which the layout relies on, and it is in training "
+                    f"mode now. Build it in training mode, and call eval() of it in run.model until then"
                 )
         for kind, what, read, value in self._of_optimizer:
             if read() != value:
@@ -98,7 +98,7 @@ class LoopChanges:
         name = next((name for name in {**self._before, **now} if now.get(name) != self._before.get(name)), "")
         return name and (
             f"the loop has changed {name} of run.model, which is the first of the {self._number} replicas that this rank trains "
-            f"(numerics.replicas): a data rank for each replica works"
+            f"(numerics.replicas). Use a data rank for each replica"
         )
 
     def _present(self) -> dict[str, Any]:
@@ -143,6 +143,6 @@ def _reads_mode(module: nn.Module) -> bool:
 
 def _thawed_refusal(name: str) -> str:
     return (
-        f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout computes: to build it "
-        "trainable, and to freeze it in run.model until then, works"
+        f"{name} was frozen when the run was made, and now requires a gradient, which no part of the layout computes. Build it "
+        "trainable, and freeze it in run.model until then"
     )

@@ -118,8 +118,8 @@ class Refusals:
         if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
             raise UnprovenError(
                 "forward-state",
-                f"{min(other)} is in evaluation mode on some ranks and in training mode on others: a loop that calls eval() and "
-                "train() of run.model on all ranks alike works",
+                f"{min(other)} is in evaluation mode on some ranks and in training mode on others. Use a loop that calls eval() and "
+                "train() of run.model on all ranks alike",
                 "state",
             )
         for rank, path in given_up:

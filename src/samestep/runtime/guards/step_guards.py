@@ -151,7 +151,7 @@ class StepGuards:
         if reason := next(filter(None, reasons), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
-                f"the measure of run.evaluate is no sum over samples: {reason}; (sum over samples, their number) works, or a measure "
+                f"the measure of run.evaluate is no sum over samples: {reason}. Use (sum over samples, their number), or a measure "
                 "that is computed of run.predict(set), which returns the outputs of all samples",
             )
         before = KeptValues(measure)

@@ -81,7 +81,7 @@ def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable
             raise ModelError(
                 "own-collective",
                 f"{what} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
-                "own micro-batch, and the layout adds up sums and counts, so code without that works",
+                "own micro-batch, and the layout adds up sums and counts. Remove the call",
             )
         return function(*args, **named)
 
@@ -332,7 +332,7 @@ class StepTrials:
         if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
             reason = (
                 f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
-                f"{loss.rule}: a loss function (outputs, batch) -> (sum, count) works, or one rank with the whole batch"
+                f"{loss.rule}. Use a loss function (outputs, batch) -> (sum, count), or one rank with the whole batch"
             )
         if reason:
             self._refusals.add("loss", "loss-not-a-sum", reason)
@@ -358,9 +358,9 @@ class StepTrials:
                 f"{text}; so a layout that splits the batch would give another result, and is refused"
             )
             return
-        one = "cp=1 works" if trial.of_tokens else "one rank with the whole batch as its micro-batch works"
-        sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum'), works"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}; {sums}, and {one}")
+        one = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
+        sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {one}")
 
     def _settle_loss(self, watch: LossWatch) -> None:
         """Note that the loss needs no trial."""
@@ -373,8 +373,8 @@ class StepTrials:
             self._refusals.add(
                 "loss",
                 "loss-count-from-outputs",
-                f"the count of {name} depends on the outputs, and a step of several micro-batches needs it before their forwards: "
-                "one micro-batch a rank works, or samestep.whole_batch(loss), which is given all samples at once, or a count "
+                f"the count of {name} depends on the outputs, and a step of several micro-batches needs it before their forwards. Use "
+                "one micro-batch a rank, or samestep.whole_batch(loss), which is given all samples at once, or a count "
                 "that follows from the batch",
             )
 
@@ -400,7 +400,7 @@ class StepTrials:
         if not self._matters:
             self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
             return
-        text = f"{way}; a forward that returns what the loss needs works, or one rank"
+        text = f"{way}. Use a forward that returns what the loss needs, or one rank"
         if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
             text += ", and zero=1"
         self._refusals.add("loss", "loss-beside-outputs", text)

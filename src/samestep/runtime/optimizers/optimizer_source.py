@@ -80,8 +80,8 @@ class GivenOptimizer:
         except (AttributeError, KeyError, IndexError) as error:
             raise ModelError(
                 "optimizer-instance",
-                f"{kind.__name__} cannot be built again over the groups of the given one ({type(error).__name__}: {error}): a "
-                f"function of the parameters works, as `lambda params: {kind.__name__}(params)`",
+                f"{kind.__name__} cannot be built again over the groups of the given one ({type(error).__name__}: {error}). Use a "
+                f"function of the parameters, as `lambda params: {kind.__name__}(params)`",
             ) from error
 
 
@@ -160,7 +160,7 @@ def check_step(optimizer: Optimizer) -> None:
             raise ModelError(
                 "run-call-arguments",
                 f"{type(member).__name__}.step needs {' and '.join(needed)}: a step is given a closure that evaluates the loss, and the "
-                "options of run.update; with defaults for the others it works",
+                "options of run.update. Give the others defaults",
             )
 
 
@@ -245,7 +245,7 @@ def build_over(
         raise ModelError(
             "optimizer-not-elementwise",
             f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
-            "of the weights other options than the whole ones: zero=0 without tp and pp works",
+            "of the weights other options than the whole ones. Use zero=0 without tp and pp",
         )
     optimizer.param_groups[:] = wanted.param_groups
     return optimizer
@@ -303,8 +303,8 @@ def check_optimizer(
         names = " and ".join(type(members_of(trial[0])[index]).__name__ for index in sorted(evaluating))
         raise LayoutError(
             "closure-unsupported",
-            f"the step of {names} evaluates the loss again, at weights that depend on all of them, and weights are {how} by {word}: "
-            "zero=0 without tp and pp works",
+            f"the step of {names} evaluates the loss again, at weights that depend on all of them, and weights are {how} by {word}. Use "
+            "zero=0 without tp and pp",
         )
     if evaluating:
         return model
@@ -313,14 +313,14 @@ def check_optimizer(
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
             "random-optimizer",
-            f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works",
+            f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others. Use one rank",
         )
     if rule.coupled and spread:
         word, how = spread[0]
         raise LayoutError(
             "optimizer-not-elementwise",
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
-            f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works",
+            f"another update. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}",
         )
     uncut = [name for name in rule.whole if name in parts]
     return (
@@ -362,7 +362,7 @@ def check_call(
         raise LayoutError(
             "optimizer-not-elementwise",
             f"{rule.optimizer}.{method} does not treat every weight, or every element of one, by itself ({why}), and weights are {how} by "
-            f"{word}: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works",
+            f"{word}. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}",
         )
 
 
@@ -383,7 +383,7 @@ def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole_we
     if packs and not in_chunks:
         raise JobError(
             "optimizer-8bit",
-            f'numerics.optimizer_states = "{numerics.optimizer_states}" holds states of torch\'s own optimizers, and this must be one of them: optimizer_states = "float32" works, or adamw',
+            f'numerics.optimizer_states = "{numerics.optimizer_states}" holds states of torch\'s own optimizers, and this must be one of them. Set optimizer_states = "float32", or adamw',
         )
     return in_chunks
 

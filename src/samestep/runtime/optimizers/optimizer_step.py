@@ -322,8 +322,8 @@ class GroupRates:
         if follows_schedule and self.optimizer is not None and any("lr" not in g for g in self.optimizer.param_groups):
             raise ModelError(
                 "optimizer-groups",
-                f"a group of {type(self.optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
-                'schedule.name = "constant" without warm-up works',
+                f"a group of {type(self.optimizer).__name__} has no learning rate `lr`, which the job's schedule sets. Set "
+                'schedule.name = "constant" without warm-up',
             )
 
     def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
@@ -442,8 +442,8 @@ class GroupRates:
             if len(held) != number:
                 raise ModelError(
                     "optimizer-groups",
-                    f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
-                    "groups of all weights from the start, some with lr = 0, work",
+                    f"the {whose} has {len(held)} groups, and had {number} when the run was made. Use "
+                    "groups of all weights from the start, some with lr = 0",
                 )
         for index, options in self._changed_options().items():
             self.optimizer.param_groups[index].update(options)

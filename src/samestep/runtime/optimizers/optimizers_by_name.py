@@ -154,8 +154,8 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     if left := next((name for name, weight in weights.items() if id(weight) not in ids), ""):
         raise ModelError(
             "optimizer-weights",
-            f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
-            f"freeze it, requires_grad_(False) in the model works, or an optimizer with lr = 0",
+            f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight. To "
+            f"freeze it, use requires_grad_(False) in the model, or an optimizer with lr = 0",
         )
 
 
@@ -178,7 +178,7 @@ def sources_by_name(
         ModelError: there is none, or a name is no text.
     """
     if not given:
-        raise ModelError("optimizer-weights", "optimizer is empty: one optimizer, or a list or a dict of some, works")
+        raise ModelError("optimizer-weights", "optimizer is empty. Use one optimizer, or a list or a dict of some")
     pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
     for key, _ in pairs:
         if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
@@ -283,8 +283,8 @@ def check_options(optimizer: Optimizer | None, part: UpdatedPart) -> None:
         except TypeError as error:
             raise ModelError(
                 "run-call-arguments",
-                f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
-                "options of the optimizer's own step work",
+                f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}). Use "
+                "options of the optimizer's own step",
             ) from None
 
 
@@ -328,7 +328,7 @@ def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> 
         raise ModelError(
             "optimizer-fails",
             f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
-            "run.update, and with a closure where it needs one: another optimizer works, such as adamw",
+            "run.update, and with a closure where it needs one. Use another optimizer, such as adamw",
         ) from error
 
 
@@ -369,8 +369,8 @@ def for_loops(optimizer: Optimizer) -> Optimizer:
 def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
     raise ModelError(
         "optimizer-instance",
-        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads: "
-        f'run.call(None, "{name}") works. If there are several optimizers, name one instead of None',
+        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads. Use "
+        f'run.call(None, "{name}"). If there are several optimizers, name one instead of None',
     )
 
 
@@ -413,13 +413,13 @@ def watch_given(optimizer: Optimizer) -> list[tuple[str, Callable[[], Any], Any]
             id(optimizer.state),
         ),
         (
-            "was given step hooks, which the run does not call: to register them in a function of the parameters works",
+            "was given step hooks, which the run does not call. Register them in a function of the parameters",
             lambda: bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
             False,  # as it was when the run was made
         ),
         (
-            "was given other parameters in a group, and the run updates those that it had: lr = 0 and requires_grad_(False) in "
-            "run.model work",
+            "was given other parameters in a group, and the run updates those that it had. Set lr = 0 and requires_grad_(False) in "
+            "run.model",
             members,
             members(),
         ),

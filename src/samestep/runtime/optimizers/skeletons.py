@@ -69,7 +69,7 @@ class alone:  # noqa: N801  # a context, entered in every update: a generator ta
             raise ModelError(
                 "own-collective",
                 f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
-                "on gradients that are summed already: its form for one process works, or a question for "
+                "on gradients that are summed already. Use its form for one process, or a question for "
                 "dist.is_initialized() first",
             ) from error
 
@@ -102,7 +102,7 @@ def skeleton(
     if put_in_place(StepCode(optimizer), weights, absent) is None:
         raise ModelError(
             "optimizer-not-elementwise",
-            f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works",
+            f"{type(optimizer).__name__} keeps its parameters outside of its groups. Use foreach=None",
         )
     return optimizer, absent
 

@@ -80,7 +80,7 @@ def read_rule(
         raise ModelError(
             "optimizer-sparse",
             f"{kind} updates only the rows that are in a sparse gradient, as the gradient of {found[0]} is, and gradients are summed as dense "
-            "tensors: SGD and Adagrad, which make the same update of both, work, or sparse=False with adamw",
+            "tensors. Use SGD or Adagrad, which make the same update of both, or sparse=False with adamw",
         )
     kinds: dict[str, list[str]] = {}
     for name, options in options_of.items():

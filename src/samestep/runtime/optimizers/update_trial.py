@@ -144,7 +144,7 @@ class UpdateTrial:
         try:
             return self._updates(shapes, watch=self._watch)
         except TRIED as error:
-            raise ModelError("optimizer-fails", f"{self.kind} fails at a step ({error}): adamw works") from error
+            raise ModelError("optimizer-fails", f"{self.kind} fails at a step ({error}). Use adamw") from error
 
     def _coupling(self, shapes: Mapping[str, tuple[int, ...]], together: Updates) -> str:
         """Return which weight gets another update where the optimizer holds it alone; empty if none does."""

@@ -136,8 +136,8 @@ class UsedWeights:
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
             f"{name} took no part in the loss when the model was traced, so nothing shows how {word} divides its use, and it does "
-            f"now: {word}=1 works, or 0 * weight.sum() in the output, so that the weight always takes part; if `run.backward` is "
-            "given another loss than `parallelize`, a loss for `parallelize` that has the terms of both works, too"
+            f"now. Use {word}=1, or 0 * weight.sum() in the output, so that the weight always takes part. If `run.backward` is "
+            "given another loss than `parallelize`, give `parallelize` a loss with the terms of both"
         )
 
     def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool) -> None:
@@ -178,7 +178,7 @@ class UsedWeights:
                     raise ModelError(
                         "frozen-on-some-ranks",
                         f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {held[index]:g} ranks that hold "
-                        "it and trained on the others: a loop that freezes it on all ranks before the same step works",
+                        "it and trained on the others. Use a loop that freezes it on all ranks before the same step",
                     )
             known = self._known.setdefault(replica, _Known())
             known.others = frozenset(

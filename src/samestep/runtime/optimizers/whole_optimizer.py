@@ -60,7 +60,7 @@ def check_scale(scale: LossScale, evaluating: frozenset[int], optimizer: Optimiz
         raise ModelError(
             "closure-unsupported",
             f"{class_names(optimizer) if optimizer else 'the optimizer'} evaluates the loss again in its step, where gradients under "
-            'a loss scale may overflow: numerics.precision = "bf16" works',
+            'a loss scale may overflow. Set numerics.precision = "bf16"',
         )
 
 

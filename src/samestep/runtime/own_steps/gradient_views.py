@@ -65,8 +65,8 @@ def of_whole_weights(assembly: Assembly, gradients: Mapping[str, Tensor]) -> dic
 def _refuse_numpy(name: str, **_: Any) -> Any:
     raise ModelError(
         "weights-not-whole",
-        f"the gradient of {name} is a DTensor, and a rank has a part of it; numpy takes whole tensors: .full_tensor().numpy(), called on "
-        "every rank, works",
+        f"the gradient of {name} is a DTensor, and a rank has a part of it; numpy takes whole tensors. Use .full_tensor().numpy(), called on "
+        "every rank",
     )
 
 
@@ -182,8 +182,8 @@ class LeftGradients:
                 raise ModelError(
                     "gradient-changed",
                     f"{name}.grad of run.model was {'replaced' if is_replaced else 'changed'} between run.backward and {method}, where a rank "
-                    "has the gradient of its own samples, or a part of it: the same change in place of the tensors of run.gradients() "
-                    "works, or clip_norm in the job and run.zero_grad()",
+                    "has the gradient of its own samples, or a part of it. Use the same change in place of the tensors of run.gradients()"
+                    ", or clip_norm in the job and run.zero_grad()",
                 )
 
 

@@ -90,15 +90,15 @@ class OtherLosses:
             word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
             raise ModelError(
                 "loss-over-batch",
-                f"run.backward was given another loss than the run's, and {word} never makes whole logits: a loss of the "
-                "run that is a function of (outputs, batch) in place of its word works",
+                f"run.backward was given another loss than the run's, and {word} never makes whole logits. Use a loss of the "
+                "run that is a function of (outputs, batch) in place of its word",
             )
         sums = assembly.objective.sums
         if mark_of(loss) is not None and not sums.is_whole and is_split(program):
             raise ModelError(
                 "loss-over-batch",
                 "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
-                "exchanged for it: samestep.whole_batch around the run's own loss too works, or one rank with one micro-batch",
+                "exchanged for it. Use samestep.whole_batch around the run's own loss too, or one rank with one micro-batch",
             )
         key, seen = _key_of(loss), loss
         if key not in self._known:
@@ -213,8 +213,8 @@ class StepsInParts:
         if getattr(batch, "is_over", False):
             raise ModelError(
                 "run-call-time",
-                f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended: within the loop over the batches "
-                "it works",
+                f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended. Call it within the loop over "
+                "the batches",
             )
         names = self._names_of(member_index(self._names, into, "run.backward"))
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
@@ -336,7 +336,7 @@ class StepsInParts:
         if evaluates and len([entry for entry in self._taken if entry.names & weights]) > 1:
             raise ModelError(
                 "closure-unsupported",
-                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one backward of the sum of their losses works",
+                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait. Use one backward of the sum of their losses",
             )
 
     def _norm_of(self, names: Set[str] | None) -> float:
@@ -387,8 +387,8 @@ class StepsInParts:
             name = min(self._waiting.names)
             raise ModelError(
                 "run-call-time",
-                f"run.{method} while gradients wait, of {name} for one: run.update uses them, and run.zero_grad forgets them; behind "
-                "either it works",
+                f"run.{method}: accumulated gradients are not used yet, for example of {name}: run.update uses them, and run.zero_grad forgets them. Call "
+                "one of these first",
             )
 
     def forget(self) -> None:
@@ -417,7 +417,7 @@ class StepsInParts:
         ):
             raise ModelError(
                 "run-call-time",
-                f"{method}: no gradient waits for it; run.backward(batch, loss) before it works",
+                f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it",
             )
         self._left.refuse_changes(method)
         return waiting, waiting.names & weights
@@ -455,12 +455,12 @@ class StepsInParts:
         if numerics.exchange_every != 1:
             raise ModelError(
                 "diloco-unsupported",
-                f"{method} with numerics.exchange_every = {numerics.exchange_every}: run.step works, or 1",
+                f"{method} with numerics.exchange_every = {numerics.exchange_every}. Use run.step, or 1",
             )
         if numerics.compression != "none":
             raise ModelError(
                 "compression-unsupported",
-                f'{method} with numerics.compression = "{numerics.compression}": run.step works, or "none"',
+                f'{method} with numerics.compression = "{numerics.compression}". Use run.step, or "none"',
             )
 
 

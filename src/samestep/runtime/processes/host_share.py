@@ -103,12 +103,12 @@ def share_of(info: LaunchInfo, ranks: int, timeout_s: float) -> HostShare:
         near = max(1, each) * info.num_hosts
         raise JobError(
             "ranks-indivisible",
-            f"{info.num_hosts} hosts by {info.launcher} cannot share {ranks} ranks equally; {near} ranks work",
+            f"{info.num_hosts} hosts by {info.launcher} cannot share {ranks} ranks equally. Use {near} ranks",
         )
     if 0 < info.ranks_per_node < each:
         most = info.ranks_per_node * info.num_hosts
         raise JobError(
             "ranks-indivisible",
-            f"{ranks} ranks are {each} on each of {info.num_hosts} hosts by {info.launcher}, which has {info.ranks_per_node}; {most} ranks work",
+            f"{ranks} ranks are {each} on each of {info.num_hosts} hosts by {info.launcher}, which has {info.ranks_per_node}. Use {most} ranks",
         )
     return HostShare(info, ranks, timeout_s)

@@ -46,8 +46,8 @@ REQUESTS = tuple(number for number in (SAVE_SIGNAL, RECORD_SIGNAL) if number is 
 """The signals that ask for something while the run goes on; one rank that gets one is enough."""
 
 CUDA_HAS_STARTED = (
-    "CUDA has started in this notebook, and main is a function of one of its cells, so workers cannot be forked: launch "
-    "works in a restarted kernel, before anything calls torch.cuda (is_available() counts too); so does main in a module of its own"
+    "CUDA has started in this notebook, and main is a function of one of its cells, so workers cannot be forked. Use launch"
+    " in a restarted kernel, before anything calls torch.cuda (is_available() counts too), or main in a module of its own"
 )
 
 
@@ -321,7 +321,7 @@ def _meet(info: LaunchInfo, timeout_s: float) -> tuple[LaunchInfo, Store | None,
             raise  # the parent reports which worker is missing
         reason = rank_order.never_came(store, info.world_size) or str(error).splitlines()[0]
         if store is None and os.environ.get("MASTER_ADDR") == info.host and not interface_towards(info.host):
-            reason = f"MASTER_ADDR={info.host} names no host that can be reached from here; the name or address of rank 0's host works"
+            reason = f"MASTER_ADDR={info.host} names no host that can be reached from here. Use the name or address of rank 0's host"
         raise WorkerError(
             "ranks-not-met",
             f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
@@ -376,7 +376,7 @@ def resolve_device(device: str) -> str:
         return "cpu"
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
-        raise JobError("device-missing", "device=cuda, but torch sees no GPU here; device=cpu works")
+        raise JobError("device-missing", "device=cuda, but torch sees no GPU here. Use device=cpu")
     return "cuda" if gpus else "cpu"
 
 
@@ -393,7 +393,7 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     if index >= gpus:
         raise JobError(
             "device-missing",
-            f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work",
+            f"local rank {index} has no GPU: {gpus} on this machine. Use at most {gpus} ranks on it",
         )
     device = torch.device("cuda", index)
     try:
@@ -473,7 +473,7 @@ def listen_on(host: str, port: int) -> int | None:
         return socket.create_server((address[0], port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise WorkerError("port-taken", f"port {port} of {host} is taken; another MASTER_PORT works") from None
+            raise WorkerError("port-taken", f"port {port} of {host} is taken. Use another MASTER_PORT") from None
         return None  # a name that resolves here to another machine's address (a Kubernetes service)
 
 
@@ -487,6 +487,6 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
         works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise JobError(
             "ranks-indivisible",
-            f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work",
+            f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks. Use {works}",
         )
     return ranks_per_node

@@ -146,8 +146,8 @@ def check_interfaces(variable: str) -> None:
         return
     raise JobError(
         "network-interface",
-        f"{variable}={given} in the environment names no network interface of this host, which has {', '.join(here)}: without the "
-        f"variable samestep chooses one, and {variable}={here[-1]} works",
+        f"{variable}={given} in the environment names no network interface of this host, which has {', '.join(here)}. Remove the "
+        f"variable, and samestep chooses one, or set {variable}={here[-1]}",
     )
 
 

@@ -71,14 +71,14 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
             if launch_info.world_size == 1:
                 raise JobError(
                     "launcher-variables",
-                    f"{name}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own; no RANK and "
-                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT works",
+                    f"{name}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own. Use no RANK and "
+                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
                 )
         for name, tasks in _tasks(env, pid):
             if "TORCHELASTIC_RUN_ID" not in env and launch_info.world_size % tasks:
                 raise JobError(
                     "launcher-variables",
-                    f"WORLD_SIZE={launch_info.world_size} contradicts {name}={tasks}: WORLD_SIZE={tasks}, or no WORLD_SIZE works",
+                    f"WORLD_SIZE={launch_info.world_size} contradicts {name}={tasks}. Use WORLD_SIZE={tasks}, or no WORLD_SIZE",
                 )
         return
     theirs = {"RANK": launch_info.rank, "WORLD_SIZE": launch_info.world_size, "LOCAL_RANK": launch_info.local_rank}
@@ -86,13 +86,13 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
         if name in env and value != UNKNOWN and number(env, name) != value:
             raise JobError(
                 "launcher-variables",
-                f"{name}={env[name]} contradicts {launch_info.launcher}, which says {value}: without {name} it works",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which is {value}. Remove {name}",
             )
     for name, value in _ranks_by_others(launch_info, env):
         if number(env, name, value) != value:
             raise JobError(
                 "launcher-variables",
-                f"{name}={env[name]} contradicts {launch_info.launcher}, which says {value}: one launcher alone works, inside of no step of another",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which is {value}. Use one launcher alone, inside of no step of another",
             )
 
 
@@ -119,7 +119,7 @@ def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str]) -> None:
                 raise JobError(
                     "launcher-variables",
                     f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
-                    f"which says {launch_info.host_index} of {launch_info.num_hosts}: the variables of one of both work",
+                    f"which is {launch_info.host_index} of {launch_info.num_hosts}. Use the variables of one of both",
                 )
 
 

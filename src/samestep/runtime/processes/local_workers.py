@@ -435,14 +435,14 @@ def _check_fork(threads: int) -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
         raise JobError(
             "workers-cannot-import",
-            "main is a function of a notebook's cell, and workers cannot be forked on this system: main in a module of its own works",
+            "main is a function of a notebook's cell, and workers cannot be forked on this system. Use main in a module of its own",
         )
     if torch.cuda.is_initialized() or _autograd_has_threads():
         raise JobError("cuda-started", CUDA_HAS_STARTED)
     if threads > 1:
         raise JobError(
             "workers-cannot-import",
-            f"threads={threads}: forked workers have one thread, and main is a function of a notebook's cell: threads=1 works, "
+            f"threads={threads}: forked workers have one thread, and main is a function of a notebook's cell. Use threads=1, "
             "or main in a module of its own",
         )
 

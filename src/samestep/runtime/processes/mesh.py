@@ -60,7 +60,7 @@ class Mesh:
             return self
         raise LayoutError(
             "copy-of-model",
-            "a copy of run.model was requested, and its modules communicate with other ranks: within `with run.gathered() as model:` a copy works",
+            "a copy of run.model was requested, and its modules communicate with other ranks. Copy it within `with run.gathered() as model:`",
         )
 
     def size(self, axis: str) -> int:

@@ -109,7 +109,7 @@ def broadcast_from(
     if refused:
         raise kind(
             "value-not-sendable",
-            f"{what.format(refused)}: tensors, numbers, text, and lists, tuples and dicts of them work",
+            f"{what.format(refused)}. Use tensors, numbers, text, and lists, tuples and dicts of them",
         )
     tensors: list[Tensor] = []
     for index, (form, dtype) in enumerate(zip(forms, dtypes, strict=True)):
@@ -164,7 +164,7 @@ def check(spec: ModelSpec, layout: Layout, job: Job, *, several_hosts: bool = Fa
             continue
         who = f"rank {apart[0]} has" if len(apart) == 1 else f"ranks {', '.join(map(str, apart))} have"
         named = f" ({everyone[apart[0]][what]!r} and {everyone[0][what]!r})" if what == "layout" else ""
-        works = ": a forward that runs the same operations on every rank works" if what == "traced model" else ""
+        works = ". Use a forward that runs the same operations on every rank" if what == "traced model" else ""
         raise LayoutError(
             "hosts-differ",
             f"{who} another {what} than rank 0{named}; ranks of one run need the same one{works}",
@@ -185,7 +185,7 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
             if found != digest:
                 raise LayoutError(
                     "hosts-differ",
-                    f"rank {rank} has another {name} than rank {other}: the same files on all hosts work",
+                    f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts",
                 )
 
 

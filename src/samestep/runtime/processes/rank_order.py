@@ -105,7 +105,7 @@ def agree(store: Store, info: LaunchInfo, timeout_s: float) -> tuple[int, int, i
     came = store.compare_set(f"{_CAME}/{info.rank}", "", mine).decode()
     if came != mine:
         _, _, other, pid, _ = json.loads(came)
-        text = f"rank {info.rank} was given to two processes, {pid} on {other} and {os.getpid()} on {name}: a RANK of its own works for each"
+        text = f"rank {info.rank} was given to two processes, {pid} on {other} and {os.getpid()} on {name}. Use a RANK of its own for each"
         store.set(_REFUSED, text)
         raise JobError("launcher-variables", f"{text} ({info.launcher})")
     text = _number_all(store, info, end_s) if info.rank == 0 else ""
@@ -194,7 +194,7 @@ def check(layout: Layout, hosts: Sequence[int]) -> None:
     shown = ", ".join(map(str, order[:16])) + (", ..." if len(order) > 16 else "")
     raise LayoutError(
         "tp-leaves-hosts",
-        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists: the ranks of one host are no neighbours in it: a group in the order {shown} of its ranks works, or "
+        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists: the ranks of one host are no neighbours in it. Use a group in the order {shown} of its ranks, or "
         "no group: samestep makes its own",
     )
 

@@ -123,7 +123,7 @@ def _read_srun(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
     if not env.get("MASTER_ADDR", host):
         raise JobError(
             "launcher-variables",
-            f"{nodes!r} of SLURM_STEP_NODELIST names no host; srun sets it, and MASTER_ADDR works",
+            f"{nodes!r} of SLURM_STEP_NODELIST names no host. Start by srun, which sets it, or set MASTER_ADDR",
         )
     if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
         per_node = 1  # neighbouring ranks are not on one machine
@@ -273,7 +273,7 @@ def _read_kubernetes(env: Mapping[str, str]) -> LaunchInfo:
     if most and least != most:
         raise JobError(
             "launcher-variables",
-            f"PET_NNODES={env['PET_NNODES']} is a range, which torchrun takes: torchrun --no-python samestep works",
+            f"PET_NNODES={env['PET_NNODES']} is a range, which torchrun takes. Use torchrun --no-python samestep",
         )
     num_hosts = number({"PET_NNODES": least}, "PET_NNODES")
     index = number(env, "PET_NODE_RANK" if env.get("PET_NODE_RANK") else "JOB_COMPLETION_INDEX")
@@ -281,7 +281,7 @@ def _read_kubernetes(env: Mapping[str, str]) -> LaunchInfo:
     if len(both) == 2 and number(env, both[0]) != number(env, both[1]):
         raise JobError(
             "launcher-variables",
-            f"PET_NODE_RANK={index} contradicts JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}: one of both works",
+            f"PET_NODE_RANK={index} contradicts JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}. Use one of both",
         )
     return _host_info(
         "Kubernetes",

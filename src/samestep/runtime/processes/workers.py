@@ -190,7 +190,7 @@ def run_workers(
     if not isinstance(args, tuple | list):
         raise JobError(
             "argument-type",
-            f"args={args!r} is a {type(args).__name__}, not a tuple of the arguments after the rank: args=({args!r},) works",
+            f"args={args!r} is a {type(args).__name__}, not a tuple of the arguments after the rank. Use args=({args!r},)",
         )
     if ranks < 1:
         raise JobError("value-out-of-range", f"ranks={ranks}: a run needs at least 1")
@@ -231,7 +231,7 @@ def check_gpus(device_type: str, ranks: int) -> None:
         gpus = torch.cuda.device_count()
         raise JobError(
             "device-missing",
-            f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works",
+            f"{ranks} ranks on {gpus} GPUs: each rank needs its own. Use ranks={gpus} or device=cpu",
         )
 
 

@@ -106,7 +106,7 @@ def _refuse_integers(params: Collection[Tensor]) -> None:
     if any(not param.is_floating_point() for param in params) and TorchVersion(torch.__version__) < "2.13":
         raise LayoutError(
             "nf4-unsupported",
-            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, or zero=1 under this one",
+            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits. Use torch 2.13, or zero=1 under this one",
         )
 
 
@@ -157,8 +157,8 @@ def _keep_name(derived: type[nn.Module]) -> None:
 def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
     raise LayoutError(
         "copy-of-model",
-        f"a copy of run.model ({type(self).__name__}) was asked for, and under zero=2 and 3 a rank has rows of its weights: "
-        "within `with run.gathered() as model:` a copy of it works, or train.ema = 0.999 with run.averaged() in the place of "
+        f"a copy of run.model ({type(self).__name__}) was requested, and under zero=2 and 3 a rank has rows of its weights. "
+        "Copy it within `with run.gathered() as model:`, or use train.ema = 0.999 with run.averaged() instead of "
         "AveragedModel",
     )
 

@@ -377,7 +377,7 @@ class RunningUnit:
                 raise LayoutError(
                     "zero-call-order",
                     f"a gradient of {name} came after the backward of {self.path}, which the inputs of its calls had ended, so "
-                    "it was not summed over the ranks that share it (zero=2 and 3): zero=1 works",
+                    "it was not summed over the ranks that share it (zero=2 and 3). Use zero=1",
                 )
 
     def _fill(self, weights: Sequence[FSDPParam]) -> None:

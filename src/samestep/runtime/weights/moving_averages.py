@@ -61,19 +61,19 @@ class ModelAverages:
         if layout.pp > 1 and layout.ep > 1:
             raise LayoutError(
                 "ema-layout",
-                f"ema: {name} follows a model that is split over stages or ranks of experts (pp={layout.pp} ep={layout.ep}): "
-                "pp=1 works, or ep=1",
+                f"ema: {name} follows a model that is split over stages or ranks of experts (pp={layout.pp} ep={layout.ep}). Use "
+                "pp=1, or ep=1",
             )
         if job.numerics.precision not in ("float32", "float64"):
             raise LayoutError(
                 "ema-follows",
-                f"ema: {name} is frozen, so it has no master weights, and {job.numerics.precision} would round its updates away: "
-                'numerics.precision = "float32" works',
+                f"ema: {name} is frozen, so it has no master weights, and {job.numerics.precision} would round its updates away. Set "
+                'numerics.precision = "float32"',
             )
         if job.numerics.exchange_every > 1:
             raise LayoutError(
                 "diloco-unsupported",
-                f"ema: {name} follows a model that replicas train apart: numerics.exchange_every = 1 works",
+                f"ema: {name} follows a model that replicas train apart. Set numerics.exchange_every = 1",
             )
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class ModelAverages:
                 held = [] if weight is None else list(weight.shape)
                 raise LayoutError(
                     "ema-layout",
-                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}: tp=1 works",
+                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}. Use tp=1",
                 )
             average.lerp_(weight.to(average.device), moved[prefix])  # the average may be on the host
 

@@ -56,7 +56,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
             raise LayoutError(
                 "schedule-unsupported",
                 f"{spec.name} has hooks on its gradient, and schedule={step.layout.schedule} computes gradients of weights "
-                "apart from autograd: schedule=1f1b works",
+                "apart from autograd. Use schedule=1f1b",
             )
         weight = plan.materialize(alike[0], mesh.device, torch.float64)
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
@@ -131,8 +131,8 @@ def _check_linear(
         raise ModelError(
             "gradient-hook",
             f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
-            "it, where a plain loop gives it their sum: a factor or a mask works, or clip_norm in the job, or a change "
-            "of the gradient in the optimizer's step; on one rank with one micro-batch any hook works",
+            "it, where a plain loop gives it their sum. Use a factor or a mask, or clip_norm in the job, or a change "
+            "of the gradient in the optimizer's step, or one rank with one micro-batch",
         )
     is_parted = program.step.num_microbatches > 1
     is_reordered = is_shared and program.step.layout.gathers_weights
@@ -244,7 +244,7 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
     if word:
         return (
             f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
-            "weight, which the hook does not see: a hook that the build function registers works, or zero=1"
+            "weight, which the hook does not see. Use a hook that the build function registers, or zero=1"
         )
     value = param.detach()
     function = gradient_function(marks, value)
@@ -259,8 +259,8 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
         return str(_failing(name, error))
     if not is_apart:
         return (
-            f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
-            "tp=1 (and ep=1) works"
+            f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight. Use "
+            "tp=1 (and ep=1)"
         )
     return ""
 
@@ -299,7 +299,7 @@ def _check_part(
         raise LayoutError(
             "gradient-hook",
             f"a hook on the gradient of {name} does not treat every element alike, and a tensor cut leaves it a part of the "
-            "gradient: tp=1 (and ep=1) works",
+            "gradient. Use tp=1 (and ep=1)",
         )
 
 

@@ -132,7 +132,7 @@ class ReplacedWeights:
             if not any(
                 param is place.content for param in self._model.parameters()
             ):  # a parametrization has it elsewhere
-                yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
+                yield f"{place.name} was taken out of the model, and the run still trains it. Set it to zeros instead"
 
     def _other_module(self, place: _ModulePlace) -> Iterator[str]:
         """Yield why a module that replaces another one is refused, unless it has the same weights."""
@@ -141,8 +141,8 @@ class ReplacedWeights:
         self._places.remove(place)
         if not all(id(param) in weights for param in place.content.parameters()):
             yield (
-                f"another module was put in the place of {place.name}, whose weights the run trains on: to write into these "
-                "works, by copy_(...) within torch.no_grad()"
+                f"another module was put in the place of {place.name}, whose weights the run still trains. Write into these "
+                "by copy_(...) within torch.no_grad()"
             )
 
     def _added_weights(self) -> Iterator[str]:
@@ -170,15 +170,15 @@ class ReplacedWeights:
         """Return why a weight cannot take over the values of the tensor that replaced it; empty if it can."""
         what = f"{'the forward' if inside else 'the loop'} puts a new nn.Parameter in the place of {name}"
         if word := self._lost:
-            return f"{what}, of which ranks hold parts under {word}: {word.partition('=')[0]}=1 works"
+            return f"{what}, of which ranks hold parts under {word}. Use {word.partition('=')[0]}=1"
         if new.shape != weight.shape:
-            return f"{what}, of shape {list(new.shape)} and not {list(weight.shape)}: one of the same shape works"
+            return f"{what}, of shape {list(new.shape)} and not {list(weight.shape)}. Use one of the same shape"
         tied = next((other for other, first in self._first_names.items() if first == name != other), "")
         if tied:
             return f"{what}, which is {tied} too: {name}.copy_(...) within torch.no_grad() writes into both"
         if inside and self._divides and name not in self._known:
             return (
-                f"{what}, and {self._divides} divides the batch or repeats the forward: the whole batch in one forward works "
+                f"{what}, and {self._divides} divides the batch or repeats the forward. Use the whole batch in one forward "
                 "(dp=1 without microbatch)"
             )
         return _explain_untrained(what, name) if inside and new.grad is not None else ""
@@ -198,13 +198,13 @@ class ReplacedWeights:
 
 
 def _new_weight(name: str) -> str:
-    return f"{name} is a new weight, which the run neither trains nor saves: a model that is built with it works"
+    return f"{name} is a new weight, which the run neither trains nor saves. Use a model that is built with it"
 
 
 def _explain_untrained(what: str, name: str) -> str:
     return (
-        f"{what}, and a gradient reaches it: an optimizer of torch goes on with the old one, so nothing trains it; "
-        f"{name}.copy_(...) within torch.no_grad() works"
+        f"{what}, and a gradient reaches it: an optimizer of torch goes on with the old one, so nothing trains it. Use "
+        f"{name}.copy_(...) within torch.no_grad()"
     )
 
 

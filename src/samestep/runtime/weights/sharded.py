@@ -327,8 +327,8 @@ class GatheredWatch(WeightWatch):
                 zero = f"zero={self._zero}"
                 raise LayoutError(
                     "write-into-part",
-                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
-                    "param.copy_(...) within torch.no_grad() works, or zero=1",
+                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere. Use "
+                    "param.copy_(...) within torch.no_grad(), or zero=1",
                 )
 
 
@@ -458,7 +458,7 @@ def _refuse_lost(target: DTensor) -> None:
         raise LayoutError(
             "write-into-part",
             f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, which ranks share by rows under zero=2|3, "
-            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work",
+            "would be lost. Use whole = weight.full_tensor(), write into it, then weight.copy_(whole) within torch.no_grad()",
         )
 
 

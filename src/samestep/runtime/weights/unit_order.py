@@ -164,7 +164,7 @@ class UnitOrder:
             running.keep_for_backward()
             text = (
                 f"{running.path} runs behind modules that it ran before when the model was traced, or once more, and "
-                f"zero={self._zero} gathers weights in that order on all ranks at once: zero=2 works, or zero=1"
+                f"zero={self._zero} gathers weights in that order on all ranks at once. Use zero=2, or zero=1"
             )
             if self._may_give_up:
                 raise CalledAgainError(text, running.path)
@@ -197,7 +197,7 @@ class UnitOrder:
             raise LayoutError(
                 "zero-call-order",
                 f"the backward of {running.path} starts after the backward of modules that ran after it when the model was traced, "
-                f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works",
+                f"and zero={self._zero} reduces gradients in that order on all ranks at once. Use zero=1",
             )
         used = (None, None) if running.is_kept else (running, ahead)
         this_one, next_one = (self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in used)

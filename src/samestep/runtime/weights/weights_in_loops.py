@@ -235,8 +235,8 @@ def _is_asked_by_run(facts: PartFacts) -> bool:
     if who is Asker.MODULE and facts.cut and not facts.may_call(path):
         raise LayoutError(
             "weights-not-whole",
-            f"{path} was called by the loop itself, and under {facts.cut} it computes a part of its result: the forward of run.model "
-            "and run.outputs work, or a copy of it that is made within `with run.gathered() as model:`",
+            f"{path} was called by the loop itself, and under {facts.cut} it computes a part of its result. Use the forward of run.model "
+            "and run.outputs, or a copy of it that is made within `with run.gathered() as model:`",
         )
     return who is not Asker.LOOP
 
@@ -372,7 +372,7 @@ def _refuse_whole(
             raise LayoutError(
                 "load-weights-whole",
                 f"run.model.load_state_dict was given the whole {one.facts.name} {[*one.facts.shape]}, and under {one.facts.cut} a rank "
-                "has a part: run.load_state_dict(state) works, or the same call within `with run.gathered() as model:`",
+                "has a part. Use run.load_state_dict(state), or the same call within `with run.gathered() as model:`",
             )
 
 

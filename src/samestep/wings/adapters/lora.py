@@ -111,8 +111,8 @@ def _round_base(model: nn.Module, held_as: str) -> None:
         if isinstance(base, nn.Embedding):
             raise JobError(
                 "nf4-unsupported",
-                f'model.lora.base = "nf4" rounds linear layers, and {path.removesuffix("." + _BASE)} is an embedding: targets without '
-                'it work, or base = "full"',
+                f'model.lora.base = "nf4" rounds linear layers, and {path.removesuffix("." + _BASE)} is an embedding. Use targets without '
+                'it, or base = "full"',
             )
         weight = names[f"{path}.weight"]
         tied = [name for name, other in names.items() if other is weight and name != f"{path}.weight"]
@@ -121,13 +121,13 @@ def _round_base(model: nn.Module, held_as: str) -> None:
         if tied:
             raise JobError(
                 "nf4-unsupported",
-                f'model.lora.base = "nf4" rounds {path}.weight, which is tied to {tied[0]}: targets without it work, or base = "full"',
+                f'model.lora.base = "nf4" rounds {path}.weight, which is tied to {tied[0]}. Use targets without it, or base = "full"',
             )
         if weight.shape[-1] % BLOCK:
             raise JobError(
                 "nf4-unsupported",
                 f'model.lora.base = "nf4" has a scale for each {BLOCK} elements of a row, and rows of {path}.weight have '
-                f'{weight.shape[-1]}: a width that {BLOCK} divides works, or base = "full"',
+                f'{weight.shape[-1]}. Use a width that {BLOCK} divides, or base = "full"',
             )
         hold_as(base, held_as)
 
@@ -199,7 +199,7 @@ def _peft() -> Any:
         return importlib.import_module("peft")
     except ImportError:
         raise JobError(
-            "package-missing", "model.lora needs the package peft: pip install 'samestep[peft]' works"
+            "package-missing", "model.lora needs the package peft. Use pip install 'samestep[peft]'"
         ) from None
 
 
@@ -313,7 +313,7 @@ def merged(adapted: Blueprint, job: Job) -> Merged:
     if lora is None:
         raise JobError(
             "merge-adapters",
-            "--merge adds adapters into weights, and the run has none (model.lora): without --merge it works",
+            "--merge adds adapters into weights, and the run has none (model.lora). Leave out --merge",
         )
     bare = without_adaptation(job)
     plan = blueprint_of(bare)

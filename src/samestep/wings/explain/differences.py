@@ -150,8 +150,8 @@ def _side(
     if "=" not in layout or Path(layout).exists():
         raise InputError(
             "record-missing",
-            f"{layout!r} is no run folder, and no layout: the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
-            f"a simulation work; {SIMULATION} is the prediction of a run's own layout",
+            f"{layout!r} is no run folder, and no layout. Use the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
+            f"a simulation; {SIMULATION} is the prediction of a run's own layout",
         )
     try:
         where = Layout(layout)

@@ -318,7 +318,7 @@ def read_run(run: Path, asked: range | None = None) -> tuple[Path, dict[int, Ran
     if len(words := {record.head.layout for record in same}) > 1:
         raise RecordError(
             "record-ranks",
-            f"{folder} has records of several layouts: {', '.join(sorted(words))}; a folder of one run works",
+            f"{folder} has records of several layouts: {', '.join(sorted(words))}. Use a folder of one run",
         )
     records: dict[int, RankRecord] = {}
     for record in same:
@@ -339,11 +339,11 @@ def _paths_of(run: Path) -> tuple[Path, list[Path]]:
         return folder, paths
     if run.is_dir() and (runs := sorted(path.parent for path in run.glob(f"*/{recorded.FOLDER}"))):
         several = ", ".join(path.name for path in runs[:5]) + ", ..." * (len(runs) > 5)
-        raise RecordError("record-missing", f"{run} is a folder of runs ({several}): samestep explain {runs[-1]} works")
+        raise RecordError("record-missing", f"{run} is a folder of runs ({several}). Use samestep explain {runs[-1]}")
     if not run.exists():
         raise RecordError(
             "record-missing",
-            f"{run} does not exist: the folder of a run that has recorded steps works, or a folder of traces",
+            f"{run} does not exist. Use the folder of a run that has recorded steps, or a folder of traces",
         )
     raise RecordError(
         "record-missing",

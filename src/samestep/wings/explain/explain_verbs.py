@@ -24,6 +24,7 @@ def explain(words: Namespace) -> Result:
     if len(words.run) > 2:
         raise InputError("command-options", f"explain {' '.join(words.run)}: one run is explained, or two are compared")
     run = Path(words.run[0]) if words.run else run_folder.newest("to explain")
+    words.heading = [f"run: {' and '.join(map(str, words.run or [run]))}"]
     if len(words.run) == 2 or foreign_traces.is_foreign(run):
         return _without_records(words, run)
     explained = explain.explain(run, step=words.step, hardware=words.hardware)

@@ -245,7 +245,7 @@ def _refuse_other_machine(steps: Sequence[TimedStep], machine: Hardware) -> None
         if step.hardware in profiles() and machine.name in profiles() and step.hardware != machine.name:
             raise InputError(
                 "measured-hardware",
-                f"{step.origin} was measured on {step.hardware}: --hardware {step.hardware} works, not {machine.name}",
+                f"{step.origin} was measured on {step.hardware}. Use --hardware {step.hardware}, not {machine.name}",
             )
 
 

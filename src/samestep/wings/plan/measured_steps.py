@@ -109,7 +109,7 @@ def _refuse_machines(steps: Sequence[TimedStep]) -> None:
     first = {step.hardware: step.origin for step in reversed(steps) if step.hardware}
     if len(first) > 1:
         names = ", ".join(f"{name} ({origin})" for name, origin in first.items())
-        raise InputError("measured-steps", f"the steps are of several machines: {names}; a file for each of them works")
+        raise InputError("measured-steps", f"the steps are of several machines: {names}. Use a file for each of them")
 
 
 def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
@@ -126,8 +126,8 @@ def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
         fast, slow = min(same, key=lambda step: step.step_s), max(same, key=lambda step: step.step_s)
         if slow.step_s > _AGREE * fast.step_s:
             mistakes.append(
-                f"{fast.origin} and {slow.origin} are the same job and layout, and take {fast.step_s:.4g} and {slow.step_s:.4g} s: "
-                "without the one that is wrong, or with what they differ in, they work"
+                f"{fast.origin} and {slow.origin} are the same job and layout, and take {fast.step_s:.4g} and {slow.step_s:.4g} s. "
+                "Remove the wrong one, or add the column in which they differ"
             )
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         middle, machine = statistics.median(step.step_s for step in same), max(step.hardware for step in same)
@@ -211,20 +211,20 @@ def _refuse_unsaid(cells: Mapping[str, str], job: Job | None) -> None:
         if _SHORT[column] not in names and (job is None or key not in getattr(job, table).model_fields_set):
             raise InputError(
                 "measured-steps",
-                f"no {column}: a column `{column}` works, or a job (--job, --set) that says {_SHORT[column]}",
+                f"no {column}. Use a column `{column}`, or a job (--job, --set) that says {_SHORT[column]}",
             )
 
 
 def _layout_of(cells: Mapping[str, str]) -> Layout:
     words = {name: cells[name] for name in _WORDS if name in cells}
     if "layout" in cells and words:
-        raise InputError("command-options", f"layout and {next(iter(words))} both say the layout: one of them works")
+        raise InputError("command-options", f"layout and {next(iter(words))} both say the layout. Use one of them")
     if "layout" in cells:
         return Layout(cells["layout"])
     if not words:
         raise InputError(
             "measured-steps",
-            "no layout: a column `layout` with a line such as dp=8 zero=3, or a column for each word, works",
+            "no layout. Use a column `layout` with a line such as dp=8 zero=3, or a column for each word",
         )
     return Layout(**words)
 
@@ -235,7 +235,7 @@ def _seconds_of(cells: Mapping[str, str], job: Job, model: ModelSpec, layout: La
     if len(speeds) != 1:
         raise InputError(
             "measured-steps",
-            f"{' and '.join(speeds) + ' say' if speeds else 'nothing says'} how long a step took: one of {', '.join(_SPEEDS)} works",
+            f"{' and '.join(speeds) + ' say' if speeds else 'nothing says'} how long a step took. Use one of {', '.join(_SPEEDS)}",
         )
     name = speeds[0]
     try:
@@ -250,7 +250,7 @@ def _seconds_of(cells: Mapping[str, str], job: Job, model: ModelSpec, layout: La
     if name == "tflops_per_device":
         return 3 * model.forward_flops * samples / (value * 1e12 * devices)
     if not model.length:
-        raise InputError("measured-steps", f"{name}: a sample of this model is no sequence of tokens; step_s works")
+        raise InputError("measured-steps", f"{name}: a sample of this model is no sequence of tokens. Use step_s")
     per_s = value * devices if name == "tokens_per_s_per_device" else value
     return model.length * samples / per_s
 
@@ -270,7 +270,7 @@ def _of_run(folder: Path) -> TimedStep:
     if len(times) <= _FIRST_STEPS:
         raise InputError(
             "measured-steps",
-            f"{folder} has {len(times)} measured steps, and the first {_FIRST_STEPS} are left out: more steps work",
+            f"{folder} has {len(times)} measured steps, and the first {_FIRST_STEPS} are left out. Use more steps",
         )
     return TimedStep(
         origin=str(folder),

@@ -56,11 +56,11 @@ def plan(
     if not 1 <= top <= MOST_ROWS:
         raise InputError(
             "value-out-of-range",
-            f"{top} rows are too {'many' if top > 1 else 'few'} to play; {MOST_ROWS if top > 1 else 1} works",
+            f"{top} rows are too {'many' if top > 1 else 'few'} to play. Use {MOST_ROWS if top > 1 else 1}",
         )
     if not 0 <= keep_free < 1:
         raise InputError(
-            "value-out-of-range", f"keep_free={keep_free:g} is no part of a device's memory; {KEPT_FREE} works"
+            "value-out-of-range", f"keep_free={keep_free:g} is no part of a device's memory. Use {KEPT_FREE}"
         )
     where = replace(resolve_hardware(hardware), kept_free=keep_free)
     job, _ = as_published(job)

@@ -106,7 +106,7 @@ def _check_measurable(words: Namespace, job: Job) -> None:
     if job.model.preset is not None:
         raise InputError(
             "model-only-a-shape",
-            f"--measure-top runs steps, and {job.model.source} has a shape but no code: hf:FAMILY or module:function works",
+            f"--measure-top runs steps, and {job.model.source} has a shape but no code. Use hf:FAMILY or module:function",
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.layout import Layout
 from samestep.memory.memory_use import allocator_summary, memory_summary
-from samestep.output.text import COLUMNS, align_columns, digits, gib
+from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
 from samestep.wings.plan.simulation.simulate import Prediction, binds, class_of, intervals, predict, unpriced
@@ -32,45 +31,40 @@ def as_text(plan: Plan) -> str:
         lines += _table(plan)
         lines.append(_fits(plan))
         lines += allocator_summary(best.peak, best.reserved_bytes, plan.hardware)
-        lines.append(f"it is bound by {binds(best)}")
+        lines.append(f"bottleneck: {binds(best)}")
         lines += unpriced(best.job)
         lines += cautions(plan.best)
         if plan.best[0].layout.offload:
             ranks = plan.devices // len(plan.best[0].memory)
-            rate = f"{plan.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"
+            rate = f"{plan.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s per device"
             lines.append(
-                f"nothing fits without offload; the update on the host is predicted at {rate} (host_update_bytes_per_s), and needs "
-                f"{gib(sum(use.host for use in plan.best[0].memory) * ranks)} GiB of the memory of its hosts"
+                f"nothing fits without offload. The optimizer step on the CPUs is predicted at {rate} (host_update_bytes_per_s), and needs "
+                f"{gib(sum(use.host for use in plan.best[0].memory) * ranks)} GiB of CPU memory"
             )
     else:
         lines.append(plan.nearest)
     lines += _describe_kept_free(plan.hardware)
     rules = plan.counts
-    counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
+    counts = ", ".join(f"{count:,} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
-        f"{plan.considered} layouts of {plan.devices} device{'s' * (plan.devices > 1)} in {plan.seconds:.2f} s: {counts}"
+        f"searched {plan.considered:,} layouts of {plan.devices} device{'s' * (plan.devices > 1)} in {plan.seconds:.2f} s: {counts}"
     )
     if rules["unplayed"]:
         lines.append(
-            f"the search ended after {MOST_PLAYED} layouts were played: one that was not played may be faster than those shown"
+            f"the search ended after it had simulated {MOST_PLAYED} layouts: one of the others may be faster than those shown"
         )
-    lines.append(f"model: {plan.labels['model']}; figures of {plan.hardware.name}: {plan.labels['hardware']}")
+    lines.append(f"model: {plan.labels['model']}; profile {plan.hardware.name}: {plan.labels['hardware']}")
     lines += describe_accuracy(plan.hardware, plan.devices)
-    lines += [f'  "{next(group.layouts())}" {group.reason}' for group in examples(plan.fallen)]
+    rejected = [f'  "{next(group.layouts())}" {group.reason}' for group in examples(plan.fallen)]
+    lines += ["rejected layouts, one for each reason:", *rejected] if rejected else []
     return "\n".join(lines)
 
 
 def _table(plan: Plan) -> list[str]:
     """Return the table of the layouts to show; a long layout goes on below in its column."""
-    shown = in_order(plan)
-    head = tuple(title.format(plan.best[0].unit) for title in _HEAD)
-    cells = align_columns([head, *((mark_of(plan, row), *_cells(row)) for row in shown)]).splitlines()
-    indent = max(map(len, cells)) + 2
-    lines = []
-    for cell, text in zip(cells, ["layout", *(str(row.layout) for row in shown)], strict=True):
-        first, *more = textwrap.wrap(text, COLUMNS - indent, break_on_hyphens=False)
-        lines += [cell.ljust(indent) + first, *(" " * (indent + 2) + part for part in more)]
-    return lines
+    head = (*(title.format(plan.best[0].unit) for title in _HEAD), "layout")
+    rows = [head, *((mark_of(plan, row), *_cells(row), str(row.layout)) for row in in_order(plan))]
+    return align_columns(rows, left=(0, len(_HEAD))).splitlines()
 
 
 SAFE = 0.9
@@ -96,10 +90,10 @@ def in_order(plan: Plan) -> list[Prediction]:
 def _fits(plan: Plan) -> str:
     """Return a line on the recommended layout: how likely it fits, and the time that it costs over the fastest one."""
     first, best = plan.best[0], recommended(plan)
-    text = f'recommended: "{best.layout}", {best.chance_to_fit:.0%} likely to fit, by the record of predictions'
+    text = f'recommended: "{best.layout}", {best.chance_to_fit:.0%} likely to fit, by the errors of past predictions'
     if best is first:
         return text
-    return f"{text}; the fastest is {first.chance_to_fit:.0%} likely to fit, and takes {first.step_s / best.step_s:.3g} times as long"
+    return f"{text}. The fastest takes {1 - first.step_s / best.step_s:.1%} less time, but is {first.chance_to_fit:.0%} likely to fit"
 
 
 def _describe_kept_free(machine: Hardware) -> list[str]:
@@ -107,9 +101,7 @@ def _describe_kept_free(machine: Hardware) -> list[str]:
     if not machine.kept_free:
         return []
     room, memory = gib(machine.room_bytes), gib(machine.memory_bytes)
-    return [
-        f"{machine.kept_free:.3g} of the memory is kept free: a layout may need {room} of {memory} GiB (--keep-free)"
-    ]
+    return [f"memory limit: {room} of {memory} GiB per device (--keep-free {machine.kept_free:.3g})"]
 
 
 def cautions(best: Sequence[Prediction]) -> list[str]:
@@ -134,12 +126,12 @@ def describe_accuracy(machine: Hardware, devices: int) -> list[str]:
     kind = class_of(machine, devices)
     time, memory = intervals(kind)["time"], intervals(kind)["memory"]
     lines = [
-        f"8 in 10 of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times their predicted time, and 8 in 10 "
-        f"of {memory.rows:,} runs {memory.low:.2f} to {memory.high:.2f} times their predicted memory (docs/foresight.md)"
+        f"accuracy: 80% of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times the predicted time, "
+        f"and 80% of {memory.rows:,} runs needed {memory.low:.2f} to {memory.high:.2f} times the predicted memory (docs/foresight.md)"
     ]
     if time.high / time.low >= POOR:
         lines.append(
-            f"the record of {_KINDS[kind]} is poor: time a step here before you rely on its seconds (samestep measure)"
+            f"predictions for {_KINDS[kind]} are inaccurate: measure this machine before you rely on the seconds (samestep measure)"
         )
     return lines
 
@@ -239,23 +231,23 @@ def why_not(plan: Plan, layout: Layout) -> str:
 
     def near() -> str:
         if not plan.best:
-            return f"; {plan.nearest}"
+            return f". {plan.nearest}"
         works = nearest(plan.model, plan.job, plan.hardware, layout, plan.devices, plan.states_per_param)
-        return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
+        return f'. Use "{works.layout}", {works.step_s:.4g} s per step' if works else ""
 
     try:
         prediction = predict(plan.model, plan.job, layout, plan.hardware, plan.states_per_param)
     except LayoutError as error:
-        return f'"{layout}" is refused: {error}{near()}'
+        return f'"{layout}" is not supported: {error}{near()}'
     if not prediction.fits:
         return f'"{layout}" does not fit: {memory_summary(prediction.peak, prediction.hardware)}{near()}'
     if not plan.best:
-        return f'"{layout}" fits: {prediction.step_s:.4g} s a step'
+        return f'"{layout}" fits: {prediction.step_s:.4g} s per step'
     first = plan.best[0]
     if prediction.devices != plan.devices:
-        return f'"{layout}" is a layout of {prediction.devices} devices, {prediction.step_s:.4g} s a step; this plan is for {plan.devices}'
+        return f'"{layout}" has {prediction.devices} devices, {prediction.step_s:.4g} s per step; this plan is for {plan.devices}'
     if prediction.layout == first.layout or prediction.step_s <= first.step_s:
-        return f'"{layout}" is the fastest: {prediction.step_s:.4g} s a step'
+        return f'"{layout}" is the fastest: {prediction.step_s:.4g} s per step'
     costs = [
         ("exposed communication", prediction.exposed_comm_s, first.exposed_comm_s),
         ("bubbles", prediction.bubble_fraction * prediction.step_s, first.bubble_fraction * first.step_s),

@@ -102,7 +102,7 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
     if role_named({"role": "assistant"}) in lost:
         raise DataError(
             "chat-template",
-            "the tokenizer's chat template does not write the replies of the assistant: a template that does works, or a folder without the template",
+            "the tokenizer's chat template does not write the replies of the assistant. Use a template that does, or a folder without the template",
         )
     return sorted(lost)
 
@@ -126,7 +126,7 @@ def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokeniz
     if unsaid := [key for key in ("tools", "documents") if key in conversation.settings]:
         raise DataError(
             "chat-template",
-            f"{unsaid[0]!r} is written by a chat template alone: a tokenizer with one works",
+            f"{unsaid[0]!r} is written by a chat template alone. Use a tokenizer with one",
         )
     newline = tokenizer.encode("\n")
     closing = newline if tokenizer.end_id is None else [tokenizer.end_id]
@@ -135,7 +135,7 @@ def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokeniz
         if unsaid := [key for key in ("tool_calls", "function_call", "reasoning_content") if message.get(key)]:
             raise DataError(
                 "chat-template",
-                f"{unsaid[0]!r} of message {number} is written by a chat template alone: a tokenizer with one works",
+                f"{unsaid[0]!r} of message {number} is written by a chat template alone. Use a tokenizer with one",
             )
         is_reply = message["role"] == "assistant"
         runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
@@ -249,7 +249,7 @@ def _check_calls(messages: Sequence[Message], number: int, render: Render) -> No
     if render(messages[: number + 1], False) == render([*messages[:number], without], False):
         raise DataError(
             "chat-template",
-            f"the tokenizer's chat template does not write {calls!r} of message {number}: one that does works, or messages "
+            f"the tokenizer's chat template does not write {calls!r} of message {number}. Use one that does, or messages "
             "without the key",
         )
 
@@ -292,7 +292,7 @@ def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) ->
     raise DataError(
         "chat-template",
         "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
-        "found; a folder without the template works",
+        "found. Use a folder without the template",
     )
 
 

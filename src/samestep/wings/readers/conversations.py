@@ -123,7 +123,7 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
     if text_field in row:
         raise DataError(
             "conversation-form",
-            f"{text_field!r} is null, and the row has no conversation: a text works, or a file without the row",
+            f"{text_field!r} is null, and the row has no conversation. Use a text, or a file without the row",
         )
     raise no_document(row, text_field)
 
@@ -160,7 +160,7 @@ def _text(value: Any, name: str) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         raise DataError(
             "conversation-form",
-            f"{name!r} is a list of {len(value)} texts, not one text: a row for each of them works, or one text that joins them",
+            f"{name!r} is a list of {len(value)} texts, not one text. Use a row for each of them, or one text that joins them",
         )
     raise DataError("conversation-form", f"{name!r} is {type(value).__name__}, not text")
 
@@ -178,7 +178,7 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
         else:
             raise DataError(
                 "conversation-form",
-                f"{key!r} is {type(value).__name__}: a list of objects works, or of chat_template_kwargs an object",
+                f"{key!r} is {type(value).__name__}. Use a list of objects, or of chat_template_kwargs an object",
             )
     conversation = Conversation(
         [_message(number, message) for number, message in enumerate(messages)], settings, first_counted
@@ -195,15 +195,15 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
 
 def _message(number: int, turn_value: Any) -> Message:
     """Return a message with all its keys that have a value, and its content, which may be null where it has tool calls."""
-    right = 'a list of {"role": "user", "content": "text"} works'
+    right = 'Use a list of {"role": "user", "content": "text"}'
     if not isinstance(turn_value, Mapping) or not isinstance(turn_value.get("role"), str):
-        raise DataError("conversation-form", f"message {number} has no role and content that are text; {right}")
+        raise DataError("conversation-form", f"message {number} has no role and content that are text. {right}")
     role, content = turn_value["role"], turn_value.get("content")
     message = {key: value for key, value in turn_value.items() if value is not None}
     if role == "assistant" and message.get("weight", 1) not in (0, 1):
         raise DataError(
             "conversation-form",
-            f"message {number} has the weight {short_repr(message['weight'])}: 0, which does not count, and 1 work",
+            f"message {number} has the weight {short_repr(message['weight'])}. Use 0, which does not count, or 1",
         )
     if isinstance(content, str):
         return message
@@ -212,12 +212,12 @@ def _message(number: int, turn_value: Any) -> Message:
             return {**message, "content": None}
         raise DataError(
             "conversation-form",
-            f"message {number} has no role and content that are text; {right}, or tool_calls without content",
+            f"message {number} has no role and content that are text. {right}, or tool_calls without content",
         )
     if not isinstance(content, list):
         raise DataError(
             "conversation-form",
-            f"the content of message {number} is {type(content).__name__}, not text; {right}",
+            f"the content of message {number} is {type(content).__name__}, not text. {right}",
         )
     return {**message, "content": [_part(number, part) for part in content]}
 
@@ -231,7 +231,7 @@ def _part(number: int, part: Any) -> Message:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
         "conversation-form",
-        f'the content of message {number} has a part of type {short_repr(kind)}; parts {{"type": "text", "text": "..."}} work',
+        f'the content of message {number} has a part of type {short_repr(kind)}; parts {{"type": "text", "text". Use "..."}}',
     )
 
 
@@ -247,7 +247,7 @@ def _turn(number: int, turn: Any) -> Any:
     word = turn["from"].lower() if isinstance(turn["from"], str) else ""
     if word not in ROLES:
         raise DataError(
-            "conversation-form", f"turn {number} is from {short_repr(turn['from'])}: {', '.join(ROLES)} work"
+            "conversation-form", f"turn {number} is from {short_repr(turn['from'])}. Use {', '.join(ROLES)}"
         )
     message = {**_with_content(turn), "role": ROLES[word]}
     del message["from"]
@@ -277,7 +277,7 @@ def _document_of_prompt(row: Mapping[str, Any]) -> Document:
         return _conversation(row, [*messages, *answered], len(messages))
     raise DataError(
         "conversation-form",
-        f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}: two texts, or two lists of messages, work",
+        f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}. Use two texts, or two lists of messages",
     )
 
 
@@ -313,7 +313,7 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
         return messages
     raise DataError(
         "conversation-form",
-        "the row has a 'system', and its messages begin with another one: one of them works",
+        "the row has a 'system', and its messages begin with another one. Use one of them",
     )
 
 
@@ -330,7 +330,7 @@ def _parse_messages(value: Any, name: str) -> list[Any]:
         return messages
     raise DataError(
         "conversation-form",
-        f'{name} is not a list of messages; a list of {{"role": "user", "content": "text"}} works',
+        f'{name} is not a list of messages; a list of {{"role": "user", "content". Use "text"}}',
     )
 
 

@@ -108,11 +108,11 @@ def packed_part(
     if len(packed):
         return packed
     length = len(packed.tokens)
-    works = f"data.sequence_length = {length} works" if length else "more data is needed"
+    works = f"Set data.sequence_length = {length}" if length else "Use more data"
     raise DataError(
         "data-too-short",
         f"{name_of_part(split, data.source)} has {length} tokens in {len(part)} of {len(starts)} documents; "
-        f"data.sequence_length = {data.sequence_length} needs as many; {works}",
+        f"data.sequence_length = {data.sequence_length} needs as many. {works}",
     )
 
 

@@ -92,8 +92,8 @@ class ImageFolder(FileSamples):
         if width * height > _MOST_PIXELS:
             raise DataError(
                 "image-form",
-                f"{path} has {picture.size[0]} x {picture.size[1]} pixels, and {width} x {height} with a shorter side of {side}: an "
-                "image that is less narrow works",
+                f"{path} has {picture.size[0]} x {picture.size[1]} pixels, and {width} x {height} with a shorter side of {side}. Use an "
+                "image that is less narrow",
             )
         return picture.resize((width, height), _pillow().Resampling.BILINEAR)
 
@@ -129,11 +129,11 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
     images = {name: _images_in(folder, frozenset({root.resolve()})) for name, folder in folders.items()}
     files = [(file, numbers.get(name, -1)) for name, image in images.items() for file in image]
     if not files and root.is_file():
-        raise DataError("data-missing", f"{source} is a file: a folder with one folder per class works")
+        raise DataError("data-missing", f"{source} is a file. Use a folder with one folder per class")
     if not files:
         raise DataError(
             "data-missing",
-            f"{source} has no images in folders: one folder a class works, as {root}/cat/1.png",
+            f"{source} has no images in folders. Use one folder a class, as {root}/cat/1.png",
         )
     if strange := next((file for file, number in files if number < 0), None):
         name = strange.relative_to(root).parts[0]
@@ -145,7 +145,7 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
     if classes is None and (empty := next((name for name, image in images.items() if not image), None)) is not None:
         raise DataError(
             "image-classes",
-            f"{source} has the class {empty!r} without images: with images, or without the folder {folders[empty]}, it works",
+            f"{source} has the class {empty!r} without images. Add images to it, or remove the folder {folders[empty]}",
         )
     order = permute_positions(np.arange(len(files)), len(files), 0)
     part = part_of(len(files), data.held_out, split)
@@ -179,7 +179,7 @@ def _class_folders(path: str) -> dict[str, Path]:
         if lost := next((entry for entry in entries if entry.is_symlink() and not entry.exists()), None):
             raise DataError(
                 "data-missing",
-                f"{lost} is a broken link: with the folder, or without the link, it works",
+                f"{lost} is a broken link. Create its folder, or remove the link",
             )
         _refuse_parts(path, root, class_folders)
     except OSError as error:
@@ -204,8 +204,8 @@ def _refuse_parts(path: str, root: Path, paths: dict[str, Path]) -> None:
         sets = f" with data.held_out_sets = {{ {held_out} = 'images:{root / held_out}' }}" if held_out else ""
         raise DataError(
             "data-missing",
-            f"images:{path} has the folders {', '.join(parts)}, which are parts of a data set or classes of these names: of parts, "
-            f"data.source = 'images:{root / trained}'{sets} works, and classes need other names",
+            f"images:{path} has the folders {', '.join(parts)}, which are parts of a data set or classes of these names. For parts, "
+            f"set data.source = 'images:{root / trained}'{sets}, and classes need other names",
         )
     for folder in paths.values():
         below = sorted(path.name for path in folder.iterdir() if path.is_dir() and not _is_hidden(path))
@@ -218,7 +218,7 @@ def _refuse_parts(path: str, root: Path, paths: dict[str, Path]) -> None:
             )
             raise DataError(
                 "data-missing",
-                f"images:{path} has the folders {', '.join(inner)} in {folder.name}, which are parts of a data set: {works} works",
+                f"images:{path} has the folders {', '.join(inner)} in {folder.name}, which are parts of a data set. Use {works}",
             )
 
 
@@ -254,14 +254,14 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]
                 if entry.is_symlink() and not entry.exists():
                     raise DataError(
                         "data-missing",
-                        f"{entry} is a link to a file that is not there: with the file, or without the link, it works",
+                        f"{entry} is a link to a missing file. Create the file, or remove the link",
                     )
                 if entry.is_file():
                     images.append(entry)
             elif entry.suffix.lower() in _UNREAD:
                 raise DataError(
                     "image-form",
-                    f"{entry} is an image of a form that is not read: as PNG or JPEG it works, and without it the others do",
+                    f"{entry} is an image of a form that is not read. Save it as PNG or JPEG, or remove it",
                 )
     except OSError as error:
         raise DataError("data-unreadable", f"{folder} cannot be read: {error.strerror}") from None
@@ -280,7 +280,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
             if file.format in _OF_FRAMES and getattr(file, "is_animated", False):
                 raise DataError(
                     "image-form",
-                    f"{path} has several frames, and a sample is one image: each frame as a file of its own works",
+                    f"{path} has several frames, and a sample is one image. Use each frame as a file of its own",
                 )
             file.load()  # some formats store their orientation after the pixels
             picture = _in_8_bits(file, path)
@@ -297,7 +297,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
             raise DataError("image-form", f"{path} is {form}") from None
         reason = " ".join(str(error).replace(f"{str(path)!r}", "it").split()) or type(error).__name__
         if type(error) is image.DecompressionBombError:
-            reason = f"{reason[: reason.find(',')]}: a smaller image works"
+            reason = f"{reason[: reason.find(',')]}. Use a smaller image"
         raise DataError("data-damaged", f"{path} is no image that Pillow reads: {short_repr(reason)}") from None
 
 
@@ -313,9 +313,9 @@ def _other_form(path: Path) -> str:
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS, for which `git lfs pull` fetches the image itself"
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
-        return "a HEIC image, whatever its name says: as JPEG or PNG it works"
+        return "a HEIC image, whatever its name says. Save it as JPEG or PNG"
     is_page = head.lstrip()[:1] == b"<"
-    return "a page of HTML, an SVG, or other text, and no image of pixels: copy it again, or as PNG it works" * is_page
+    return "a page of HTML, an SVG, or other text, and no image of pixels. Copy it again, or save it as PNG" * is_page
 
 
 def _in_8_bits(file: Any, path: Path) -> Any:
@@ -333,13 +333,13 @@ def _in_8_bits(file: Any, path: Path) -> Any:
         if not 0 <= low <= high <= 1:
             raise DataError(
                 "image-form",
-                f"{path} has floating-point numbers from {low:g} to {high:g}, and their range is not known: 0 to 1 works",
+                f"{path} has floating-point numbers from {low:g} to {high:g}, and their range is not known. Use 0 to 1",
             )
         most = 1.0
     elif file.mode == "I" and file.format == "TIFF":
         raise DataError(
             "image-form",
-            f"{path} has whole numbers of 32 bits or with a sign, and their range is not known: 8 or 16 bits work",
+            f"{path} has whole numbers of 32 bits or with a sign, and their range is not known. Use 8 or 16 bits",
         )
     else:
         most = float(2 ** (tags.get(_BITS) or (16,))[0] - 1)
@@ -359,7 +359,7 @@ def _pillow() -> Any:
         return importlib.import_module("PIL.Image")
     except ImportError:
         raise DataError(
-            "package-missing", "images: needs the package Pillow: pip install 'samestep[images]' works"
+            "package-missing", "images: needs the package Pillow. Use pip install 'samestep[images]'"
         ) from None
 
 

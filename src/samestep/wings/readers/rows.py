@@ -150,7 +150,7 @@ def _elements(file: Path, text: str) -> Iterator[Row]:
     if text[start + 1 :].strip():
         raise DataError(
             "data-damaged",
-            f"{where}: not JSON lines: text follows an array; one object a line works, or one array of objects",
+            f"{where}: not JSON lines: text follows an array. Use one object a line, or one array of objects",
         )
 
 
@@ -237,7 +237,7 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
                 raise DataError("data-damaged", f"{file} is not a Parquet file: {first_line(error)}") from None
             if twice := next((name for name in wanted_columns(names, text_field) if names.count(name) > 1), None):
                 raise DataError(
-                    "text-field-missing", f"{file} row 0: the file has two columns {twice!r}: one of each name works"
+                    "text-field-missing", f"{file} row 0: the file has two columns {twice!r}. Use one of each name"
                 )
             columns = [_leaf(table.schema_arrow, name) for name in wanted_columns(names, text_field)]
             if length and not columns:
@@ -326,7 +326,7 @@ def hf_rows(path: str, text_field: str) -> DocumentRows:
         if "train" not in dataset:
             raise DataError(
                 "data-missing",
-                f"hf:{path} has no split 'train' but {', '.join(dataset)}; hf:{place / next(iter(dataset))} works",
+                f"hf:{path} has no split 'train' but {', '.join(dataset)}. Use hf:{place / next(iter(dataset))}",
             )
         dataset = dataset["train"]
     size_bytes, fingerprint, names = int(dataset.data.nbytes), dataset._fingerprint, dataset.column_names

@@ -102,7 +102,7 @@ class LocalReplicas(HeldAssembly):
         if updater.optimizer is not None and not is_torchs_own(updater.optimizer):
             raise ModelError(
                 "diloco-unsupported",
-                f"numerics.exchange_every = {self.job.numerics.exchange_every}: what {type(updater.optimizer).__name__} keeps in addition to the states of weights would differ between replicas; a class of torch.optim works, or exchange_every = 1",
+                f"numerics.exchange_every = {self.job.numerics.exchange_every}: what {type(updater.optimizer).__name__} keeps in addition to the states of weights would differ between replicas. Use a class of torch.optim, or exchange_every = 1",
             )
         contributions = parallel.program.step.contributions
         assert contributions is not None

@@ -251,7 +251,7 @@ class NeighbourTokens:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{calls.path} has made {made} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
-                "forward: cp=1 works",
+                "forward. Use cp=1",
             )
 
     def intercept(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ class NeighbourTokens:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{move.owner} calls {getattr(func, '__name__', func)} with other arguments than in the traced forward, where it needed "
-                f"{move.left} tokens before a rank's and {move.right} behind: cp=1 works",
+                f"{move.left} tokens before a rank's and {move.right} behind. Use cp=1",
             )
         return form.compute(self._extending(move))
 
@@ -308,7 +308,7 @@ class NeighbourTokens:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{move.owner} calls {call.name} with other arguments than in the traced forward, where it began at no state and asked "
-                "for none: cp=1 works",
+                "for none. Use cp=1",
             )
         calls.made[_HANDLED] += 1
         before = slicing.suspend()

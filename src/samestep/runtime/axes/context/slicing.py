@@ -132,7 +132,7 @@ class Slicing:
         length = tokens_of(samples).shape[1]
         if length % self.degree:
             raise LayoutError(
-                "cp-indivisible", f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works"
+                "cp-indivisible", f"cp={self.degree} does not divide the {length} tokens of a sample. Use cp=1"
             )
         with self._slicing(length, ""):
             yield
@@ -218,7 +218,7 @@ class Slicing:
                 raise LayoutError(
                     "cp-forward-differs",
                     f"{self.block} is given {argument} of shape {list(leaf.shape)}, which the traced forward did not give "
-                    "it: whether it has a row for each token is not known; cp=1 works",
+                    "it: whether it has a row for each token is not known. Use cp=1",
                 )
             return leaf
         if dim < 0 or leaf.shape[dim] != self.length:
@@ -236,7 +236,7 @@ class Slicing:
                 raise LayoutError(
                     "cp-forward-differs",
                     f"{layer.name} attends {self.exchanged} times by scaled_dot_product_attention, and {expected} times in "
-                    "the traced forward: cp=1 works",
+                    "the traced forward. Use cp=1",
                 )
 
         return hook

@@ -95,7 +95,7 @@ class _GatheredCalls:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{self._part.owner} is given {place} of shape {list(leaf.shape)}, and in the traced forward a row for each of a "
-                f"rank's {placement.size} tokens along dimension {one.dim}: cp=1 works",
+                f"rank's {placement.size} tokens along dimension {one.dim}. Use cp=1",
             )
         there = functools.partial(gather_tokens, placement=placement, dim=one.dim)
         back = functools.partial(_summed, placement=placement, dim=one.dim)
@@ -118,7 +118,7 @@ class _GatheredCalls:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{self._part.owner} returns a tensor of shape {list(leaf.shape)}, and in the traced forward one with a row for each "
-                f"token along dimension {dim}: cp=1 works",
+                f"token along dimension {dim}. Use cp=1",
             )
         part = self._slicing.rows_along(leaf, dim)
         return part if leaf.requires_grad else with_whole(part, leaf)
@@ -241,7 +241,7 @@ class TokenRanks:
         raise JobError(
             "loss-over-batch",
             f"cp={self._degree} gathers the rows of tokens of the prediction, and the loss over the whole batch also reads output "
-            f"{index} {list(tensor.shape)}: cp=1 works",
+            f"{index} {list(tensor.shape)}. Use cp=1",
         )
 
     def whole(self, mine: Tensor, owner: str) -> Tensor:

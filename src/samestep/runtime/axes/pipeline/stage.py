@@ -117,7 +117,7 @@ class Stage(PartOfStep):
             raise ModelError(
                 "pp-forward-differs",
                 f"the forward, which runs on one device, fails on a stage of pp={self._mesh.size('pp')} ({type(error).__name__}: "
-                f"{error}): what its code keeps elsewhere than in results of modules is on another stage: pp=1 works, or a "
+                f"{error}): what its code keeps elsewhere than in results of modules is on another stage. Use pp=1, or a "
                 "module that returns it",
             ) from error
         return outputs if self.is_last(chunk) else None
@@ -232,7 +232,7 @@ class Stage(PartOfStep):
             raise LayoutError(
                 "pp-shapes-vary",
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
-                f"{len(crossings)} for the traced one: pp=1 works",
+                f"{len(crossings)} for the traced one. Use pp=1",
             )
         return [
             Awaited(
@@ -283,7 +283,7 @@ class Stage(PartOfStep):
             missing = self._layers[layers.start if lacks_input else layers.stop - 1].name
             raise ModelError(
                 "pp-forward-differs",
-                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends: pp=1 works, or a "
+                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends. Use pp=1, or a "
                 "forward that runs it in every step",
             )
 
@@ -295,7 +295,7 @@ class Stage(PartOfStep):
             raise ModelError(
                 "pp-shapes-vary",
                 f"{self._layers[boundary - 1].name} is given a tensor of shape {tuple(args[0].shape)} and returns one of "
-                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape: pp=1 works",
+                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape. Use pp=1",
             )
         self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
         layout = self._program.step.layout
@@ -369,7 +369,7 @@ class Stage(PartOfStep):
                 raise ModelError(
                     "pp-forward-differs",
                     f"{crossing.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
-                    "model was traced, and it does now: pp=1 works, or to add 0 * tensor.sum() to the output",
+                    "model was traced, and it does now. Use pp=1, or to add 0 * tensor.sum() to the output",
                 )
 
     def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
@@ -407,4 +407,4 @@ def _or_refuse(name: str) -> Iterator[None]:
     try:
         yield
     except CannotPassError as reason:
-        raise LayoutError("pp-stage-begin", f"no stage can begin with {name}: {reason}: pp=1 works") from None
+        raise LayoutError("pp-stage-begin", f"no stage can begin with {name}: {reason}. Use pp=1") from None

@@ -166,13 +166,13 @@ class StageForward(TorchFunctionMode):
             return ModelError(
                 "pp-hook",
                 "a full backward hook is on a module that several stages of the pipeline compute, and needs the gradients of its inputs and "
-                "outputs in one place: pp=1 works, or hooks on modules that one stage computes, such as blocks, and a hook on a "
+                "outputs in one place. Use pp=1, or hooks on modules that one stage computes, such as blocks, and a hook on a "
                 "tensor (x.register_hook)",
             )
         expected = self._flow.events[self._next].name if self._next < len(self._flow.events) else "its end"
         return ModelError(
             "pp-forward-differs",
-            f"the forward came to {name} where the traced one came to {expected}, so the tensors between the stages of a pipeline are not known: pp=1 works, or a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one",
+            f"the forward came to {name} where the traced one came to {expected}, so the tensors between the stages of a pipeline are not known. Use pp=1, or a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one",
         )
 
     def _follow(
@@ -404,12 +404,12 @@ class Flows:
             except NeedsValuesError:
                 raise ModelError(
                     "pp-forward-differs",
-                    f"{self._name} looks at the values of a tensor at {tracer.reached}, so the tensors between the stages of a pipeline are not known: pp=1 works",
+                    f"{self._name} looks at the values of a tensor at {tracer.reached}, so the tensors between the stages of a pipeline are not known. Use pp=1",
                 ) from None
             except ModelError as error:
                 raise ModelError(
                     "pp-forward-differs",
-                    f"the tensors between the stages of a pipeline cannot be recorded on a copy of the model: {error}; pp=1 works, "
+                    f"the tensors between the stages of a pipeline cannot be recorded on a copy of the model: {error}. Use pp=1, "
                     "or a forward that passes tensors by arguments and results, and none through a hook or another object",
                 ) from error
             assert tracer.flow_recorder.flow is not None

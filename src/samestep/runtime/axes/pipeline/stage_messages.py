@@ -83,7 +83,7 @@ class Messages:
                 raise LayoutError(
                     "pp-shapes-vary",
                     f"{one.owner} is {_describe_tensor(tensor.shape, tensor.dtype)}, and in the trace was "
-                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works",
+                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it. Use pp=1",
                 )
             kept = tensor.contiguous()
             with owned(one.owner, "send") as issue:

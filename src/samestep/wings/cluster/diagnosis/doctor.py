@@ -93,7 +93,7 @@ def doctor(
     if path is not None:
         check_writable(path)
     if wait_s < 0:
-        raise InputError("value-out-of-range", f"wait_s={wait_s:g}: seconds of at least 0 work")
+        raise InputError("value-out-of-range", f"wait_s={wait_s:g}. Use seconds of at least 0")
     identity = identify(os.environ, rendezvous)
     secret = gathering.token_of(identity, token)
     me = Examined(identity, job, _folder_of(job), Path(folder), secret)

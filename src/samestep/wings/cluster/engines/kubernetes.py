@@ -28,7 +28,7 @@ def script(request: LaunchRequest) -> str:
     if not site.image:
         raise InputError(
             "launch-nodes",
-            '--on kubernetes needs the image of the pods: image = "..." in [kubernetes] of --site works',
+            '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --site',
         )
     if site.kind == "TrainJob":
         notes = ("kubectl apply -f THIS_FILE starts it, where Kubeflow's Trainer is installed.",)

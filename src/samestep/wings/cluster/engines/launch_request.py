@@ -106,10 +106,10 @@ def wanted_of(
     if any(not host or host.startswith("-") or not host.isprintable() or " " in host for host in hosts) or len(
         {*hosts}
     ) < len(hosts):
-        raise InputError("launch-nodes", f"--nodes {nodes}: a number works, or names of hosts, each once, as in h1,h2")
+        raise InputError("launch-nodes", f"--nodes {nodes}. Use a number, or names of hosts, each once, as in h1,h2")
     num_nodes = len(hosts) or int(nodes or 1)
     if num_nodes < 1:
-        raise InputError("value-out-of-range", f"--nodes {nodes}: at least one node works")
+        raise InputError("value-out-of-range", f"--nodes {nodes}. Use at least one node")
     layout = str(layout) if layout else None
     spec = (
         None if layout == "auto" else Layout(layout) if layout else Layout(**loaded.layout) if loaded.layout else None
@@ -118,8 +118,8 @@ def wanted_of(
     if spec is not None and spec.world_size != num_nodes * each:
         raise LayoutError(
             "devices-and-ranks",
-            f"layout {str(spec)!r} has {spec.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}: "
-            f"a layout with degrees that multiply to {num_nodes * each} works, such as dp={num_nodes * each}",
+            f"layout {str(spec)!r} has {spec.world_size} ranks, and {num_nodes} nodes of {each} have {num_nodes * each}. Use "
+            f"a layout with degrees that multiply to {num_nodes * each}, such as dp={num_nodes * each}",
         )
     called = name or (Path(job).stem if job else "default")
     return LaunchRequest(
@@ -150,13 +150,13 @@ def _share(layout: Layout | None, nodes: int) -> int:
     if layout is None:
         raise InputError(
             "launch-nodes",
-            "--ranks-per-node missing: the number of ranks of each node, such as its number of GPUs, works",
+            "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs",
         )
     if layout.world_size % nodes:
         near = max(1, layout.world_size // nodes) * nodes
         raise LayoutError(
             "ranks-indivisible",
-            f"{nodes} nodes cannot share the {layout.world_size} ranks of {str(layout)!r} equally; {near} ranks work",
+            f"{nodes} nodes cannot share the {layout.world_size} ranks of {str(layout)!r} equally. Use {near} ranks",
         )
     return layout.world_size // nodes
 
@@ -303,7 +303,7 @@ def read_site(path: str | Path | None) -> Site:
             tables = tomllib.load(file)
     except OSError as error:
         raise InputError(
-            "site-value", f"--site {path}: {error.strerror}; a TOML file with a table such as [slurm] works"
+            "site-value", f"--site {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError("hardware-profile", f"--site {path}: {error}") from None

@@ -207,12 +207,12 @@ def _ssh(request: LaunchRequest) -> str:
     if len(hosts) < 2:
         raise InputError(
             "launch-nodes",
-            "--on ssh needs the names of two hosts or more: --nodes H1,H2, or hosts in [ssh] of --site, works",
+            "--on ssh needs the names of two hosts or more. Use --nodes H1,H2, or hosts in [ssh] of --site",
         )
     if len(hosts) != request.nodes:
         raise InputError(
             "launch-nodes",
-            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts; --nodes {len(hosts)} works",
+            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts. Use --nodes {len(hosts)}",
         )
     notes = ("The folder it is run in, and its Python, must be there on every host.",)
     words = [*request.train_words(), "--nodes", ",".join(hosts)]
@@ -267,7 +267,7 @@ def engine_of(name: str) -> Engine:
         InputError: there is none.
     """
     if name not in ENGINES:
-        raise InputError("engine-unknown", f"--on {name}{did_you_mean(name, ENGINES)}: {', '.join(ENGINES)} work")
+        raise InputError("engine-unknown", f"--on {name}{did_you_mean(name, ENGINES)}. Use {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
@@ -339,7 +339,7 @@ def _as_file(job: Job, emit: str | Path | None, submit: bool) -> Path:
     if emit is None and not submit:
         raise InputError(
             "command-options",
-            'a job in memory is written beside its script: path="run.sbatch" works, or the path of a job file',
+            'a job in memory is written beside its script. Use path="run.sbatch", or the path of a job file',
         )
     path = Path(emit or "job").with_suffix(".toml")
     write(path, job.to_toml(with_folder=True))

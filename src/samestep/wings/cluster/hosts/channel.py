@@ -100,7 +100,7 @@ class Channel:
         if len(text) >= _MOST_BYTES:
             raise WorkerError(
                 "value-out-of-range",
-                f"a message of {len(text)} bytes to {self.peer}: less than {_MOST_BYTES} works",
+                f"a message of {len(text)} bytes to {self.peer}. Use less than {_MOST_BYTES}",
             )
         with self._lock:
             seal = _seal(self._key, self._names[0], self._num_sent, text)

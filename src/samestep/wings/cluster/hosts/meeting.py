@@ -90,10 +90,10 @@ def read_token(path: Path) -> bytes:
     except OSError as error:
         raise JobError(
             "token-file",
-            f"--token-file {path}: {error.strerror}; a file with a secret of your own works",
+            f"--token-file {path}: {error.strerror}. Use a file with a secret of your own",
         ) from None
     if stat.S_ISREG(mode) and mode & 0o077:
-        raise JobError("token-file", f"--token-file {path} can be read by other users: chmod 600 {path} works")
+        raise JobError("token-file", f"--token-file {path} can be read by other users. Use chmod 600 {path}")
     return token
 
 
@@ -171,12 +171,12 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
         family, _, _, _, address = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise JobError(
-            "rendezvous-address", f"--rendezvous {at}: {error.strerror}; the address of a host works"
+            "rendezvous-address", f"--rendezvous {at}: {error.strerror}. Use the address of a host"
         ) from None
     if ipaddress.ip_address(address[0]).is_unspecified:
         raise JobError(
             "rendezvous-address",
-            f"--rendezvous {at} is every interface of a host: the address of one works, as others reach it",
+            f"--rendezvous {at} is every interface of a host. Use the address of one, as others reach it",
         )
     process = f"process {os.getpid()} of {socket.gethostname()}, number {secrets.token_hex(4)}"
     while True:
@@ -195,7 +195,7 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
             if found:
                 raise JobError(
                     "rendezvous-address",
-                    f"--rendezvous {at}: {found}; the address of the host that leads the run works",
+                    f"--rendezvous {at}: {found}. Use the address of the host that leads the run",
                 )
             raise WorkerError(
                 "hosts-not-met",
@@ -248,8 +248,8 @@ def _compare(arrival: Arrival, facts: Mapping[str, str], lobby: Lobby) -> None:
     for name, value in facts.items():
         if arrival.says.get(name) != value:
             text = (
-                f"{arrival.channel.peer} has {name} {arrival.says.get(name)}, and the leading host {value}: "
-                f"one for all hosts works"
+                f"{arrival.channel.peer} has {name} {arrival.says.get(name)}, and the leading host {value}. Use "
+                f"one for all hosts"
             )
             lobby.dismiss({"refused": text})
             raise JobError("leading-host-refuses", text)
@@ -289,7 +289,7 @@ def _follow(address: tuple[str, int], at: Rendezvous, facts: Mapping[str, str], 
             return str(error)
         raise JobError(
             "token-file",
-            f"--rendezvous {at}: {error}; the token file of the host that listens there works",
+            f"--rendezvous {at}: {error}. Use the token file of the host that listens there",
         ) from None
     address_here: str = connected.getsockname()[0]
     channel.send(facts)

@@ -144,7 +144,7 @@ def follow(
         if run_folder.lock_of(folder) != order.lock:
             raise JobError(
                 "host-lost",
-                f"--out {folder} is not the leading host's folder: one that all hosts share works",
+                f"--out {folder} is not the leading host's folder. Use one that all hosts share",
             )
         lost = Lost("", folder, order.lock, order.hosts, run_folder.is_held(folder))
         if layout not in known:

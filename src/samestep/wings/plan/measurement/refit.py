@@ -138,7 +138,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     if not taken_s:
         raise InputError(
             "nothing-to-measure",
-            f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run; a layout that cuts no weights, such as dp=2, works",
+            f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run. Use a layout that cuts no weights, such as dp=2",
         )
 
     per_node = job.run.ranks_per_node or machine.devices_per_node

@@ -34,7 +34,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             {"parallelism_config.parallelism_config_dp_replicate_size": layout.dp_replicate}
             if _uses_fsdp(facts)
             else {},
-            lacks="replicas that shard nothing, with another axis: zero=3 works" if is_ddp_with_axes else "",
+            lacks="replicas that shard nothing, with another axis. Use zero=3" if is_ddp_with_axes else "",
         ),
         "dp_shard": Said(
             {"parallelism_config.parallelism_config_dp_shard_size": layout.dp_shard} if _uses_fsdp(facts) else {}
@@ -46,7 +46,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             {"parallelism_config.parallelism_config_cp_size": layout.cp},
             lacks=""
             if layout.zero
-            else f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp; zero=3 works",
+            else f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp. Use zero=3",
             differs="context parallelism gathers keys and values, where samestep exchanges heads or passes keys and values around a "
             "ring: other bytes, other memory",
         ),
@@ -120,9 +120,9 @@ def _batch(facts: RecipeFacts) -> Said:
 
 def _recompute(facts: RecipeFacts) -> Said:
     if facts.layout.recompute in KEEPS_PRODUCTS:
-        return Said(lacks=f"recompute={facts.layout.recompute}: whole blocks are repeated; full works")
+        return Said(lacks=f"recompute={facts.layout.recompute}: whole blocks are repeated. Use full")
     if facts.layout.recompute == "offload":
-        return Said(lacks="recompute=offload: inputs of blocks stay on the device; full works")
+        return Said(lacks="recompute=offload: inputs of blocks stay on the device. Use full")
     if _uses_fsdp(facts):
         return Said({"fsdp_config.fsdp_activation_checkpointing": True})
     return Said(in_code="model.gradient_checkpointing_enable()")

@@ -24,7 +24,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         ),
         "tp": Said(
             {"tensor_parallel.autotp_size": layout.tp},
-            lacks="tp with zero=3: AutoTP works with ZeRO stages 0 to 2" if layout.zero == 3 else "",
+            lacks="tp with zero=3. Use AutoTP with ZeRO stages 0 to 2" if layout.zero == 3 else "",
         ),
         "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps activations between its cut products whole"),
         "cp": Said(lacks=f"exchange={exchange}: UlyssesSPAttentionHF exchanges heads")
@@ -36,7 +36,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "pp": _pipeline(facts),
         "ep": Said(
             in_code=f"deepspeed.moe.layer.MoE(..., ep_size={layout.ep}) in place of each mixture of experts",
-            lacks=f"ep={layout.ep} with zero=3: its experts work with ZeRO stages 0 to 2" if layout.zero == 3 else "",
+            lacks=f"ep={layout.ep} with zero=3. Use its experts with ZeRO stages 0 to 2" if layout.zero == 3 else "",
         ),
         "schedule": Said(lacks=f"schedule={layout.schedule}: PipelineModule runs 1f1b alone"),
         "virtual_stages": Said(lacks=f"virtual_stages={layout.virtual_stages}: PipelineModule has one stage a rank"),
@@ -88,7 +88,7 @@ def _replicas(facts: RecipeFacts) -> Said:
 def _pipeline(facts: RecipeFacts) -> Said:
     layout = facts.layout
     lacks = (
-        f"zero={layout.zero} with pp={layout.pp}: PipelineModule works with ZeRO stages 0 and 1"
+        f"zero={layout.zero} with pp={layout.pp}. Use PipelineModule with ZeRO stages 0 and 1"
         if layout.zero > 1
         else ""
     )
@@ -99,9 +99,7 @@ def _pipeline(facts: RecipeFacts) -> Said:
 
 def _recompute(facts: RecipeFacts) -> Said:
     if facts.layout.recompute in KEEPS_PRODUCTS:
-        return Said(
-            lacks=f"recompute={facts.layout.recompute}: deepspeed.checkpointing repeats whole blocks; full works"
-        )
+        return Said(lacks=f"recompute={facts.layout.recompute}: deepspeed.checkpointing repeats whole blocks. Use full")
     if facts.layout.recompute == "offload":
         return Said(
             {"activation_checkpointing.cpu_checkpointing": True},

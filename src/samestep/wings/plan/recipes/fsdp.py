@@ -25,7 +25,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout, clip_norm = facts.layout, facts.job.optimizer.clip_norm
     return {
         "dp_replicate": Said(
-            lacks="replicas that shard nothing, with another axis: zero=3 works"
+            lacks="replicas that shard nothing, with another axis. Use zero=3"
             if layout.zero == 0 and layout.dp > 1 and layout.world_size > layout.dp
             else ""
         ),

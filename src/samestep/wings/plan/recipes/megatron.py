@@ -62,7 +62,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "microbatch": Said({"--micro-batch-size": facts.microbatch, "--global-batch-size": facts.global_batch}),
         "recompute": Said(
             recompute,
-            lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
+            lacks="recompute=offload: inputs of blocks stay on the device. Use full" if offloads else "",
             differs="selective recompute repeats the core of the attention alone, and keeps all else; here the results of "
             f"{'every second' if layout.recompute == 'alternate' else 'all'} matrix products are kept and all else is repeated"
             if in_parts

@@ -77,7 +77,7 @@ class RecipeFacts:
             return ""
         return (
             f"a batch of {self.global_batch} samples in micro-batches of {self.microbatch} on {self.layout.dp} data ranks leaves "
-            f"smaller ones, and here all are equal: {product} samples work"
+            f"smaller ones, and here all are equal. Use {product} samples"
         )
 
     def torchrun(self, script: str, words: Iterable[str] = ()) -> str:

@@ -53,7 +53,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "clip_norm": Said({"--training.max_norm": "inf" if clip_norm is None else clip_norm}),
         "recompute": Said(
             recompute,
-            lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
+            lacks="recompute=offload: inputs of blocks stay on the device. Use full" if offloads else "",
             differs="every second product is kept, as with recompute=alternate"
             if layout.recompute == "selective"
             else "",
@@ -72,7 +72,7 @@ def _not_sliced(facts: RecipeFacts) -> str:
     if facts.model.length % parts:
         return f"cp={layout.cp} on {facts.model.length} tokens: its sequences are a multiple of {parts}"
     return (
-        f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp; zero=3 works" if not layout.zero else ""
+        f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp. Use zero=3" if not layout.zero else ""
     )
 
 
@@ -92,7 +92,7 @@ def _replicas(facts: RecipeFacts) -> Said:
     layout = facts.layout
     others = layout.world_size > layout.dp
     lacks = (
-        "replicas that shard nothing, with another axis: zero=3 works"
+        "replicas that shard nothing, with another axis. Use zero=3"
         if layout.dp_replicate > 1 and others and layout.dp_shard == 1
         else ""
     )
@@ -104,7 +104,7 @@ def _zero(facts: RecipeFacts) -> Said:
     if layout.dp_shard * layout.cp == 1:
         is_mixed = facts.job.numerics.precision != "float32" and layout.world_size > layout.dp
         return Said(
-            lacks=f"{facts.job.numerics.precision} with tp or pp, and nothing sharded: torchtitan then computes in float32; zero=3 works"
+            lacks=f"{facts.job.numerics.precision} with tp or pp, and nothing sharded: torchtitan then computes in float32. Use zero=3"
             if is_mixed
             else ""
         )

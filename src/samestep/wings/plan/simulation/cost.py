@@ -415,7 +415,7 @@ def _peak(hardware: Hardware, dtype: str) -> float:
     if dtype not in hardware.flops_per_s:
         known = ", ".join(hardware.flops_per_s)
         words = [word for word, of_word in reversed(COMPUTE_DTYPE.items()) if of_word in hardware.flops_per_s]
-        works = f": numerics.precision={' or '.join(words)} works" if words else ""
+        works = f". Use numerics.precision={' or '.join(words)}" if words else ""
         raise InputError(
             "hardware-profile", f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}{works}"
         )

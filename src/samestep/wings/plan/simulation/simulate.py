@@ -27,7 +27,7 @@ from samestep.memory.memory_use import MemoryUse, allocator_summary, memory_summ
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
-from samestep.output.text import duration, readable
+from samestep.output.text import duration, readable, wrap
 from samestep.program.ops import COPIES, COPY_STREAMS, Op
 from samestep.program.program import Program, hiding
 from samestep.program.update_rules import states_per_param
@@ -67,9 +67,9 @@ def unpriced(job: Job) -> list[str]:
         return []
     if job.run.compile_backend != "inductor":
         return [
-            f"run.compile_backend = {job.run.compile_backend!r} is not priced: seconds and bytes are those of code that is not compiled"
+            f"run.compile_backend = {job.run.compile_backend!r} is not modelled: seconds and bytes are for code that is not compiled"
         ]
-    return ["of run.compile what is kept is not priced: bytes are those of code that is not compiled"]
+    return ["run.compile: the memory of compiled code is not modelled: bytes are for code that is not compiled"]
 
 
 _TENTH = statistics.NormalDist().inv_cdf(0.9)
@@ -416,16 +416,16 @@ def as_text(prediction: Prediction, *, whole: bool = False) -> str:
     if not whole and len(lines) - len(prediction.programs) * (len(prediction.programs) > 1) > MOST_LINES:
         lines = [*_tasks(prediction.programs)]
     fits = "fits" if prediction.fits else "does not fit"
-    chance = f"; {prediction.chance_to_fit:.0%} likely to fit, by the record of predictions"
+    chance = f"; {prediction.chance_to_fit:.0%} likely to fit, by the errors of past predictions"
     return "\n".join(
         [
             f"{prediction.job.model.source} on {prediction.devices:,} devices of {prediction.hardware.name}",
-            *lines,
+            wrap(f'"{prediction.layout}" {fits}: {memory_summary(prediction.peak, prediction.hardware)}{chance}'),
             prediction.timeline.to_text(100),
-            f"bound by {binds(prediction)}",
+            f"bottleneck: {binds(prediction)}",
             *unpriced(prediction.job),
             *allocator_summary(prediction.peak, prediction.reserved_bytes, prediction.hardware),
-            f'"{prediction.layout}" {fits}: {memory_summary(prediction.peak, prediction.hardware)}{chance}',
+            *lines,
         ]
     )
 

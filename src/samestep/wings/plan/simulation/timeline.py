@@ -162,7 +162,9 @@ class Timeline:
         legend = "  ".join(f"{letter} {kind}" for kind, letter in LETTERS.items() if letter in shown)
         if left_out := len(rows) - len(drawn):
             legend += f"; {left_out} rows of communication are left out"
-        return "\n".join([f"{_readable(self.step_s)} a step, {_readable(exposed)} exposed", *lines, legend])
+        return "\n".join(
+            [f"{_readable(self.step_s)} per step, {_readable(exposed)} of exposed communication", *lines, legend]
+        )
 
     def _picture(self, stage: int, stream: str, cells: int) -> str:
         """Return the row of a stream, `cells` characters long."""
