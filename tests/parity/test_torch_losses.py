@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.loss_result import Loss
-from samestep.errors import UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from tests.pool import pool
@@ -122,7 +123,7 @@ def trained(
     run = samestep.parallelize(build, loss or case.loss, optimizer, layout=layout, job=JOB)
     try:
         losses = [run.step(batch_of(case, step)).loss for step in range(STEPS)]
-    except UnprovenError as error:
+    except (LayoutError, UnprovenError) as error:
         return [], {}, str(error)
     return losses, run.state_dict(on_every_rank=True), ""
 
@@ -157,6 +158,12 @@ def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> No
         assert found == pytest.approx(losses, rel=1e-9, abs=1e-12)
         for key, value in weights.items():
             assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+
+
+@pytest.mark.parametrize("name", ["weights of classes", "a sum", "own mean over tokens"])
+def test_a_loss_that_is_not_known_over_slices_of_sequences_is_rejected_with_a_layout(name: str) -> None:
+    for losses, _, error in pool(2).run(trained, "dp=1 cp=2", name):
+        assert (losses, re.sub(" .*; ", " ", error)) == ([], "cp=2 cp=1 works")
 
 
 @pytest.mark.parametrize(
