@@ -109,9 +109,9 @@ def test_a_cell_shows_a_result_as_the_command_prints_it(result: Any) -> None:
 def test_functions_of_cells_run_on_ranks_and_in_the_kernel_itself(shown: dict[str, Shown]) -> None:
     assert shown[SETUP] == Shown(None, "", [])
     alone = shown[ALONE].value
-    assert shown[LAUNCH] == Shown(pytest.approx(alone, rel=1e-12), "rank 0 trains\n", [])
+    assert shown[LAUNCH] == Shown(pytest.approx(alone, rel=1e-12), "rank 0 trains\nrank 1: rank 1 trains\n", [])
     # After ALONE the kernel is a run of one rank, with process groups that forked ranks must leave alone.
-    assert shown[AGAIN] == Shown(pytest.approx(alone, rel=1e-12), "rank 0 trains\n", [])
+    assert shown[AGAIN] == Shown(pytest.approx(alone, rel=1e-12), "rank 0 trains\nrank 1: rank 1 trains\n", [])
 
 
 def test_what_cells_define_is_proven(shown: dict[str, Shown]) -> None:
