@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,7 +162,7 @@ def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> No
 @pytest.mark.parametrize("name", ["weights of classes", "a sum", "own mean over tokens"])
 def test_a_loss_that_is_not_known_over_slices_of_sequences_is_rejected_with_a_layout(name: str) -> None:
     for losses, _, error in pool(2).run(trained, "dp=1 cp=2", name):
-        assert (losses, re.sub(" .*; ", " ", error)) == ([], "cp=2 cp=1 works")
+        assert (losses, error.startswith("cp=2 "), error.endswith(". Use cp=1")) == ([], True, True)
 
 
 @pytest.mark.parametrize(
