@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import resources
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import xxhash
@@ -52,6 +53,19 @@ def looked_in(folder: str | None) -> str:
     return here if folder in (None, here) else f"{folder} nor in {here}"
 
 
+def imported(name: str, folder: str | None) -> ModuleType | None:
+    """Import a module, also from a job's folder and the working directory; None if there is none of that name. An error of its own code, or of
+    a module that it needs, is raised as it is.
+    """
+    make_importable(name, folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+            raise
+        return None
+
+
 def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
     """Return the function `module:function`, also from a job's folder and the working directory; `key` is the job's
     key.
@@ -62,25 +76,24 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:
         raise error("not-module-function", f"{key} = {source!r} is not of the form module:function")
-    make_importable(module_name, folder)
     try:
-        module = importlib.import_module(module_name)
+        module = imported(module_name, folder)
     except ModuleNotFoundError as missing:
-        if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
-            raise error(
-                "module-missing",
-                f"{key}: {module_name} needs the module {missing.name}, which is not installed",
-            ) from missing
+        raise error(
+            "module-missing",
+            f"{key}: {module_name} needs the module {missing.name}, which is not installed",
+        ) from missing
+    except Exception as failed:
+        raise error(
+            "module-missing", f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}"
+        ) from failed
+    if module is None:
         stem = module_name.removesuffix(".py").replace("/", ".")
         works = f". Use {stem}:{name}" if stem != module_name and Path(module_name).exists() else ""
         raise error(
             "module-missing",
             f"{key}: module not found: {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}",
-        ) from None
-    except Exception as failed:
-        raise error(
-            "module-missing", f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}"
-        ) from failed
+        )
     function = getattr(module, name, None)
     if function is None:
         public = [word for word in vars(module) if not word.startswith("_")]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from samestep import wings
 from samestep.datasets.batch import Dataset, FileSamples, check_map_style
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.files import Split, name_of_part, part_of
-from samestep.datasets.imported import looked_in, make_importable
+from samestep.datasets.imported import imported, looked_in
 from samestep.datasets.order import permute_positions
 from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.datasets.token_files import looked_at
@@ -93,16 +92,12 @@ def function_part(data: DataTable, split: Split, folder: str | None = None) -> D
 def _named(source: str, folder: str | None) -> Any:
     """Import and return the function, the class or the dataset that `module:name` names."""
     name, _, attribute = source.partition(":")
-    make_importable(name, folder)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists but imports one that does not: the error names it
+    module = imported(name, folder)
+    if module is None:
         raise DataError(
             "module-missing",
             f"{source}: module not found: {name!r}, neither in {looked_in(folder)} nor among the installed ones",
-        ) from None
+        )
     named = getattr(module, attribute, None)
     if callable(named) or hasattr(named, "__getitem__"):
         return named
