@@ -17,7 +17,7 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -87,13 +87,22 @@ def prove(
         reasons |= dict.fromkeys(grown - wider, reason)
         wider = grown
         watches, reason, failed = run(wider)
+    return _with_slices(spec, watches, length, size * parts, reasons)
+
+
+def _with_slices(
+    spec: ModelSpec, watches: Sequence[_BlockProver], length: int, num_tokens: int, reasons: Mapping[str, str]
+) -> ModelSpec:
+    """Return the spec with what two forwards, on `num_tokens` and on a slice of them, show of each tensor; `reasons` are those of modules
+    that compute all tokens.
+    """
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     slices |= {name: WHOLE for watch in watches for name in watch.passed if name not in slices}
     whole, sliced = (watch.tracer.flow_recorder.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
     try:
-        layers = with_slices_of(watches[0].parts.added_to(spec.layers, (length, size * parts), reasons), whole, sliced)
+        layers = with_slices_of(watches[0].parts.added_to(spec.layers, (length, num_tokens), reasons), whole, sliced)
     except CannotPassError as reason:
         return _refuse_slices(spec, length, str(reason))
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
