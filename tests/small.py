@@ -168,6 +168,11 @@ def script(path: Path, words: Sequence[str], folder: Path) -> tuple[int, str, st
     return status, (folder / "out").read_text(encoding="utf-8"), (folder / "err").read_text(encoding="utf-8")
 
 
+def of_rank_0(printed: str) -> str:
+    """Return what rank 0 of a script printed: lines of other ranks begin with their number."""
+    return "\n".join(line for line in printed.splitlines() if not re.match(r"rank \d", line))
+
+
 def forked(action: Callable[[], int], folder: Path) -> int:
     """Run an action in a fork of this process, which ends with the status it returns; return its pid."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,8 +41,7 @@ def losses(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.chdir(tmp_path)
     status, said, complaints = small.script(tmp_path / "script.py", (), tmp_path / "said")
     assert status == 0, said + complaints
-    of_rank_0 = [line for line in said.splitlines() if not line.startswith("rank ")]
-    return re.findall(r"\d\.\d+", "\n".join(of_rank_0))
+    return re.findall(r"\d\.\d+", small.of_rank_0(said))
 
 
 def test_the_recipe_of_freezing_freezes_and_thaws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ MOST_LINES = 12
 
 def losses(said: str) -> list[float]:
     """Return the losses that a script printed, on rank 0 of several."""
-    return [float(loss) for loss in re.findall(r"^(?!rank \d).*\bloss'?:? '?([\d.]+)", said, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^.*\bloss'?:? '?([\d.]+)", small.of_rank_0(said), re.MULTILINE)]
 
 
 def of_script(name: str, folder: Path) -> list[float]:

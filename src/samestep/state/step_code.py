@@ -61,7 +61,7 @@ class StepCode(Snapshot):
 
     @property
     def places(self) -> list[Variable]:
-        """Where numbers stand that the step may read: closures, variables, attributes, items of dicts."""
+        """The numbers that the step may read, with their places: closures, variables, attributes, items of dicts."""
         held = (
             Variable("", container, key, item)
             for container, items in self.containers

@@ -467,8 +467,8 @@ def end_as_stopped(number: int) -> None:
     A notebook or an interactive session, whose user has ended one call of many, keeps its own status.
 
     The loop ends after a step, so that the script can save what it has, and then continues to its end; whoever started it must not
-    take that for the end of the training. Python cannot change the status of a script that has ended. So the C library is told to end
-    the process by `_exit` with another status, after everything that Python does at its exit. An uncaught exception keeps its own status.
+    take that for the end of the training. Python cannot change the status of a script that has ended. So the C library ends the process
+    by `_exit` with another status, after everything that Python does at its exit. An uncaught exception keeps its own status.
     """
     if hasattr(sys, "ps1"):
         return
