@@ -1,7 +1,7 @@
 """One pipeline stage of any model, without changes to its code (twin of `strategies/pipeline.py`).
 
-Every stage runs the model's forward, in which stand-ins replace the layers of other stages. So the model's code
-computes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in
+Every stage runs the model's forward, in which calls of other stages' layers are not carried out. So the model's code
+computes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, such a
 block returns its input, and an embedding zeros of the right shape; before the first block of a chunk the stage replaces
 that tensor by the received activation, after whatever the model does to embeddings; after the last block of the chunk
 it takes the result out.
@@ -35,7 +35,7 @@ from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.recorded_flows import shapes_in
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
-from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
+from samestep.runtime.axes.pipeline.stand_ins import ReadWeights, StageLayers
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -67,18 +67,9 @@ class Stage(PartOfStep):
         self._model, self._facts = traced.module, traced.facts
         self.num_chunks = len(program.chunks)
         self._layers = program.step.model.layers
-        self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
         self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
         """How often modules have been entered where each chunk begins."""
-        self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
-        holders = list(self._model.modules())
-        self._places = {
-            path: [(holder, leaf) for holder in holders for leaf, part in holder._modules.items() if part is real]
-            for path, real in self._real.items()
-        }
-        """The modules that hold each of these, with its name in them: two models may share one."""
-        make = Placeholders.of(traced, program.step, mesh.device)
-        self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._modules = StageLayers(traced, program.step, mesh.device)
         self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         model = program.step.model
@@ -209,9 +200,7 @@ class Stage(PartOfStep):
         with _or_refuse(self._layers[layers.start].name):
             events = StageEvents.of(self._layers, layers, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
-        reporting = self._replace_modules(
-            lambda path, _: Reporting(self._stand_ins[path], functools.partial(mode.call, path))
-        )
+        reporting = self._modules.called(lambda path, _: functools.partial(mode.call, path))
         with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
         mode.finish()
@@ -246,24 +235,24 @@ class Stage(PartOfStep):
     # -- one tensor --------------------------------------------------------------------------------
 
     def _pass_on(self, action: Action, samples: Any) -> Any:
-        """Run the model's forward with the layers of one chunk, and stand-ins that return their input."""
+        """Run the model's forward with the layers of one chunk; others return their input."""
         layers = self._program.chunks[action.chunk]
         handles = []
         if layers.start > 0:
-            first = self._real[self._layers[layers.start].modules[0]]
+            first = self._modules[self._layers[layers.start].modules[0]]
             # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
             hook = self._receive(action)
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-        ends: dict[str, nn.Module] = {}
+        ends: dict[str, Callable[..., Any]] = {}
         if not self.is_last(action.chunk):
-            last = self._real[path := self._layers[layers.stop - 1].modules[-1]]
-            send = functools.partial(self._send_result, action)
+            last = self._modules[path := self._layers[layers.stop - 1].modules[-1]]
             if last._backward_hooks or last._backward_pre_hooks:  # which torch puts behind all other hooks
-                ends[path] = Reporting(self._stand_ins[path], functools.partial(_call_and_send, send))
+                ends[path] = functools.partial(self._call_and_send, action)
             else:
-                handles.append(last.register_forward_hook(send))
+                hook = lambda _, args, output: self._send_result(action, args, output)  # noqa: E731
+                handles.append(last.register_forward_hook(hook))
         try:
-            with self._replace_modules(lambda path, at: ends.get(path) if at in layers else self._stand_ins[path]):
+            with self._modules.called(lambda path, at: ends.get(path) if at in layers else self._modules.pass_on(path)):
                 outputs = call_model(self._model, samples)
         finally:
             for handle in handles:
@@ -287,7 +276,12 @@ class Stage(PartOfStep):
                 "forward that runs it in every step",
             )
 
-    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
+    def _call_and_send(self, action: Action, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        sent = self._send_result(action, args, output)
+        return output if sent is None else sent
+
+    def _send_result(self, action: Action, args: Any, output: Tensor) -> Any:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
         self._outputs[action.microbatch, action.chunk] = [output]
         boundary = self._program.chunks[action.chunk].stop
@@ -378,27 +372,6 @@ class Stage(PartOfStep):
         crossings = [c for c in self._crossings[boundary] if c.takes_gradient or not backward]
         pairs = zip(tensors, crossings, strict=True)
         return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
-
-    @contextmanager
-    def _replace_modules(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
-        """Replace modules while a forward runs inside; `by` is given a module's path and the index of its layer."""
-        for index, path in self._slots:
-            self._put(path, by(path, index) or self._real[path])
-        try:
-            yield
-        finally:
-            for path, real in self._real.items():
-                self._put(path, real)
-
-    def _put(self, path: str, module: nn.Module) -> None:
-        for holder, leaf in self._places[path]:
-            holder._modules[leaf] = module
-
-
-def _call_and_send(send: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    output = module(*args, **kwargs)
-    sent = send(module, args, output)
-    return output if sent is None else sent
 
 
 @contextmanager

@@ -122,15 +122,15 @@ class StageForward(TorchFunctionMode):
             return outcome
         return self._follow(name_of(func), func, given, args, kwargs)
 
-    def call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
         if self._depth:
-            return module(*args, **kwargs)
+            return call(*args, **kwargs)
         given = tensors_in((args, kwargs))
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not self._is_next(path, reads, is_call=True):
             raise self._differs(path)
-        return self._follow(path, module, given, args, kwargs)
+        return self._follow(path, call, given, args, kwargs)
 
     def reads(self, weight: str) -> bool:
         """Return whether one of this stage's events uses a weight."""
