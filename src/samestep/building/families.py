@@ -196,8 +196,8 @@ class FamilyFacts:
 
     def configurations_of(self, module: nn.Module) -> list[Any]:
         """Return the configurations that a module itself keeps."""
-        found = (vars(module).get(name) for name in self.configuration_attributes)
-        return [config for config in found if config is not None]
+        configs = (vars(module).get(name) for name in self.configuration_attributes)
+        return [config for config in configs if config is not None]
 
     def is_head_dropout(self, name: str) -> bool:
         """Return whether a field is the dropout of a head that a decoder does not have."""
@@ -383,10 +383,10 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     """
     kind = importlib.import_module("transformers").CONFIG_MAPPING[family]
     if dataclasses.is_dataclass(kind):
-        own = {one.name for one in dataclasses.fields(kind)}
+        fields_of_class = {own_field.name for own_field in dataclasses.fields(kind)}
     else:
-        own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
-    known = own | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
+        fields_of_class = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
+    known = fields_of_class | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
     for name, value in fields.items():
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value, int | float) and not -most <= value <= most:
@@ -507,7 +507,7 @@ def quiet() -> Iterator[None]:
     hub: Any = importlib.import_module("huggingface_hub.constants")
     logging = importlib.import_module("transformers.utils.logging")
     was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if bars:
         logging.disable_progress_bar()
@@ -515,6 +515,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hub.HF_HUB_OFFLINE = was_offline
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

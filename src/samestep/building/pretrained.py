@@ -46,8 +46,8 @@ class PretrainedModel:
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return the places of a built model's values in the folder, whose files have none of the model's adapters."""
         files = weight_files.tensors(self.folder)
-        before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
-        tokens = (before, now) if self.before is not None and before is not None and now is not None else None
+        num_before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
+        tokens = (num_before, now) if self.before is not None and num_before is not None and now is not None else None
         if self.adaptation.lora is None:
             return find_stored_weights(module, canonical, files, tokens)
         with torch.device("meta"):

@@ -93,16 +93,17 @@ class StageLayers:
         """Let functions carry out calls inside; `by` is given a module's path and the index of its layer."""
         calls = {self._by_path[path]: by(path, index) for path, index in self._called}  # two paths may be of one module
         kinds = {module: type(module) for module, call in calls.items() if call is not None}
+        classes = {module: _called_by(kind) for module, kind in kinds.items()}  # type: ignore[arg-type]
         _exchange(self._slots.values())
-        for module, kind in kinds.items():
-            vars(module)[_CALL] = calls[module]
-            object.__setattr__(module, "__class__", _called_by(kind))
         try:
+            for module, kind in classes.items():
+                vars(module)[_CALL] = calls[module]
+                object.__setattr__(module, "__class__", kind)
             yield
         finally:
             for module, kind in kinds.items():
                 object.__setattr__(module, "__class__", kind)
-                del vars(module)[_CALL]
+                vars(module).pop(_CALL, None)
             _exchange(self._slots.values())
 
     def pass_on(self, path: str) -> _Call:
