@@ -144,13 +144,13 @@ class Stage(PartOfStep):
                 torch.autograd.backward(roots, [gradients[index] for index in taken])
         else:
             del self._outputs[microbatch, chunk]
-        given = self._inputs.pop((microbatch, chunk), None)
-        if given is not None:
-            self._check_idle(layers.start, given)
-            given = self._taking_gradient(layers.start, given)
-        if given:
-            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
-            self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
+        inputs = self._inputs.pop((microbatch, chunk), None)
+        if inputs is not None:
+            self._check_idle(layers.start, inputs)
+            inputs = self._taking_gradient(layers.start, inputs)
+        if inputs:
+            gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
+            self._messages.send(action, gradients, self._awaited(layers.start, inputs, backward=True))
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute the weight gradients that the backward of a micro-batch has postponed."""
@@ -172,8 +172,8 @@ class Stage(PartOfStep):
         Collective over `pp`, see [Note: collective calls].
         """
         last = self._mesh.members("pp")[-1]
-        held = getattr(outputs, "logits", outputs)
-        return broadcast_from(last, held, self._mesh.groups["pp"], self._mesh.device)
+        logits = getattr(outputs, "logits", outputs)
+        return broadcast_from(last, logits, self._mesh.groups["pp"], self._mesh.device)
 
     # -- a recorded flow ---------------------------------------------------------------------------
 
@@ -185,12 +185,12 @@ class Stage(PartOfStep):
 
         def receive() -> list[Tensor]:
             """Return the tensors that cross the boundary before the chunk."""
-            found = self._received(action, awaited)
+            tensors = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
             is_differentiated = torch.is_grad_enabled() or not is_forward_only()
-            for tensor, (value, *_) in zip(found, events.incoming, strict=True):
+            for tensor, (value, *_) in zip(tensors, events.incoming, strict=True):
                 tensor.requires_grad_(flow.values[value].takes_gradient and is_differentiated)
-            return found
+            return tensors
 
         def send(tensors: Sequence[Tensor]) -> None:
             """Send the tensors that cross the boundary after the chunk."""
@@ -226,10 +226,10 @@ class Stage(PartOfStep):
         return [
             Awaited(
                 c.owner,
-                (sum(torch.Size(value.shape).numel() for value in (one, *more)),) if more else one.shape,
-                one.dtype,
+                (sum(torch.Size(value.shape).numel() for value in (first, *more)),) if more else first.shape,
+                first.dtype,
             )
-            for (one, *more), c in zip(values, crossings, strict=True)
+            for (first, *more), c in zip(values, crossings, strict=True)
         ]
 
     # -- one tensor --------------------------------------------------------------------------------
@@ -313,10 +313,10 @@ class Stage(PartOfStep):
 
         return hook
 
-    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+    def _passed_shape(self, shape_of_all: torch.Size) -> tuple[int, ...]:
         """Return the shape of the blocks' output in this layout, given that on one device."""
         layout = self._program.step.layout
-        shape = self._slicing.shape_of(whole)
+        shape = self._slicing.shape_of(shape_of_all)
         return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
 
     def _one_awaited(self, boundary: int, shape: tuple[int, ...]) -> list[Awaited]:
@@ -371,7 +371,7 @@ class Stage(PartOfStep):
         compute = self._program.step.compute_dtype
         crossings = [c for c in self._crossings[boundary] if c.takes_gradient or not backward]
         pairs = zip(tensors, crossings, strict=True)
-        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
+        return [Awaited(c.owner, tuple(tensor.shape), DTYPES[c.dtype or compute]) for tensor, c in pairs]
 
 
 @contextmanager
