@@ -74,9 +74,9 @@ def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
 
 
 def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
-    found = {convention_of(part, word) for part in dataset.parts}
-    if len(found) == 1:
-        return found.pop()
+    conventions = {convention_of(part, word) for part in dataset.parts}
+    if len(conventions) == 1:
+        return conventions.pop()
     raise DataError(
         "labels-shift",
         "the labels of some sources in data.mixture are the inputs at their own place, and the labels of others are the next tokens. Use sources of one kind, for example a data set of your own with the next tokens as labels",
@@ -110,7 +110,7 @@ class _LabelComparison:
         if labels_of_tokens(samples) is None:
             _refuse_batches(samples)
             return cls()
-        if (found := inputs_and_labels(samples)) is None:
+        if (pair := inputs_and_labels(samples)) is None:
             if word is not None:
                 return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
             raise DataError(
@@ -118,7 +118,7 @@ class _LabelComparison:
                 "the samples have no input_ids of the labels' shape, which would show whether they are the next tokens. Set "
                 'data.labels = "next", or "aligned" if labels[t] is the token at t',
             )
-        inputs, labels = found
+        inputs, labels = pair
         counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
         has_next, has_previous = counts[:, :-1] & same_document, counts[:, 1:] & same_document
         return cls(
@@ -190,10 +190,10 @@ def inputs_and_labels(samples: Any) -> tuple[Tensor, Tensor] | None:
 
 def labels_of_tokens(samples: Any) -> Tensor | None:
     """Return the labels of samples that have one for each token: whole numbers [samples, T]; else None."""
-    found = samples.get("labels") if isinstance(samples, Mapping) else None
+    labels = samples.get("labels") if isinstance(samples, Mapping) else None
     if isinstance(samples, (tuple, list)) and len(samples) > 1:
-        found = samples[1]
-    return found if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point() else None
+        labels = samples[1]
+    return labels if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point() else None
 
 
 def _refuse_batches(samples: Any) -> None:
@@ -296,9 +296,9 @@ class LabelBatch:
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> Any:
         """Return the samples of the given indices, with labels of the next token."""
-        given = self.batch.samples(indices)
-        check_samples(given, indices, self.found, self.word)
-        return with_next_labels(given) if self.found == "aligned" else given
+        samples = self.batch.samples(indices)
+        check_samples(samples, indices, self.found, self.word)
+        return with_next_labels(samples) if self.found == "aligned" else samples
 
     def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
         """Begin to read a data rank's micro-batches before `samples` is asked for them."""
