@@ -60,11 +60,11 @@ from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import map_tensors, tensors_in, tree_map_only
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros that takes no memory, and is no view, so that it can be given other data."""
-    zero = torch.zeros(1, dtype=dtype, device=device)
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: float = 0.0) -> Tensor:
+    """Return a tensor of one value that takes no memory, and is no view, so that it can be given other data."""
+    number = torch.full((1,), value if dtype.is_floating_point else 0, dtype=dtype, device=device)
     empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(zero.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
+    return empty.set_(number.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
 
 
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)

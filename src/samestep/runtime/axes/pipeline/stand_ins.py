@@ -10,6 +10,7 @@ every stage that reads it holds. While a forward of one chunk runs, the modules 
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -58,12 +59,14 @@ class StageLayers:
     """The layers of the model that a forward of a stage calls; those of other stages have shapes and no values.
 
     While the forward runs, functions of the stage carry out the calls of layers, so that their hooks and their forward do not run. The
-    model's code reads and sets attributes of the layers themselves. A tensor of another stage is replaced meanwhile by one of zeros that
-    takes no memory, for code that asks for its dtype or device.
+    model's code reads and sets attributes of the layers themselves. A tensor of another stage is replaced meanwhile by one that takes no
+    memory, for code that asks for its dtype or device. It is of zeros if a trace shows that nothing reads what is computed with it, and
+    of NaN if the code looks at values, so that no trace holds for all samples.
     """
 
     def __init__(self, traced: TracedModel, step: StepSpec, device: torch.device) -> None:
         self._facts, self._device = traced.facts, device
+        value = math.nan if step.model.varies_at and not step.model.varies_within else 0.0
         paths = [(path, index) for index, layer in enumerate(step.model.layers) for path in layer.modules if path]
         self._by_path = {path: traced.module.get_submodule(path) for path, _ in paths}
         # Rotary angles and the like make no event: every stage computes them for itself.
@@ -79,7 +82,7 @@ class StageLayers:
         for module in self._by_path.values():
             for table, key in _tensors_in(module):
                 if table[key].is_meta:
-                    stands = self._placeholder(table[key])
+                    stands = self._placeholder(table[key], value)
                     is_weight = isinstance(table[key], nn.Parameter)
                     other = nn.Parameter(stands, requires_grad=False) if is_weight else stands
                     self._slots[id(table), key] = _Slot(table, key, other)
@@ -115,16 +118,16 @@ class StageLayers:
     def _passed(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
-        if not isinstance(given, Tensor):  # it is given a shape, say
+        hidden = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
+        if not isinstance(hidden, Tensor):  # it is given a shape, say
             return self._result_of(module, call, args, kwargs)
         if not isinstance(module, nn.Embedding):
-            return given.view_as(given)
+            return hidden.view_as(hidden)
         weight, slot = module.weight, self._slots.get((id(module._parameters), "weight"))
-        zero = torch.zeros((), dtype=weight.dtype, device=given.device)
+        zero = torch.zeros((), dtype=weight.dtype, device=hidden.device)
         trains = (weight if slot is None else slot.other).requires_grad
         zero.requires_grad_(trains and torch.is_grad_enabled())  # code may put a hook on it
-        return zero.expand(*given.shape, module.embedding_dim)
+        return zero.expand(*hidden.shape, module.embedding_dim)
 
     def _result_of(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return tensors of zeros of the shapes that a layer returns, which it computes from shapes alone."""
@@ -137,11 +140,11 @@ class StageLayers:
         finally:
             _exchange(slots)
 
-    def _placeholder(self, tensor: Tensor) -> Tensor:
+    def _placeholder(self, tensor: Tensor, value: float = 0.0) -> Tensor:
         """Return a tensor that stands in for one without values, in the dtype that a weight has on the stage that holds it."""
         if not tensor.is_meta:
             return tensor
-        return placeholder(tensor.shape, self._dtypes.get(id(tensor), tensor.dtype), self._device)
+        return placeholder(tensor.shape, self._dtypes.get(id(tensor), tensor.dtype), self._device, value)
 
 
 def _tensors_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -175,7 +178,7 @@ class ReadWeights:
     @contextmanager
     def placed(self, flow: Flow, mode: StageForward) -> Iterator[None]:
         """Put the weights in place while a forward of the model runs inside."""
-        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        originals: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         values = dict(flow.weights)
 
         def enter(*_: Any) -> None:
@@ -184,14 +187,14 @@ class ReadWeights:
                 value = values.get(name)
                 stands = self._stands(name, flow, mode, is_value=value is not None)
                 for module, leaf in self._slots[name]:
-                    before.append((module, leaf, module._parameters[leaf]))
+                    originals.append((module, leaf, module._parameters[leaf]))
                     module._parameters[leaf] = stands  # type: ignore[assignment]
                 if value is not None:
                     mode.holds(stands, value)
 
         def leave(*_: Any) -> None:
-            while before:
-                module, leaf, param = before.pop()
+            while originals:
+                module, leaf, param = originals.pop()
                 module._parameters[leaf] = param
 
         handles = (
@@ -210,6 +213,6 @@ class ReadWeights:
         weight = module._parameters[leaf]
         assert weight is not None
         if is_value and not mode.reads(name):
-            found = flow.values[dict(flow.weights)[name]]
-            return nn.Parameter(placeholder(found.shape, found.dtype, self._device), requires_grad=False)
+            recorded = flow.values[dict(flow.weights)[name]]
+            return nn.Parameter(placeholder(recorded.shape, recorded.dtype, self._device), requires_grad=False)
         return weight.clone() if name in self._copied else weight
