@@ -40,6 +40,9 @@ from samestep.runtime.axes.one_group_norm import (
     NormalisedGroup,
     OneGroupNorm,
     StatisticsExchange,
+    gradient_of_run,
+    normalised,
+    sums_of_run,
 )
 from samestep.runtime.axes.step_part import ShapesOf, SharedSamples
 from samestep.runtime.contexts import Anew
@@ -458,12 +461,7 @@ class _Normalised(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         assert isinstance(of_call.statistics, _Statistics)
         _, means, variances = of_call.statistics
-        wide = means.dtype
-        w, b = (None if weights is None else weights.to(wide) for weights in (weight, bias))
-        parts = [
-            torch.batch_norm(rows.to(wide), w, b, means[group], variances[group], False, 0.0, eps, False).to(x.dtype)
-            for group, rows in of_call.rows(x)
-        ]
+        parts = [normalised(rows, weight, bias, means[g], variances[g], eps) for g, rows in of_call.rows(x)]
         return of_call.joined(parts)
 
     @staticmethod
@@ -478,12 +476,7 @@ class _Normalised(torch.autograd.Function):
         ones = torch.ones_like(means[0])
         sums = means.new_zeros(of_call.part.groups.num_groups, 2, means.shape[1])
         for (group, part), g in zip(rows, gradients_of_runs, strict=True):
-            mean, r = means[group], inverse[group]
-            # With weights of ones the kernel returns the sums of g and of g x' over these rows.
-            _, of_product, of_g = torch.ops.aten.native_batch_norm_backward(
-                g, part, ones, None, None, mean, r, True, ctx.eps, [False, True, True]
-            )
-            sums[group] += torch.stack([of_g, of_product])
+            sums[group] += torch.stack(sums_of_run(g, part, ones, means[group], inverse[group], ctx.eps))
         local = sums.sum(0)
         x_gradient = None
         if ctx.needs_input_grad[0]:
@@ -492,18 +485,12 @@ class _Normalised(torch.autograd.Function):
             if not of_call.part.counts:  # no statistic depends on what it runs
                 sums = torch.zeros_like(sums)
             scale = inverse if weight is None else inverse * weight.to(wide)
+            sums = sums / counts[:, None]
             parts = [
-                _gradient(part, g, means[group], inverse[group], scale[group], *(sums[group] / counts[group]))
-                for (group, part), g in zip(rows, gradients_of_runs, strict=True)
+                gradient_of_run(g, part, scale[at], sums[at], means[at], variances[at], ctx.eps)
+                for (at, part), g in zip(rows, gradients_of_runs, strict=True)
             ]
             x_gradient = of_call.joined(parts).to(x.dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_weight = local[1].to(weight.dtype) if needs_weight else None
         return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None, None
-
-
-def _gradient(x: Tensor, g: Tensor, mean: Tensor, r: Tensor, scale: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    """Return w r (g - s - x' t) of a run, with s and t the mean over its group of g and of g x'."""
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    centred = x - mean.view(shape)
-    return centred.mul_((-scale * r * t).view(shape)).add_((-scale * s).view(shape)).addcmul_(g, scale.view(shape))

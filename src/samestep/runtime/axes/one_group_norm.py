@@ -119,7 +119,32 @@ class StatisticsExchange:
         self._ranks.sum_under(sums, self._summing)
 
 
-_sums_of_backward = torch.ops.aten.native_batch_norm_backward.default
+def normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return a run normalised by statistics, in whose dtype it is computed."""
+    wide = mean.dtype
+    if x.dtype is wide and (weight is None or weight.dtype is wide):
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+    w, b = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
+    return torch.batch_norm(x.to(wide), w, b, mean, variance, False, 0.0, eps, False).to(x.dtype)
+
+
+def sums_of_run(g: Tensor, x: Tensor, ones: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sums over a run of g and of g x': the kernel returns them with weights of ones."""
+    sums = torch.ops.aten.native_batch_norm_backward.default(
+        g, x, ones, None, None, mean, r, True, eps, [False, True, True]
+    )
+    return sums[2], sums[1]
+
+
+def gradient_of_run(
+    g: Tensor, x: Tensor, scale: Tensor, sums: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return k g - k (s + t x') of a run, with `sums` s and t over n [2, C], and `scale` k [C]."""
+    s, t = (scale * sums).unbind()
+    through = torch.batch_norm(x, t, s, mean, variance, False, 0.0, eps, False)
+    return (g * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through)
 
 
 class NormalisedGroup(torch.autograd.Function):
@@ -139,11 +164,7 @@ class NormalisedGroup(torch.autograd.Function):
         ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
         *_, group, eps = how
-        wide = group.mean.dtype
-        if x.dtype is wide and (weight is None or weight.dtype is wide):
-            return torch.batch_norm(x, weight, bias, group.mean, group.variance, False, 0.0, eps, False)
-        w, b = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
-        return torch.batch_norm(x.to(wide), w, b, group.mean, group.variance, False, 0.0, eps, False).to(x.dtype)
+        return normalised(x, weight, bias, group.mean, group.variance, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -151,15 +172,11 @@ class NormalisedGroup(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         exchange, is_summed, counts, group, eps = ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        mean, variance, gradient, values = group.mean, group.variance, gradients[0], x
+        mean, variance, g, values = group.mean, group.variance, gradients[0], x
         if x.dtype is not mean.dtype:
-            gradient, values = gradient.to(mean.dtype), x.to(mean.dtype)
+            g, values = g.to(mean.dtype), x.to(mean.dtype)
         inverse = (variance + eps).rsqrt()
-        # With weights of ones the kernel returns the sums of g and of g x' over these rows.
-        ones = exchange.shape_of(x).ones
-        _, of_product, of_g = _sums_of_backward(
-            gradient, values, ones, None, None, mean, inverse, True, eps, [False, True, True]
-        )
+        of_g, of_product = sums_of_run(g, values, exchange.shape_of(x).ones, mean, inverse, eps)
         of_x = None
         if needs_x:
             sums = torch.stack([of_g, of_product])
@@ -168,9 +185,7 @@ class NormalisedGroup(torch.autograd.Function):
             if not counts:  # no statistic depends on what it runs
                 sums.zero_()
             scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-            s, t = (scale * (sums / group.count)).unbind()
-            through = torch.batch_norm(values, t, s, mean, variance, False, 0.0, eps, False)
-            of_x = (gradient * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through).to(x.dtype)
+            of_x = gradient_of_run(g, values, scale, sums / group.count, mean, variance, eps).to(x.dtype)
         of_weight = of_product.to(weight.dtype) if needs_weight else None
         return of_x, of_weight, of_g.to(ctx.bias_dtype) if needs_bias else None, None
 
