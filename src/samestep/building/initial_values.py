@@ -15,7 +15,6 @@ keys by name, and so the equality between layouts, are ours.
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -197,7 +196,8 @@ def blueprint(
         failure = error
     if isinstance(source, PretrainedModel):
         plan = _with_stored(source, plan, failure)
-    size_bytes = sum(tensor.nbytes for tensor in _distinct(plan.module)) if plan else 0
+    sizes = {id(entry.tensor): entry.tensor.nbytes for entry in tensors_of(plan.module)} if plan else {}
+    size_bytes = sum(sizes.values())
     doubtful = plan is None or plan._tape.holds_other_tensors or any(map(plan.is_unmade, plan.canonical.values()))
     calls, hindrance = None, "the model is too large to call it plainly"
     if (doubtful or size_bytes <= drawn_rows.SMALL_BYTES) and drawn_rows.fits(size_bytes):
@@ -232,9 +232,14 @@ def _with_stored(source: PretrainedModel, plan: Blueprint | None, failure: Excep
 def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Call the build function on the meta device, under a tape."""
     tape = Tape()
-    surface = Surface(tape)
-    with process_randomness(seed), whole_truncated_normal(tape), tape, surface, torch.device("cpu"):
-        module = _call(source)
+    with process_randomness(seed), whole_truncated_normal(tape), tape, Surface(tape), torch.device("cpu"):
+        try:
+            module = source()
+        except RuntimeError as error:
+            if "meta tensor" not in str(error):
+                raise
+            reason = f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}"
+            raise ModelError("build-function", reason) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
             "build-function",
@@ -282,11 +287,10 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
     canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in attributes}
     prefixes = unwrapped_prefixes(module)
     named = [(unwrapped_name(name, prefixes), slices[refs[name].memory]) for name in canonical]
-    keys = _random_keys(seed, named, tape)
+    keys = tape.random_keys(seed, named)
     drawn = {
         name for name in canonical.values() if any(tape.entries[e].random for e in slices[refs[name].memory].entries)
     }
-    names = tuple(p.name for p in parameters)
     return Blueprint(
         module,
         seed,
@@ -296,18 +300,13 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
         refs,
         slices,
         keys,
-        names,
+        tuple(p.name for p in parameters),
         plain or PlainForm(module),
         marks,
         given=originals,
         rounded=packed_weights(module),
         is_taken=plain is not None,
     )
-
-
-def _distinct(module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module, each once."""
-    return list({id(entry.tensor): entry.tensor for entry in tensors_of(module)}.values())
 
 
 def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
@@ -377,23 +376,6 @@ def _unlike(plan: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
     if drawn_rows.agrees_by_chance(taped, calls, name):
         return ""
     return f"{name} is loaded in part, and the tape draws that part: {WAY_OUT}"
-
-
-def _call(source: Callable[[], nn.Module]) -> nn.Module:
-    """Call the build function; turn torch's error about missing values into ours.
-
-    Raises:
-        ModelError: the function looks at values that do not exist yet.
-    """
-    try:
-        return source()
-    except RuntimeError as error:
-        if "meta tensor" in str(error):
-            raise ModelError(
-                "build-function",
-                f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}",
-            ) from error
-        raise
 
 
 def fill(
@@ -516,24 +498,3 @@ def _check_parameters(attributes: list[NamedTensor], refs: dict[str, Ref]) -> No
                     "nn.Parameter to both names",
                 )
         owners[ref.memory].append(attribute)
-
-
-def _random_keys(seed: int, named: list[tuple[str, Slice]], tape: Tape) -> dict[int, int]:
-    """Key every random entry by (seed, first name that descends from it, its index among that name's random entries).
-
-    The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would collide: the second is hashed once more.
-    """
-    keys: dict[int, int] = {}
-    used: set[int] = set()
-    for name, part in named:
-        drawn = [entry for entry in part.entries if tape.entries[entry].random]
-        for ordinal, entry in enumerate(drawn):
-            attempt = 0
-            while entry not in keys:
-                text = f"{seed}\0{name}\0{ordinal}\0{attempt}"
-                key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-                if key % 2**32 not in used:
-                    used.add(key % 2**32)
-                    keys[entry] = key
-                attempt += 1
-    return keys

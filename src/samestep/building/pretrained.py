@@ -149,7 +149,7 @@ def _merge_fields(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: f
     for name, value in fields.items():
         known = stored.get(name)
         merged[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-    depth = next((name for name in facts.depth_fields if name in fields and name in stored), "")
+    depth = next((name for name in facts.depth_fields if isinstance(fields.get(name), int) and name in stored), "")
     if depth:
         for name, value in stored.items():
             if name not in fields and isinstance(value, list) and len(value) == stored[depth]:

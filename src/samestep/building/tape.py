@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -326,6 +327,25 @@ class Tape(DispatchMode):
             else:
                 bases.add(memory)
         return Slice(tuple(sorted(chosen)), frozenset(bases))
+
+    def random_keys(self, seed: int, named: Sequence[tuple[str, Slice]]) -> dict[int, int]:
+        """Key every random entry by (seed, first name that descends from it, its index among that name's random entries).
+
+        The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would collide: the second is hashed once more.
+        """
+        keys: dict[int, int] = {}
+        used: set[int] = set()
+        for name, part in named:
+            for ordinal, entry in enumerate(entry for entry in part.entries if self.entries[entry].random):
+                attempt = 0
+                while entry not in keys:
+                    text = f"{seed}\0{name}\0{ordinal}\0{attempt}"
+                    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+                    if key % 2**32 not in used:
+                        used.add(key % 2**32)
+                        keys[entry] = key
+                    attempt += 1
+        return keys
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real values; the tensors that it returns are constants."""
