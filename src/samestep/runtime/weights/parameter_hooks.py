@@ -24,13 +24,13 @@ from samestep.building.outside_reads import FirstRead
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.errors import LayoutError, ModelError, first_line
-from samestep.independence.kept_state import counters_of, jumps_of
+from samestep.independence.kept_state import acts_by_calls
 from samestep.independence.linear_hooks import is_linear
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
-from samestep.state.snapshot import Snapshot, preserve_function
+from samestep.state.snapshot import preserve_function
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
 """The function that the hooks of each parameter apply to its gradient, by the parameter's full name."""
@@ -136,7 +136,8 @@ def _check_linear(
         )
     is_parted = program.step.num_microbatches > 1
     is_reordered = is_shared and program.step.layout.gathers_weights
-    if (is_parted or is_reordered) and _act_by_calls(marks, lambda: function(drawn.clone()), result):
+    hooks = (*marks.hooks, *marks.late_hooks) if is_parted or is_reordered else ()
+    if any(acts_by_calls(hook, lambda: torch.equal(function(drawn.clone()), result)) for hook in hooks):
         calls = "each micro-batch of a step calls it, where a plain loop does once" if is_parted else ""
         calls = calls or f"zero={program.step.zero} calls it for its weights in another order than a plain loop does"
         raise ModelError(
@@ -145,20 +146,6 @@ def _check_linear(
             "own for each weight, or a number that the loop counts.",
         )
     return drawn, result
-
-
-def _act_by_calls(marks: ParameterMarks, call: Callable[[], Tensor], first: Tensor) -> bool:
-    """Return whether hooks make something else of a gradient after more calls than of the `first` one."""
-    for hook in (*marks.hooks, *marks.late_hooks):
-        states = [Snapshot(hook) for _ in range(3) if torch.equal(call(), first)]
-        counters = list(counters_of(*states)) if len(states) == 3 else []
-        for count in jumps_of(states[0], counters) if counters else ():
-            for counter in counters:
-                counter.put(count)
-            states = states if torch.equal(call(), first) else []
-        if len(states) < 3:
-            return True
-    return False
 
 
 @contextmanager

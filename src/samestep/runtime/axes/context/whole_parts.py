@@ -253,6 +253,17 @@ class TokenRanks:
         placement = self._placement(self._degree * mine.shape[DIM])
         return gather_tokens(mine, self._group, owner, placement=placement, dim=DIM)
 
+    def rows(self, mine: Tensor) -> Tensor:
+        """Return the rows of all ranks [N * R, ...] from this rank's [R, ...].
+
+        Collective over `cp`, see [Note: collective calls].
+        """
+        if self._group is None:
+            return mine
+        found = mine.new_empty((self._degree * len(mine), *mine.shape[1:]))
+        all_gather(found, mine, group=self._group)
+        return found
+
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
         return rows_of(whole, self._placement(whole.shape[dim]).runs(self.index), dim)
