@@ -103,7 +103,7 @@ def _check_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear, unless the layout divides nothing.
 
-    `is_shared` says whether one of them is a hook of other weights too, which ranks with gathered weights call in another order.
+    `is_shared` says whether one of them is a hook of other weights too, which stages, and ranks with gathered weights, call otherwise.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
@@ -135,11 +135,13 @@ def _check_linear(
             "of the gradient in the optimizer's step, or one rank with one micro-batch",
         )
     is_parted = program.step.num_microbatches > 1
-    is_reordered = is_shared and program.step.layout.gathers_weights
+    layout = program.step.layout
+    is_reordered = is_shared and (layout.gathers_weights or layout.pp > 1)
     hooks = (*marks.hooks, *marks.late_hooks) if is_parted or is_reordered else ()
     if any(acts_by_calls(hook, lambda: torch.equal(function(drawn.clone()), result)) for hook in hooks):
         calls = "each micro-batch of a step calls it, where a plain loop does once" if is_parted else ""
-        calls = calls or f"zero={program.step.zero} calls it for its weights in another order than a plain loop does"
+        word = f"pp={layout.pp}" if layout.pp > 1 else f"zero={layout.zero}"
+        calls = calls or f"{word} calls it for the weights of a stage alone, or in another order than a plain loop does"
         raise ModelError(
             "hook-gradient-counts-calls",
             f"a hook on the gradient of {name} acts by the number of its calls, and {calls}. Use one micro-batch per rank, a hook of its "
