@@ -125,9 +125,8 @@ def _check_linear(
             "gradient-hook",
             f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so",
         )
-    if is_plain:
-        return drawn, result
-    if not keeps or not is_linear(function, [value]) or not torch.equal(state, torch.get_rng_state()):
+    changes = not keeps or not torch.equal(state, torch.get_rng_state())
+    if not is_plain and (changes or not is_linear(function, [value])):
         raise ModelError(
             "gradient-hook",
             f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
