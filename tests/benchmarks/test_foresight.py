@@ -340,7 +340,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 def test_predictions_carry_the_interval_of_the_record(written: Path) -> None:
-    made, shipped = tomllib.loads((written / "record.toml").read_text())["all"], intervals()
+    made, shipped = tomllib.loads((written / "record.toml").read_text())["all"], intervals("all")
     assert made.keys() == shipped.keys() == {"time", "memory"}
     assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
     assert shipped["time"].low < 1 < shipped["time"].high
