@@ -253,6 +253,7 @@ class LiveBytes:
 
     def _backward(self, op: Op, saved: Saved, gradients: LayerGradients) -> None:
         self._keep_logits(op.layer, -saved.loss)
+        left = saved.boundaries - max(0, saved.in_backward - saved.boundaries)
         if self.sizes.unit_gradients:
             # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
             # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
@@ -260,16 +261,12 @@ class LiveBytes:
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
             self._leave(op.layer)
             self._allocate(op.allocates, op)
-            self._look(op, activations=saved.boundaries - max(0, saved.in_backward - saved.boundaries))
+            self._look(op, activations=left)
         else:
             self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.most)
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
             self._look(op, activations=saved.boundaries, gradients=gradients.at_start + gradients.largest)
-            self._look(
-                op,
-                activations=saved.boundaries - max(0, saved.in_backward - saved.boundaries),
-                gradients=gradients.behind,
-            )
+            self._look(op, activations=left, gradients=gradients.behind)
 
     def _unpacked(self, op: Op) -> int:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
