@@ -416,8 +416,9 @@ def put_items(container: Any, items: Any) -> None:
         for key, item in items.items():
             kind.__setitem__(container, key, item)
     elif isinstance(container, set):
-        container.intersection_update(items)
-        container.update(items)
+        if container != items:  # one that is filled anew is gone through in another order
+            container.intersection_update(items)
+            container.update(items)
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)
