@@ -246,7 +246,9 @@ REFUSED = [
     ),
     Refused("dp=2 zero=3", _code("weights", Counted(4)), "zero=3 calls it for .* in another order", ModelError),
     *(
-        Refused("pp=2 microbatch=8", _code("weights", hook), "pp=2 calls it for the weights of a stage alone", ModelError)
+        Refused(
+            "pp=2 microbatch=8", _code("weights", hook), "pp=2 calls it for the weights of a stage alone", ModelError
+        )
         for hook in (LATE, Counted(25))
     ),
     Refused("dp=2", _code("result", skipped_beyond_50), "influence each other by a hook on a gradient"),
