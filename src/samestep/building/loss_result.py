@@ -39,6 +39,8 @@ UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
 LEAST, NUMBER = "samestep_least", "samestep_number"
 """Attributes of a count: what it was before it was guarded, with the least that it may be; the number of Python that it is made of."""
+OF_SLICE = "samestep_of_slice"
+"""Attribute of a mean over a slice of the tokens: the logits [N, V] or [B, V, N], and the sum and the count over these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,13 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
     if not isinstance(count, Tensor):
         number, count = float(count), total.new_full((), count, dtype=torch.float64)
         setattr(count, NUMBER, number)
-    total, plain = _scalar(total), _scalar(count.detach() if count.requires_grad else count)
+    total, plain = scalar(total), scalar(count.detach() if count.requires_grad else count)
     if plain is not count:
         vars(plain).update({name: value for name, value in vars(count).items() if name in (LEAST, NUMBER)})
     return (total if is_term else total.detach()), plain
 
 
-def _scalar(value: Tensor) -> Tensor:
+def scalar(value: Tensor) -> Tensor:
     """Return a tensor of one number without dimensions; most have none, and a view would be another call of torch."""
     return value.reshape(()) if value.dim() else value
 
@@ -255,7 +257,7 @@ def _describe_leaf(leaf: Any) -> str:
 def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
     """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
     if isinstance(value, Tensor):
-        return _scalar(value.to(like.device, like.dtype))
+        return scalar(value.to(like.device, like.dtype))
     return like.new_full((), value)  # which is no copy from the host
 
 

@@ -73,12 +73,6 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return LayoutError("forward-takes-gradients", f"cp={degree}: {gradients_within(model)}. Use cp=1")
     if model.slice_refusal:
         return LayoutError("cp-unsupported", f"cp={degree} slices sequences: {model.slice_refusal}. Use cp=1")
-    if not (step.cuts_loss or step.loss_over_batch):
-        return LayoutError(
-            "cp-loss-unknown",
-            f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices. Set "
-            "train.loss = 'cross_entropy', or samestep.whole_batch(loss) and cp=1",
-        )
     return _refuse_degree(model, step.layout) or _refuse_reach(model, degree)
 
 

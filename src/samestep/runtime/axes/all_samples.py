@@ -134,7 +134,7 @@ class AllSamples:
         ]
 
     def check_alike(self, tensors: Sequence[StepTensor]) -> None:
-        """Compare outputs without a dimension of samples over micro-batches and ranks.
+        """Compare outputs without a dimension of samples over micro-batches, ranks and their slices of the tokens.
 
         Raises:
             JobError: they differ; all ranks raise it.
@@ -143,14 +143,14 @@ class AllSamples:
         for index, number in enumerate(numbers):
             numbers_here = torch.stack([part.detach().to(torch.float64).flatten() for part in number.parts])
             with outside_step():
-                everything = self.ranks.gather(numbers_here, f"loss.alike.{index}")
+                everything = self.tokens.rows(self.ranks.gather(numbers_here, f"loss.alike.{index}"))
             limit = min(map(limit_of_values, (number.parts[0].dtype, torch.float32)))
             off = (everything - everything[:1]).abs()
             if bool((off > limit * everything[:1].abs().clamp_min(1e-6)).any()):
                 raise JobError(
                     "loss-over-batch",
                     f"the loss over the whole batch is given an output {list(number.parts[0].shape)} that has no dimension of samples "
-                    f"and differs between micro-batches by {float(off.max()):.3g}. Use one that is the same for all samples, or one with a row for each",
+                    f"and differs between parts of the batch by {float(off.max()):.3g}. Use one that is the same for all samples, or one with a row for each",
                 )
 
     def _joined(self, tensor: StepTensor, rows: Tensor) -> Tensor:

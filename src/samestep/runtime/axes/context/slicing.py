@@ -25,7 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DocumentMask, multi_head_attention
 from samestep.errors import LayoutError
-from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands, tokens_of
+from samestep.independence.sliced_shapes import (
+    Reshaping,
+    fit_reshape,
+    loss_of_slice,
+    sequence_dim,
+    slice_whole_operands,
+    tokens_of,
+)
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
@@ -298,6 +305,9 @@ class Slicing:
         if func is F.multi_head_attention_forward:
             return multi_head_attention(mode, *args, **kwargs)
         size = self.length // self.degree
+        loss = loss_of_slice(func, args, kwargs, self.length, size, self.rows_of)
+        if loss is not None:
+            return loss
         args = fit_reshape(func, args, self.length, size)
         args = slice_whole_operands(func, args, self.length, size, self.rows_of)
         if moves.sources is not None:

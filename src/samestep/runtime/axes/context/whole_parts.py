@@ -253,6 +253,17 @@ class TokenRanks:
         placement = self._placement(self._degree * part.shape[DIM])
         return gather_tokens(part, self._group, owner, placement=placement, dim=DIM)
 
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks [N * R, ...] from this rank's [R, ...].
+
+        Collective over `cp`, see [Note: collective calls].
+        """
+        if self._group is None:
+            return tensor
+        gathered = tensor.new_empty((self._degree * len(tensor), *tensor.shape[1:]))
+        all_gather(gathered, tensor, group=self._group)
+        return gathered
+
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
         return rows_of(tensor, self._placement(tensor.shape[dim]).runs(self.index), dim)
