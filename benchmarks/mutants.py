@@ -321,13 +321,14 @@ def _used_s() -> float:
 
 
 def run(seed: int, count: int) -> None:
-    """Run the drawn mutants that have no outcome yet, and print all."""
+    """Run the drawn mutants that have no outcome yet and that a test file is known to reach, and print all."""
     known = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
     for site in drawn(seed, count):
-        if site.name not in known:
-            known[site.name] = {"seed": seed, **outcome(site, test_files_of(site)), "equivalent": ""}
+        if site.name not in known and (files := test_files_of(site)):
+            known[site.name] = {"seed": seed, **outcome(site, files), "equivalent": ""}
             ROWS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        print(f"{site.name}: {known[site.name]['killed_by'] or 'MISSED'}", flush=True)
+        word = "no test file that was noted reaches it" if site.name not in known else known[site.name]["killed_by"]
+        print(f"{site.name}: {word or 'MISSED'}", flush=True)
     print(table(known))
 
 
