@@ -28,22 +28,32 @@ from __future__ import annotations
 
 import difflib
 import site
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
 
 
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
 
     def __init__(self, code: str, text: str) -> None:
-        """Set the code, one of docs/reference/errors.md, and the text."""
+        """Set the code, one of docs/reference/errors.md, and the text; if no program catches an error, only its user's lines are printed."""
         super().__init__(code, text)
         self.code = code
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _print_users_lines
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+    @property
+    def with_code(self) -> str:
+        """The text, with the code in brackets at the end of its first line."""
+        first, end, rest = str(self).partition("\n")
+        return f"{first} [{self.code}]{end}{rest}"
 
     @property
     def remedy(self) -> str:
@@ -141,15 +151,23 @@ def of_words(name: str, texts: Iterable[str]) -> SamestepError:
     return kind(*texts) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*texts)
 
 
-def users_lines(error: BaseException) -> list[str]:
-    """Return the text that is printed for an uncaught error of samestep: the lines of the user's code, and the message."""
+def _print_users_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error: all of its traceback, or of an error of samestep the lines of the user's code."""
+    if not isinstance(error, SamestepError):
+        return sys.__excepthook__(kind, error, trace)
+    return print("\n".join(users_lines(error)), file=sys.stderr)
+
+
+def users_lines(error: SamestepError) -> list[str]:
+    """Return the text that is printed for an uncaught error: the lines of the user's code, and the message with its code."""
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(
-        [frame for frame in shown.stack if not frame.filename.startswith(packages)]
-    )
-    shown.__cause__ = shown.__context__ = None
-    return "".join(shown.format()).splitlines()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
+    message = f"{type(error).__module__}.{type(error).__qualname__}: {error.with_code}"
+    return [
+        "Traceback (most recent call last):",
+        *"".join(traceback.format_list(frames)).splitlines(),
+        *message.splitlines(),
+    ]
 
 
 def short_repr(value: object) -> str:
