@@ -102,17 +102,17 @@ def _of_call(
     name = _public_name(name, bases, public)
     code = arguments[0] if arguments else None
     if name in public and len(arguments) > 1 and isinstance(code, ast.Constant) and _CODE.fullmatch(str(code.value)):
-        yield str(code.value), name, re.sub(f"{HOLE}+", HOLE, _text(arguments[1]))
+        yield str(code.value), name, re.sub(f"{HOLE}+", HOLE, text_of(arguments[1]))
 
 
-def _text(node: ast.expr) -> str:
+def text_of(node: ast.expr) -> str:
     """Return the text that an expression makes, with a hole for each part that is not known."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else HOLE for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
+        return text_of(node.left) + text_of(node.right)
     return HOLE
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.datasets import (
     batches,
@@ -495,6 +496,22 @@ def test_batches_go_on_from_any_step(tmp_path):
     assert whole[5].dataset is dataset
     assert [len(part) for part in shares(whole[5].indices, 1, 2, 4)] == [1, 1, 1, 0]
     assert list(batches(dataset, job, first_step=20)) == []
+
+
+def test_a_batch_is_indexed_by_its_fields_and_holds_the_samples_of_its_indices():
+    job = Job(train={"global_batch": 4, "steps": 3})
+    x, y = torch.randn(12, 2), torch.arange(12)
+    for batch in batches(TensorDataset(x, y), job):
+        points, labels = batch
+        assert labels.tolist() == batch.indices.tolist()
+        assert torch.equal(points, x[labels])
+    fields = [{"x": x[i], "labels": y[i]} for i in range(12)]
+    loader = DataLoader(fields, batch_size=4)
+    assert [batch["labels"].tolist() for batch in batches(loader, job)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    stream = (one for one in fields)
+    assert torch.cat([batch["x"] for batch in batches(stream, job)]).equal(x)
+    with pytest.raises(KeyError, match="inputs"):
+        next(batches(fields, job))["inputs"]
 
 
 def test_an_empty_dataset_has_no_batches():

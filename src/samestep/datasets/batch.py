@@ -217,6 +217,15 @@ class OfStream:
 
     stream: Steps | None
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field of the samples of all ranks, such as `batch["labels"]` or `batch[0]`: a copy, which the first call reads."""
+        return self._read_whole[key]
+
+    @functools.cached_property
+    def _read_whole(self) -> Any:
+        batch: Any = self
+        return batch.samples(batch.shares(0, 1, 1)[0])
+
     def end_stream(self) -> None:
         """End the stream that yielded this batch: it yields no further one, and `StepReport.stop` says so."""
         if self.stream is not None:

@@ -368,6 +368,9 @@ class FirstBatch:
                 ) from None
         return getattr(self._found, name)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self._read_whole[key]
+
 
 _END = object()
 
