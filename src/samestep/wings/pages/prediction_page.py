@@ -97,8 +97,7 @@ def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     keys = dict.fromkeys(name for use in step.memory for name, part_bytes in use.parts().items() if part_bytes)
     legend = "".join(f'<span><i class="{name.replace(" ", "-")}"></i>{name}</span>' for name in keys)
     caption = "One rank of each stage over the step, and the capacity of its device (dashed)."
-    summary = memory_use.allocator_summary(step.peak, step.reserved_bytes, step.hardware)
-    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in summary)])
+    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in simulate.memory_lines(step))])
     yield Section("Memory", f'<div class="grid">{"".join(charts)}</div><p class="legend">{legend}</p>', caption)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from samestep import hardware, wings
 from samestep import job_files as jobs
@@ -161,8 +164,9 @@ def _write_pictures(words: Namespace, prediction: Any) -> None:
 def measure(words: Namespace) -> Result:
     """Write this machine's hardware profile."""
     limit_threads(1)
-    from samestep.wings.plan.measurement import profile
+    from samestep.wings.plan.measurement import profile, refit
 
+    busy = refit.busy(psutil.getloadavg()[0], os.cpu_count() or 1)
     if sys.stderr.isatty():
         print(
             "samestep: measuring products, copies and messages: two minutes, more where other programs run",
@@ -170,7 +174,7 @@ def measure(words: Namespace) -> Result:
         )
     machine = profile.benchmark_hardware(out=words.out, ranks=words.ranks, device=words.device)
     path = words.out or hardware.own_path()
-    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number"
+    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number{busy}"
     return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
 
 

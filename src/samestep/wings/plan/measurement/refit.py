@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 
 from samestep import hardware
@@ -87,6 +89,8 @@ class StepTimes:
     """The times that compute and links take, over those of the profile from before."""
     kept: str = ""
     """Why the profile was kept as it is, and nothing was written; empty where it was refitted."""
+    busy: str = ""
+    """The load of other programs before the measurement, in words; empty if there was little."""
 
     def to_text(self) -> str:
         """Return a table of predicted and measured seconds, and what was written where, as text."""
@@ -100,13 +104,21 @@ class StepTimes:
             for row in self.rows
         ]  # fmt: skip
         if self.kept:
-            return f"{align_columns([head[:4], *(row[:4] for row in cells)])}\nnot refitted, and nothing written: {self.kept}"
+            table = align_columns([head[:4], *(row[:4] for row in cells)])
+            return f"{table}\nnot refitted, and nothing written: {self.kept}{self.busy}"
         compute, links = self.factors
         written = (
             f"refitted: {self.path}, in which compute takes {compute:.3g} and links {links:.3g} times as long as before; plan, "
             "simulate and train --layout auto read it, and without the file a shipped profile"
         )
-        return f"{align_columns([head, *cells])}\n{written}"
+        return f"{align_columns([head, *cells])}\n{written}{self.busy}"
+
+
+def busy(load: float, cores: int) -> str:
+    """Return a line that says how busy a machine was, given its load average and its CPU cores; empty if this process explains it."""
+    if load <= 1 + cores / 2:
+        return ""
+    return f"\nother programs were running: the load was {load:.1f} on {cores} CPU cores. Repeat the measurement without them"
 
 
 def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
@@ -118,6 +130,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
         InputError: a layout needs more devices than there are, or the job cannot run in any of the layouts.
     """
     device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)
+    load = busy(psutil.getloadavg()[0], os.cpu_count() or 1)
     workload = Workload(job)
     taken_s: dict[Layout, list[float]] = {}
     for layout in layouts:
@@ -165,6 +178,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
         path=path,
         factors=(1.0, 1.0) if kept else factors,
         kept=kept,
+        busy=load,
     )
 
 
