@@ -3,7 +3,7 @@
     python docs/plain_english.py           prints every fault, and the mean words of a sentence on each page; exits 1 if there is one
     python docs/plain_english.py README.md prints those of some surfaces
 
-A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, the error texts, or the findings of `doctor`.
+A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, the error texts, or the messages of `doctor` and of the parser.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _patterns(surface: str) -> list[tuple[re.Pattern[str], str, str]]:
     return [(re.compile(word["pattern"], re.IGNORECASE), word["use"], word["rule"]) for word in of_it]
 
 
-PATTERNS = {surface: _patterns(surface) for surface in ("", "errors", "doctor")}
-"""The patterns of errors and of the findings of `doctor`, and the ones of every other surface."""
+PATTERNS = {surface: _patterns(surface) for surface in ("", "errors", "messages")}
+"""The patterns of errors and of other messages, and the ones of every other surface."""
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs")
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
@@ -56,7 +56,7 @@ def surfaces() -> dict[str, Texts]:
     found["job keys"] = [(where, plain(text)) for where, text in _keys()]
     found["docstrings"] = [(where, plain(text)) for where, text in _docstrings()]
     found["errors"] = [(site.code, plain(site.text)) for site in error_codes.source()]
-    found["doctor"] = [(where, plain(text)) for where, text in _findings()]
+    found["messages"] = [(where, plain(text)) for where, text in _findings()]
     return found
 
 
@@ -134,8 +134,9 @@ def _docstrings() -> Iterator[tuple[str, str]]:
 
 
 def _findings() -> Iterator[tuple[str, str]]:
-    """Yield the texts of `samestep doctor`: all of its source but docstrings, single words and values."""
-    for path in sorted((ROOT / "src" / "samestep" / "wings" / "cluster" / "diagnosis").glob("*.py")):
+    """Yield the texts of `samestep doctor` and of the parser: all of their sources but docstrings, single words and values."""
+    package = ROOT / "src" / "samestep"
+    for path in (*sorted((package / "wings" / "cluster" / "diagnosis").glob("*.py")), package / "arguments.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}

@@ -39,7 +39,7 @@ def test_a_text_that_breaks_a_rule_is_found(text: str, rule: str, english: Any) 
     assert f"({rule};" in fault
 
 
-@pytest.mark.parametrize("surface", ["errors", "doctor"])
+@pytest.mark.parametrize("surface", ["errors", "messages"])
 @pytest.mark.parametrize("text", ["tp=1 works", "a smaller batch works, or tp=2", "one version on all hosts works."])
 def test_a_remedy_says_use_or_set(text: str, surface: str, english: Any) -> None:
     (fault,) = english.faults([("here", text)], surface)

@@ -156,6 +156,20 @@ def test_a_chat_counts_only_the_assistants_tokens(tmp_path):
         assert label in (token, NOT_COUNTED)
 
 
+def test_a_text_field_that_no_row_has_is_told(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A long reply"}]}
+    told = "data.text_field = {!r} is in no row: only conversations are read"
+    for rows, field, is_told in (
+        ([chat, chat], "texxt", True),
+        ([chat, chat], "doc.body", True),
+        ([chat, chat], "text", False),
+        ([chat, {"body": "A text of its own"}], "body", False),
+    ):
+        source = write_lines(tmp_path / "d.jsonl", rows)
+        dataset = open_dataset(job_of(source, sequence_length=4, text_field=field))
+        assert list(dataset.remarks) == [told.format(field)] * is_told
+
+
 def test_a_saved_hugging_face_dataset(tmp_path):
     from datasets import Dataset, DatasetDict
 

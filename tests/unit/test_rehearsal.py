@@ -100,7 +100,8 @@ def test_what_was_not_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "cores", "is_busy"), [(7.0, 2, True), (1.9, 2, False), (1.2, 1, False), (40.0, 64, True), (20.0, 64, False)]
+    ("load", "cores", "is_busy"),
+    [(7.0, 2, True), (1.9, 2, False), (1.2, 1, False), (40.0, 64, True), (20.0, 64, False)],
 )
 def test_a_measurement_on_a_busy_machine_says_so(load: float, cores: int, is_busy: bool, tmp_path: Path) -> None:
     row = StepTime(layout=LAYOUTS[0], predicted_s=1.0, measured_s=1.0, refitted_s=1.0)
