@@ -217,7 +217,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--hardware", "nope.toml"], "there is no file nope.toml: the profiles are a100-40x8, "),
         (["--devices", "2", "--hardware", "/proc"], "/proc is a folder; a hardware profile is a TOML file"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
-        (["--devices", "2", "--why", "dp=0"], "dp=0: a degree is at least 1"),
+        (["--devices", "2", "--why", "dp=0"], "dp=0 must be from 1 to 1048576"),
         (["--devices", "2", "--why", "dp=1,tp=two"], "tp=two is not a whole number"),
         (
             ["--devices", "2", "--cost-per-hour", "-3"],
