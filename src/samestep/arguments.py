@@ -101,12 +101,6 @@ def verbs_of(parser: ArgumentParser) -> dict[str, tuple[str, ArgumentParser]]:
     return {name: (about[name], choice) for name, choice in verbs.choices.items()}
 
 
-def add_json(parser: ArgumentParser) -> None:
-    """Add what every verb takes: where its result goes as JSON."""
-    about = "print the result as JSON only; with FILE, write the JSON to FILE and print the text"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=about)
-
-
 def _add_job(parser: ArgumentParser) -> None:
     parser.add_argument(
         "job", nargs="?", type=Path, metavar="JOB.toml", help="the job file; default: the built-in job, a small Llama"

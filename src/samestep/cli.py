@@ -125,7 +125,8 @@ def _parser() -> ArgumentParser:
     for name, (about, add) in arguments.COMMANDS.items():
         added: ArgumentParser = commands.add_parser(name, help=about, allow_abbrev=False)
         added.set_defaults(verb=here.get(name) or getattr(verbs, name))
-        arguments.add_json(added)
+        about = "print the result as JSON only; with FILE, write the JSON to FILE and print the text"
+        added.add_argument("--json", type=Path, metavar="FILE", help=about)
         add(added)
     return parser
 
@@ -169,15 +170,8 @@ def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> N
         print(f"samestep: warning: {_visible(message)}", file=sys.stderr)
 
 
-def _environment_text() -> str:
-    """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
-    python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    packages = (f"{package} {_version(package) or 'is not installed'}" for package in _PACKAGES)
-    return "\n".join([python, *packages, *_list_shadowed(), *_gpus()])
-
-
-def _environment() -> dict[str, object]:
-    """Return the same as plain data; a package that is not installed is None."""
+def _environment() -> dict[str, Any]:
+    """Return the versions of Python and of the packages that results depend on, None if one is not installed, and the GPUs."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -186,6 +180,14 @@ def _environment() -> dict[str, object]:
         "shadowed": _list_shadowed(),
         "gpus": _gpus(),
     }
+
+
+def _environment_text() -> str:
+    """Return the same as text, one line each."""
+    found = _environment()
+    packages = (f"{package} {version or 'is not installed'}" for package, version in found["packages"].items())
+    head = f"python {found['python']} on {found['platform']}, {found['cores']} cores"
+    return "\n".join([head, *packages, *found["shadowed"], *found["gpus"]])
 
 
 def _gpus() -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any, Literal, Required, TypedDict
 from samestep.job_tables import CheckpointTable, DataTable, LoraTable, ModelTable, NumericsTable, RunTable, TrainTable
 from samestep.optimizer_tables import GroupTable, OptimizerTable, ScheduleTable
 
-
 class LoraKeys(TypedDict, total=False):
     """Keys of `LoraTable`."""
 
@@ -25,9 +24,8 @@ class LoraKeys(TypedDict, total=False):
     """Dropout rate of the input of an adapter."""
     modules_to_save: list[str] | tuple[str, ...]
     """Names of modules that are fully trained and saved with the adapters, such as `lm_head`."""
-    base: Literal['full', 'nf4']
+    base: Literal["full", "nf4"]
     """Storage of the weights of all linear layers except the head: `full` is unchanged; `nf4` rounds them to 4 bits, and stores and gathers them in 4 bits (QLoRA)."""
-
 
 class GroupKeys(TypedDict, total=False):
     """Keys of `GroupTable`."""
@@ -44,7 +42,6 @@ class GroupKeys(TypedDict, total=False):
     options: dict[str, Any]
     """More keyword arguments of the optimizer, such as betas."""
 
-
 class ModelKeys(TypedDict, total=False):
     """Keys of `ModelTable`."""
 
@@ -52,7 +49,7 @@ class ModelKeys(TypedDict, total=False):
     """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`; a run in a loop of one's own needs none."""
     config: dict[str, Any]
     """Overrides of fields of the configuration (of the family, the folder or the preset), or keyword arguments of the function."""
-    task: Literal['causal', 'masked', 'seq2seq', 'image', 'speech', 'vision-language']
+    task: Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
     """`hf:` only: the task of the model: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
     resize_embeddings: int | str | None
     """`hf:PATH` only: the size of the token embedding and the head: a number, `tokenizer` for at least the size of
@@ -69,7 +66,6 @@ class ModelKeys(TypedDict, total=False):
     """LoRA adapters by peft on some linear layers; everything else is frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0,
     dropout = 0.0, modules_to_save = [], base = "full" }`. With `base = "nf4"` the weights of all linear layers except the head are
     stored in 4 bits (QLoRA)."""
-
 
 class DataKeys(TypedDict, total=False):
     """Keys of `DataTable`."""
@@ -88,14 +84,14 @@ class DataKeys(TypedDict, total=False):
     held_out_sets: dict[str, str]
     """More validation sets, by names that you choose: `{ code = "text:PATH" }`. A source that is also trained on contributes its
     held-out fraction; any other source contributes all its samples."""
-    labels: Literal['aligned', 'next'] | None
+    labels: Literal["aligned", "next"] | None
     """Your own dataset with a causal transformers model only: `aligned` if labels[t] is the token at t (the model shifts them), `next` if
     it is the token after t. By default this is detected from the samples."""
     text_field: str
     """Name of the field with the text, in a JSON line or a dataset row; `doc.text` is a nested field."""
-    turns: Literal['all', 'last', 'each']
+    turns: Literal["all", "last", "each"]
     """Replies of a conversation that are trained on: `all` in one document, `each` in a document that ends with the reply, or only the `last`."""
-    dtype: Literal['uint8', 'uint16', 'uint32', 'int32', 'int64']
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"]
     """Data type of the numbers in a token file."""
     image_size: int
     """`images:` only: height and width in pixels. The shorter side is resized to it, then the center is cropped."""
@@ -105,9 +101,8 @@ class DataKeys(TypedDict, total=False):
     """`images:` only: mean that is subtracted from the pixels (0 to 1): one number, or one for each channel."""
     image_std: list[float] | tuple[float, ...]
     """`images:` only: standard deviation that pixels are divided by, after the mean is subtracted."""
-    augment: list[Literal['crop', 'flip']] | tuple[Literal['crop', 'flip'], ...]
+    augment: list[Literal["crop", "flip"]] | tuple[Literal["crop", "flip"], ...]
     """`images:` only: random augmentation in training, seeded by (seed, step, sample): `crop` removes up to an eighth, `flip` mirrors left and right."""
-
 
 class TrainKeys(TypedDict, total=False):
     """Keys of `TrainTable`."""
@@ -121,7 +116,7 @@ class TrainKeys(TypedDict, total=False):
     loss: str
     """`cross_entropy` (next token, see `data.labels`, or class), `mse`, `model` (the loss that the forward pass returns, given the
     labels), or `module:function` of (outputs, batch) -> (sum, count)."""
-    loss_over: Literal['sample', 'batch']
+    loss_over: Literal["sample", "batch"]
     """Scope of the loss function. `sample`: it is called with some samples and returns a sum over them. `batch`: it is called with the
     outputs and the batch of the full step, as contrastive losses need, and may return the loss itself (`samestep.whole_batch`)."""
     evaluate_samples: int
@@ -151,7 +146,6 @@ class TrainKeys(TypedDict, total=False):
     record_kernels: bool
     """Whether torch.profiler also runs in recorded steps: `samestep explain` then shows the kernels of each block, and the steps take longer."""
 
-
 class OptimizerKeys(TypedDict, total=False):
     """Keys of `OptimizerTable`."""
 
@@ -171,7 +165,6 @@ class OptimizerKeys(TypedDict, total=False):
     options: dict[str, Any]
     """More keyword arguments of the optimizer, such as betas."""
 
-
 class ScheduleKeys(TypedDict, total=False):
     """Keys of `ScheduleTable`."""
 
@@ -186,21 +179,20 @@ class ScheduleKeys(TypedDict, total=False):
     decay_steps: int
     """`wsd` only (warm-up, stable, decay): number of steps of linear decay at the end."""
 
-
 class NumericsKeys(TypedDict, total=False):
     """Keys of `NumericsTable`."""
 
     rules: Literal[2]
     """Version of the numerics rules (`src/samestep/rules.py`), written into resolved jobs. A resumed run without it has version 1."""
-    precision: Literal['float64', 'float32', 'bf16', 'fp16']
+    precision: Literal["float64", "float32", "bf16", "fp16"]
     """Precision of weights and activations. bf16 and fp16 (mixed precision) keep float32 master weights, gradients and reductions."""
     tf32: bool
     """Whether float32 matmuls on GPUs may use TF32."""
     deterministic: bool
     """Whether to use deterministic kernels only. An operation without one raises an error that names it."""
-    optimizer_states: Literal['float32', 'bf16', '8bit']
+    optimizer_states: Literal["float32", "bf16", "8bit"]
     """Precision of the optimizer states of torch's optimizers: bf16 uses stochastic rounding, 8bit has one scale for each block."""
-    compression: Literal['none', 'bf16', 'int8', 'powersgd']
+    compression: Literal["none", "bf16", "int8", "powersgd"]
     """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
     (int8), or each matrix as a product of two narrow ones (powersgd)."""
     compression_rank: int
@@ -224,11 +216,11 @@ class NumericsKeys(TypedDict, total=False):
     """With `exchange_delay`: weight of the local parameters when a delayed outer update is merged (alpha of Streaming DiLoCo)."""
     batch_norm_group: int | None
     """Batch-norm group size: number of consecutive samples that share batch-norm statistics, as in SyncBatchNorm; by default the global batch."""
-    on_nonfinite: Literal['skip', 'stop', 'continue']
+    on_nonfinite: Literal["skip", "stop", "continue"]
     """Action if the loss or a gradient is not finite. The log names the module at fault."""
     max_skipped: int
     """Number of consecutive steps that may be skipped, including steps without a valid label; one more ends the run."""
-    on_spike: Literal['continue', 'skip', 'rollback']
+    on_spike: Literal["continue", "skip", "rollback"]
     """Action if a loss exceeds the mean of the last `spike_window` losses by more than `spike_deviations` standard deviations. `skip` skips
     the update; `rollback` also loads the weights of the newest checkpoint and continues after the step."""
     spike_window: int
@@ -239,7 +231,6 @@ class NumericsKeys(TypedDict, total=False):
     """fp16 only: initial loss scale. An overflow halves it and skips the step."""
     loss_scale_growth_steps: int
     """fp16 only: steps without an overflow before the loss scale doubles."""
-
 
 class CheckpointKeys(TypedDict, total=False):
     """Keys of `CheckpointTable`."""
@@ -252,18 +243,17 @@ class CheckpointKeys(TypedDict, total=False):
     """Keep the checkpoint of every N-th step permanently; 0 keeps none."""
     background: bool
     """Whether training continues while a checkpoint is written (asynchronous checkpoints); it waits only for a copy to CPU memory."""
-    on_failure: Literal['continue', 'stop']
+    on_failure: Literal["continue", "stop"]
     """Action if a checkpoint cannot be written, for example on a full disk. The last checkpoint must always be written."""
     keep_best: bool
     """Whether to keep the checkpoint with the best validation loss in RUN/best (see `train.evaluate_every`)."""
     save_pretrained: bool
     """Whether each checkpoint also has a folder `pretrained` for from_pretrained of transformers."""
 
-
 class RunKeys(TypedDict, total=False):
     """Keys of `RunTable`."""
 
-    device: Literal['auto', 'cpu', 'cuda']
+    device: Literal["auto", "cpu", "cuda"]
     """Kind of device; auto uses GPUs if there are any."""
     folder: str | None
     """Folder that is searched for the paths and modules of the job, before the working directory; by default the folder of the job file."""
@@ -282,15 +272,49 @@ class RunKeys(TypedDict, total=False):
     hang_s: float
     """Hang timeout in seconds, or 10 median steps if that is longer: the run ends if all ranks stand still in a step after the first one. It is
     also the timeout for an unresponsive rank, including while it saves."""
-    compile: Literal['none', 'blocks']
+    compile: Literal["none", "blocks"]
     """`torch.compile` in training: `blocks` compiles each block. The first step compiles."""
     compile_backend: str
     """Backend of `torch.compile`: inductor, or another one such as aot_eager."""
-    compile_mode: Literal['default', 'max-autotune-no-cudagraphs']
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"]
     """`mode` of `torch.compile`, for inductor only. max-autotune-no-cudagraphs benchmarks kernels and uses the fastest."""
-    attention: Literal['auto', 'flash', 'cudnn', 'math', 'efficient']
+    attention: Literal["auto", "flash", "cudnn", "math", "efficient"]
     """Attention kernel of torch: auto lets torch choose; another value uses that kernel or raises an error. CPUs have flash and math."""
-    allow: list[Literal['samples', 'loss', 'random', 'state', 'optimizer', 'data', 'build', 'resume', 'memory'] | Literal['optimizer.lr', 'optimizer.weight_decay', 'optimizer.clip_norm', 'optimizer.no_weight_decay', 'schedule.name', 'schedule.warmup_steps', 'schedule.final_ratio', 'train.global_batch', 'data.source', 'data.mixture', 'data.tokenizer']] | tuple[Literal['samples', 'loss', 'random', 'state', 'optimizer', 'data', 'build', 'resume', 'memory'] | Literal['optimizer.lr', 'optimizer.weight_decay', 'optimizer.clip_norm', 'optimizer.no_weight_decay', 'schedule.name', 'schedule.warmup_steps', 'schedule.final_ratio', 'train.global_batch', 'data.source', 'data.mixture', 'data.tokenizer'], ...]
+    allow: (
+        list[
+            Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume", "memory"]
+            | Literal[
+                "optimizer.lr",
+                "optimizer.weight_decay",
+                "optimizer.clip_norm",
+                "optimizer.no_weight_decay",
+                "schedule.name",
+                "schedule.warmup_steps",
+                "schedule.final_ratio",
+                "train.global_batch",
+                "data.source",
+                "data.mixture",
+                "data.tokenizer",
+            ]
+        ]
+        | tuple[
+            Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume", "memory"]
+            | Literal[
+                "optimizer.lr",
+                "optimizer.weight_decay",
+                "optimizer.clip_norm",
+                "optimizer.no_weight_decay",
+                "schedule.name",
+                "schedule.warmup_steps",
+                "schedule.final_ratio",
+                "train.global_batch",
+                "data.source",
+                "data.mixture",
+                "data.tokenizer",
+            ],
+            ...,
+        ]
+    )
     """Checks to skip, by the name at the end of their error text, and keys that may differ from the checkpoint. Summaries list them."""
     report: list[str] | tuple[str, ...] | str
     """Loggers of each step, in addition to the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
@@ -298,7 +322,6 @@ class RunKeys(TypedDict, total=False):
     """Steps between log lines; by default every step is logged, and 40 to 80 of them are printed."""
     profile: str
     """Steps to profile with torch.profiler, as `FIRST:LAST`: a trace of every rank, and on GPUs the memory history."""
-
 
 class LayoutKeys(TypedDict, total=False):
     """Words of a `Layout`."""
@@ -309,20 +332,19 @@ class LayoutKeys(TypedDict, total=False):
     tp: int
     sequence_parallel: bool
     cp: int
-    exchange: Literal['auto', 'heads', 'ring', 'hybrid']
+    exchange: Literal["auto", "heads", "ring", "hybrid"]
     pp: int
     ep: int
-    schedule: Literal['gpipe', '1f1b', 'interleaved', 'zero-bubble']
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
     virtual_stages: int
     zero: Literal[0, 1, 2, 3]
     microbatch: int | None
     loss_chunk: int | None
     mlp_chunk: int | None
-    recompute: Literal['none', 'selective', 'alternate', 'full', 'offload']
-    accumulate: Literal['sharded', 'full']
-    reduce: Literal['ring', 'hierarchical', 'root']
+    recompute: Literal["none", "selective", "alternate", "full", "offload"]
+    accumulate: Literal["sharded", "full"]
+    reduce: Literal["ring", "hierarchical", "root"]
     offload: bool
-
 
 class JobKeys(TypedDict, total=False):
     """Tables of `Job`."""

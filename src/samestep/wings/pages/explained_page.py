@@ -235,7 +235,7 @@ def _each_rank(explained: Explained) -> Section:
     legend = "".join(
         f'<span><i class="{names[label]}"></i>{label}</span>' for label in sorted(names, key=order.__getitem__)
     )
-    caption = "The step of every rank. The others wait for the rank that waits least."
+    caption = "The step of every rank. The others wait for the slowest rank."
     return Section("Each rank", f'<ul class="bars">{"".join(rows)}</ul><p class="legend">{legend}</p>', caption)
 
 
