@@ -61,11 +61,10 @@ class Parser(ArgumentParser):
             InputError: always.
         """
         if "arguments are required" in message:
-            flags = (word for word in self._given if word.startswith("--"))
-            unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
-            message = "; ".join(
-                [message, *(f"unknown argument {''.join(self._unknown(name))}" for name in [*unknown][:1])]
-            )
+            known = self._option_string_actions
+            unknown = (word for word in self._given if word.startswith("--") and word.partition("=")[0] not in known)
+            if word := next(unknown, ""):
+                message += f"; unknown argument {''.join(self._unknown(word))}"
         raise InputError("arguments", f"{message}; see {self.prog} --help")
 
 

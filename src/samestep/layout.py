@@ -206,12 +206,9 @@ class Layout:
 
 _WORDS_OF_OTHERS = {
     "ddp": "dp=N",
-    "fsdp": "dp=N zero=3",
-    "fsdp2": "dp=N zero=3",
+    **dict.fromkeys(("fsdp", "fsdp2"), "dp=N zero=3"),
     "hsdp": "dp_replicate=R dp_shard=S zero=3",
-    "zero1": "zero=1",
-    "zero2": "zero=2",
-    "zero3": "zero=3",
+    **{f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)},
     "mp": "tp=N",
     "sp": "sequence_parallel",
     "ulysses": "cp=N cp_method=ulysses",

@@ -90,9 +90,7 @@ def _each_rank(foreign_steps: ForeignSteps) -> Section:
         lines.append(stacked(f"rank {rank}", parts, foreign_steps.step_s, duration(total)))
     legend = "".join(f'<span><i class="{kind}"></i>{escape(label)}</span>' for label, kind in names.items())
     body = f'<ul class="bars">{"".join(lines)}</ul><p class="legend">{legend}</p>'
-    return Section(
-        "Each rank", body + _table(foreign_steps, shown[:8]), "The others wait for the rank that waits least."
-    )
+    return Section("Each rank", body + _table(foreign_steps, shown[:8]), "The others wait for the slowest rank.")
 
 
 def _table(foreign_steps: ForeignSteps, ranks: list[int]) -> str:
