@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from samestep import hardware, wings
 from samestep import job_files as jobs
@@ -62,7 +59,7 @@ def plan(words: Namespace) -> Result:
 
     def record() -> dict[str, object]:
         more: dict[str, object] = {"why": why[0]} if why else {}
-        more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
+        more |= {"measured": measured.to_record()} if measured else {}
         more |= {"emitted": recipe.to_record()} if recipe else {}
         return ranking.as_record(planned) | more
 
@@ -126,7 +123,7 @@ def simulate(words: Namespace) -> Result:
     _write_pictures(words, prediction)
     recipe = _recipe(words, job, prediction)
     more = {"job": job.model_dump(mode="json"), **({"emitted": recipe.to_record()} if recipe else {})}
-    text = "\n".join([as_text(prediction, whole=words.program), *_emitted(words, recipe)])
+    text = "\n".join([as_text(prediction, lists_ops=words.program), *_emitted(words, recipe)])
     return Result(lambda: prediction.to_record() | more, text)
 
 
@@ -164,9 +161,9 @@ def _write_pictures(words: Namespace, prediction: Any) -> None:
 def measure(words: Namespace) -> Result:
     """Write this machine's hardware profile."""
     limit_threads(1)
-    from samestep.wings.plan.measurement import profile, refit
+    from samestep.wings.plan.measurement import profile
 
-    busy = refit.busy(psutil.getloadavg()[0], os.cpu_count() or 1)
+    busy = profile.busy()
     if sys.stderr.isatty():
         print(
             "samestep: measuring products, copies and messages: two minutes, more where other programs run",
@@ -174,7 +171,7 @@ def measure(words: Namespace) -> Result:
         )
     machine = profile.benchmark_hardware(out=words.out, ranks=words.ranks, device=words.device)
     path = words.out or hardware.own_path()
-    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number{busy}"
+    said = "\n".join([profile.as_text(machine), f"written: {path}, with the source of every number", *busy])
     return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
 
 

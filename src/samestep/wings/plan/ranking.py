@@ -14,8 +14,7 @@ from samestep.wings.plan.search import MOST_PLAYED, Plan
 from samestep.wings.plan.simulation.simulate import (
     Prediction,
     binds,
-    class_of,
-    intervals,
+    describe_accuracy,
     memory_lines,
     predict,
     unpriced,
@@ -122,26 +121,6 @@ def cautions(best: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-POOR = 1.8
-"""The upper end of an interval over its lower one from which on the record is called poor."""
-_KINDS = {"cards": "cards on PCIe", "few": "parts of a node", "nodes": "nodes"}
-
-
-def describe_accuracy(machine: Hardware, devices: int) -> list[str]:
-    """Return a line on how far predictions for such machines have been from what was measured, and one where that is far."""
-    kind = class_of(machine, devices)
-    time, memory = intervals(kind)["time"], intervals(kind)["memory"]
-    lines = [
-        f"accuracy: 80% of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times the predicted time, "
-        f"and 80% of {memory.rows:,} runs needed {memory.low:.2f} to {memory.high:.2f} times the predicted memory (docs/foresight.md)"
-    ]
-    if time.high / time.low >= POOR:
-        lines.append(
-            f"predictions for {_KINDS[kind]} are inaccurate: measure this machine before you rely on the seconds (samestep measure)"
-        )
-    return lines
-
-
 _NUMBERS = dict.fromkeys(map(ord, "0123456789."))
 """Deletes the characters of numbers, in `str.translate`."""
 
@@ -176,7 +155,7 @@ def as_record(plan: Plan) -> dict[str, object]:
     reasons = [
         {
             "rule": first.rule,
-            "count": sum(one.num_layouts for one in (first, *more)),
+            "count": sum(group.num_layouts for group in (first, *more)),
             "layout": str(next(first.layouts())),
             "reason": first.reason,
         }
@@ -187,7 +166,7 @@ def as_record(plan: Plan) -> dict[str, object]:
         "hardware": plan.hardware.name,
         "considered": plan.considered,
         "seconds": plan.seconds,
-        "best": [one.to_record() for one in plan.best],
+        "best": [prediction.to_record() for prediction in plan.best],
         "safe": plan.safe.to_record() if plan.safe else None,
         "rejections": {"counts": dict(plan.counts), "reasons": reasons},
         "nearest": plan.nearest,
