@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from samestep.errors import JobError, did_you_mean, short_repr
+from samestep.errors import JobError, did_you_mean, mistakes_in, short_repr
 from samestep.job_tables import (
     HELD_OUT,
     CheckpointTable,
@@ -27,7 +27,6 @@ from samestep.job_tables import (
 )
 from samestep.layout import Layout
 from samestep.optimizer_tables import OptimizerTable, ScheduleTable
-from samestep.table_mistakes import mistakes_in
 
 if TYPE_CHECKING:
     from samestep.job_keys import JobKeys

@@ -19,10 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import JobError, UnprovenError, short_repr
+from samestep.errors import JobError, UnprovenError, mistakes_in, short_repr, types_in
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
-from samestep.table_mistakes import mistakes_in, types_in
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"

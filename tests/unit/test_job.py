@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from samestep import Job, JobError, load, table_mistakes
+from samestep import Job, JobError, errors, load
 from samestep import job_files as jobs
 from samestep.building.loss import loss_of
 from samestep.datasets import open_dataset
@@ -217,7 +217,7 @@ NUMERIC = [
     f"{table}.{key}"
     for table in _TABLES
     for key, field in Job.model_fields[table].annotation.model_fields.items()  # type: ignore[union-attr]
-    if {int, float} & set(table_mistakes.types_in(field.annotation))
+    if {int, float} & set(errors.types_in(field.annotation))
 ]
 """Every key of a job whose value is a number."""
 DEGREES = [f"layout.{key}" for key in ("dp", "tp", "pp", "cp", "ep", "zero", "microbatch", "virtual_stages")]

@@ -355,7 +355,7 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         (differs, "Differs: different data"),
         (foreign(tmp_path / "traces"), "a step on 2 ranks"),
         (compared(tmp_path / "run"), "Where they differ"),
-        (trained, "held-out accuracy"),
+        (trained, "validation accuracy"),
         (trained, "Where the time of the run went"),
     ]
     for found, words in shown:

@@ -320,8 +320,7 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
             "the forward returns its loss"
         )
     else:
-        field = next(iter(batch))
-        works = f"Use a name that both have, or parallelize(..., forward=lambda model, batch: model(batch[{field!r}]))"
+        works = f"Use a name that both have, or forward=lambda model, batch: model(batch[{next(iter(batch))!r}])"
     text = f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}. {works}"
     return ModelError("batch-arguments", text)
 

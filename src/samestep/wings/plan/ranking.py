@@ -11,14 +11,8 @@ from samestep.memory.memory_use import memory_summary
 from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
-from samestep.wings.plan.simulation.simulate import (
-    Prediction,
-    binds,
-    describe_accuracy,
-    memory_lines,
-    predict,
-    unpriced,
-)
+from samestep.wings.plan.simulation import simulate
+from samestep.wings.plan.simulation.simulate import Prediction, binds, describe_accuracy, predict, unpriced
 
 _HEAD = ("", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s")
 _OUTCOMES = {
@@ -37,7 +31,7 @@ def as_text(plan: Plan) -> str:
         best = recommended(plan)
         lines += _table(plan)
         lines.append(_fits(plan))
-        lines += memory_lines(best)
+        lines += simulate.memory_lines(best)
         lines.append(f"bottleneck: {binds(best)}")
         lines += unpriced(best.job)
         lines += cautions(plan.best)

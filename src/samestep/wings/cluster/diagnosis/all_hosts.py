@@ -117,11 +117,11 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
         shown += f"; {net.meets_at}, at which they meet, is {net.meeting_addresses[0]} here: every host itself"
         ip = next((address for address in net.addresses if not address.startswith(LOOPBACK_ADDRESSES)), "")
         first = f"MASTER_ADDR={ip} on all hosts" if ip and heard.identities[0].rank == 0 else "its own address"
-        remedy = f"Use an address of the first host that the others reach: {first}, or {net.meets_at} with that address in /etc/hosts"
-        yield ReportLine("fault", "world", shown, remedy)
+        fix = f"Use an address of the first host that the others reach: {first}, or {net.meets_at} with that address in /etc/hosts"
+        yield ReportLine("fault", "world", shown, fix)
         return
-    remedy = "Read the output of such a host: it has no process, no way to the first host, or other variables. --wait S waits longer"
-    yield ReportLine("fault", "world", shown, remedy)
+    fix = "Read the output of such a host: it has no process, no way to the first host, or other variables. --wait S waits longer"
+    yield ReportLine("fault", "world", shown, fix)
 
 
 _SOFTWARE: tuple[tuple[str, str, str], ...] = (
@@ -139,11 +139,11 @@ def _software_lines(heard: Heard) -> Iterator[ReportLine]:
     if not known:
         return
     differs = False
-    for key, word, remedy in _SOFTWARE:
+    for key, word, fix in _SOFTWARE:
         shown = _different(heard, [(place, getattr(software, key)) for place, software in known])
         if shown:
             differs = True
-            yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", remedy)
+            yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", fix)
     if not differs:
         first = known[0][1]
         commit = f", commit {first.commit}" if first.commit else ""
@@ -183,8 +183,8 @@ def _unknown_lines(heard: Heard) -> Iterator[ReportLine]:
         return
     for name in dict.fromkeys(name for _, name in dead):
         places = [place for place, other in dead if other == name]
-        text, remedy = f"the name {name} has no address here", "Add it to DNS or /etc/hosts"
-        yield ReportLine("fault", "names", text, remedy, _hosts(heard, places))
+        text, fix = f"the name {name} has no address here", "Add it to DNS or /etc/hosts"
+        yield ReportLine("fault", "names", text, fix, _hosts(heard, places))
 
 
 def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -195,12 +195,12 @@ def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
         pairs += 1
         if problem := _problem(heard, target, attempts):
             problems.setdefault((target, *problem), []).append(place)
-    for (target, about, text, remedy), places in problems.items():
+    for (target, about, text, fix), places in problems.items():
         yield ReportLine(
             "fault",
             about,
             f"{text}, from {_some([heard.name(place) for place in places])}",
-            remedy,
+            fix,
             (heard.name(target),),
         )
     if pairs and not problems:
@@ -221,27 +221,27 @@ def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[st
         if any(interface.name == net.chosen and not interface.is_up for interface in net.interfaces):
             return None  # that it is down is said already
         right, by = net.interface_of(others[0]), f" (by {net.chosen_by})"
-        remedy = f"Set GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} there"
-        return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", remedy
-    remedy = "Open every port between these hosts in the firewall: gloo and NCCL choose free ones"
+        fix = f"Set GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} there"
+        return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", fix
+    fix = "Open every port between these hosts in the firewall: gloo and NCCL choose free ones"
     if len(failed) < len(tried):
-        return "ports", f"some of its ports are blocked: {what}, while another port there is reached", remedy
+        return "ports", f"some of its ports are blocked: {what}, while another port there is reached", fix
     return (
         "ports",
         f"not reached at any port: {what}",
-        f"{remedy}. Or use another interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+        f"{fix}. Or use another interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
     )
 
 
 def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
     port = heard.identities[0].port
     if port in heard.taken:
-        remedy = "Use another MASTER_PORT"
+        fix = "Use another MASTER_PORT"
         yield ReportLine(
             "fault",
             "ports",
             f"port {port}, at which a run would meet, is held by another program",
-            remedy,
+            fix,
             (heard.name(0),),
         )
         return
@@ -250,8 +250,8 @@ def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
             places = [place for place, answer in heard.meeting.items() if answer.outcome == outcome]
             at = heard.meeting[places[0]].address
             text = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
-            remedy = "Open it in the firewall, or use another MASTER_PORT"
-            yield ReportLine("fault", "ports", text, remedy, _hosts(heard, places))
+            fix = "Open it in the firewall, or use another MASTER_PORT"
+            yield ReportLine("fault", "ports", text, fix, _hosts(heard, places))
 
 
 def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -266,28 +266,26 @@ def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
     if unseen:
         alone = _apart(len(heard.hosts), unseen)
         shown = _some([heard.name(place) for place in alone])
-        remedy = "Use a folder that all hosts mount for --out and the data. --folder DIR checks another one"
+        fix = "Use a folder that all hosts mount for --out and the data. --folder DIR checks another one"
         yield ReportLine(
             "fault",
             "folder",
             f"{path} is not shared: files of the others are not seen on {shown}",
-            remedy,
+            fix,
             _hosts(heard, alone),
         )
     blind = [place for place, sight in heard.sights.items() if not sight.sees_lock]
     if blind:
-        remedy = "Use NFS with its lock service, or Lustre with -o flock. Otherwise no run continues without its leading host"
-        yield ReportLine(
-            "warning", "folder", f"locks of other hosts in {path} are not seen", remedy, _hosts(heard, blind)
-        )
+        fix = "Use NFS with its lock service, or Lustre with -o flock. Otherwise no run continues without its leading host"
+        yield ReportLine("warning", "folder", f"locks of other hosts in {path} are not seen", fix, _hosts(heard, blind))
     refused = [place for place, why in heard.written.items() if why.startswith("no lock")]
     if refused:
-        remedy = "Use NFS with its lock service, or Lustre with -o flock"
+        fix = "Use NFS with its lock service, or Lustre with -o flock"
         yield ReportLine(
             "fault",
             "folder",
             f"files in {path} cannot be locked: {heard.written[refused[0]]}",
-            remedy,
+            fix,
             _hosts(heard, refused),
         )
     if not unseen and not blind and not refused and not any(heard.written.values()):
@@ -350,13 +348,13 @@ def _gpu_lines(heard: Heard) -> Iterator[ReportLine]:
 def _mute_lines(heard: Heard) -> Iterator[ReportLine]:
     for name, questions in heard.mute.items():
         if name in heard.gone:
-            remedy = "Read the output of this host"
+            fix = "Read the output of this host"
             yield ReportLine(
-                "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", remedy, (name,)
+                "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", fix, (name,)
             )
         else:
-            remedy = "Use a host that is less busy, or a file server that answers"
-            yield ReportLine("warning", "answers", f"no answer to {'; '.join(questions)}", remedy, (name,))
+            fix = "Use a host that is less busy, or a file server that answers"
+            yield ReportLine("warning", "answers", f"no answer to {'; '.join(questions)}", fix, (name,))
 
 
 def _hosts(heard: Heard, places: Sequence[int]) -> tuple[str, ...]:

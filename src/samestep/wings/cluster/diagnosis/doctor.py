@@ -213,8 +213,8 @@ def _of_absent(
 ) -> Report:
     """Return the report of a process that met nobody, after a time in which the others may end."""
     tried = "; ".join(f"{at}: {what}" for at, what in met.outcomes.items())
-    remedy = "Start this on the first host too, and check its name, its interface and the firewall"
-    line = ReportLine("fault", "meeting", f"no other host was met. {tried}", remedy, (identity.host,))
+    fix = "Start this on the first host too, and check its name, its interface and the firewall"
+    line = ReportLine("fault", "meeting", f"no other host was met. {tried}", fix, (identity.host,))
     if say is not None:
         say(line.to_text())
     time.sleep(max(0.0, wanted.began_s + _LINGER_S - time.monotonic()))

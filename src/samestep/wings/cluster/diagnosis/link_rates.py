@@ -129,12 +129,12 @@ def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         worst = min(slow, key=lambda pair: slow[pair])
         way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
         text = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
-        remedy = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the fast network. Otherwise write this rate with --out FILE, and use plan --hardware FILE"
+        fix = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the fast network. Otherwise write this rate with --out FILE, and use plan --hardware FILE"
         yield ReportLine(
             "fault" if level == "fault" else "warning",
             "bandwidth",
             text,
-            remedy,
+            fix,
             tuple(heard.name(place) for place in places),
         )
 

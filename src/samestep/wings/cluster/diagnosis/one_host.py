@@ -59,21 +59,16 @@ def identity_line(who: Identity) -> Parts:
     if who.refused:
         return "fault", "identity", who.refused, "samestep train rejects it too"
     if who.others:
-        remedy = "Pass the variables of the launcher to its processes"
-        return "fault", "identity", f"a world of one, yet {who.others}: each is a run of its own", remedy
+        fix = "Pass the variables of the launcher to its processes"
+        return "fault", "identity", f"a world of one, yet {who.others}: each is a run of its own", fix
     by = f" ({' '.join(who.variables)})" if who.variables else ""
     if who.size > 1:
         unit = "host" if who.is_host else "rank"
         number = f"{unit} {who.rank} of {who.size}" if who.rank >= 0 else f"one of {who.size} hosts"
         return "ok", "identity", f"{number} by {who.launcher}{by}"
     if len(who.listed) > 1 and who.inside:
-        remedy = "Use srun --ntasks-per-node=1 samestep doctor to check all of them"
-        return (
-            "warning",
-            "identity",
-            f"inside {who.inside}, and no task of several: only this host is looked at",
-            remedy,
-        )
+        fix = "Use srun --ntasks-per-node=1 samestep doctor to check all of them"
+        return "warning", "identity", f"inside {who.inside}, and no task of several: only this host is looked at", fix
     inside = f", inside {who.inside}" if who.inside else ""
     return (
         "ok",
@@ -119,36 +114,36 @@ def _network_lines(who: Identity, net: Network) -> Iterator[Parts]:
 def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
     at = net.meets_at
     if not net.meeting_addresses:
-        remedy = "Add it to DNS or /etc/hosts, or use its address as MASTER_ADDR"
-        yield "fault", "names", f"{at}, at which all ranks meet, has no address here", remedy
+        fix = "Add it to DNS or /etc/hosts, or use its address as MASTER_ADDR"
+        yield "fault", "names", f"{at}, at which all ranks meet, has no address here", fix
         return
     addresses = {interface.address for interface in net.interfaces}
     is_loopback = net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES)
     if is_loopback and any(not address.startswith(LOOPBACK_ADDRESSES) for address in net.first_addresses):
-        remedy = f"Set MASTER_ADDR={who.listed[0]}, the first host of the job"
+        fix = f"Set MASTER_ADDR={who.listed[0]}, the first host of the job"
         yield (
             "fault",
             "names",
             f"{at}, at which all ranks meet, is every host itself, and the job has {len(who.listed)}",
-            remedy,
+            fix,
         )
     elif net.own_addresses and not any(
         address in addresses or address.startswith(LOOPBACK_ADDRESSES) for address in net.own_addresses
     ):
-        remedy = "Set its own address in DNS or /etc/hosts"
+        fix = "Set its own address in DNS or /etc/hosts"
         yield (
             "warning",
             "names",
             f"its own name {net.name} is {net.own_addresses[0]}, which no interface here has",
-            remedy,
+            fix,
         )
     elif net.reverse and net.reverse_addresses and not {*net.reverse_addresses} & addresses:
-        remedy = "Use one entry for name and address"
+        fix = "Use one entry for name and address"
         yield (
             "warning",
             "names",
             f"its address has the name {net.reverse}, which is {net.reverse_addresses[0]} here",
-            remedy,
+            fix,
         )
     else:
         back = f"; its own address has the name {net.reverse}" if net.reverse else ""
@@ -180,12 +175,12 @@ def _folder_line(folder: Folder) -> Parts:
 def _limit_lines(limits: Limits, gpus: Gpus | None) -> Iterator[Parts]:
     free, where = limits.temporary_free_bytes, limits.temporary
     level: Level = "fault" if free < _FULL_BYTES else "warning" if free < _LITTLE_BYTES else "ok"
-    shown, remedy = f"{where} has {readable(free)} left", "Use another TMPDIR, or remove files there"
+    shown, fix = f"{where} has {readable(free)} left", "Use another TMPDIR, or remove files there"
     if limits.temporary_unused:
         shown = f"nothing can be written to {limits.temporary_unused}, and temporary files go to {where}: {shown}"
         level = level if level == "fault" else "warning"
-        remedy = "Set TMPDIR to a folder on each host that this user may write to"
-    yield level, "disk", shown, "" if level == "ok" else remedy
+        fix = "Set TMPDIR to a folder on each host that this user may write to"
+    yield level, "disk", shown, "" if level == "ok" else fix
     yield _shm_line(limits, gpus)
     files = limits.open_files
     level = "ok" if files == NO_LIMIT or files >= _LITTLE_FILES else "fault" if files < _FEW_FILES else "warning"
@@ -206,13 +201,13 @@ def _shm_line(limits: Limits, gpus: Gpus | None) -> Parts:
     if limits.shm_bytes == NO_LIMIT:
         return "ok", "shm", "this system has no /dev/shm"
     shown = f"/dev/shm has {readable(limits.shm_free_bytes)} of {readable(limits.shm_bytes)} left"
-    remedy = "Use --shm-size of the container, or an emptyDir of medium Memory, or remove files left there"
+    fix = "Use --shm-size of the container, or an emptyDir of medium Memory, or remove files left there"
     if limits.shm_error:
-        return "fault", "shm", f"no file can be written to /dev/shm: {limits.shm_error.lower()}; {shown}", remedy
+        return "fault", "shm", f"no file can be written to /dev/shm: {limits.shm_error.lower()}; {shown}", fix
     if limits.shm_free_bytes < _SHM_FULL_BYTES:
-        return "fault", "shm", shown, remedy
+        return "fault", "shm", shown, fix
     if limits.shm_free_bytes < _SHM_LITTLE_BYTES and gpus is not None and len(gpus.names) > 1:
-        return "warning", "shm", f"{shown}, which NCCL and loaders of data share", remedy
+        return "warning", "shm", f"{shown}, which NCCL and loaders of data share", fix
     return "ok", "shm", shown
 
 
@@ -231,8 +226,8 @@ def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
         return "fault", "driver", f"{shown}, yet torch is built without CUDA", "Use a build of torch for CUDA"
     least = LEAST_DRIVER.get(_major(torch_cuda.rpartition(" ")[2]), 0)
     if torch_cuda.startswith("CUDA") and 0 < _major(gpus.driver) < least:
-        remedy = f"Use driver {least} or newer, or torch for an older CUDA"
-        return "fault", "driver", f"{shown} is too old for torch's {torch_cuda}", remedy
+        fix = f"Use driver {least} or newer, or torch for an older CUDA"
+        return "fault", "driver", f"{shown} is too old for torch's {torch_cuda}", fix
     if gpus.num_visible == 0:
         return (
             "warning",
@@ -250,13 +245,13 @@ def torch_line(host: str, torch: Torch, host_findings: HostFindings) -> ReportLi
     )  # a build without it has a line already
     gpus = host_findings.gpus if has_cuda else None
     if torch.error:
-        remedy = "Use python -c 'import torch; torch.ones(1).cuda()' to see more"
+        fix = "Use python -c 'import torch; torch.ones(1).cuda()' to see more"
         level: Level = "warning" if torch.is_late else "fault"
-        return ReportLine(level, "torch", torch.error.splitlines()[0], remedy, (host,))
+        return ReportLine(level, "torch", torch.error.splitlines()[0], fix, (host,))
     if gpus is not None and not gpus.error and gpus.names and torch.gpus != gpus.num_visible:
         shown = f"torch sees {torch.gpus} GPUs, and the driver {gpus.num_visible}"
-        remedy = "Use the device files of all GPUs in the container, and one form of CUDA_VISIBLE_DEVICES"
-        return ReportLine("fault", "torch", shown, remedy, (host,))
+        fix = "Use the device files of all GPUs in the container, and one form of CUDA_VISIBLE_DEVICES"
+        return ReportLine("fault", "torch", shown, fix, (host,))
     more = f", {torch.gpus} GPUs, NCCL {torch.nccl}" if torch.gpus else ""
     return ReportLine("ok", "torch", f"torch {torch.version}{more}", "", (host,))
 
