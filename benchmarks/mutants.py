@@ -289,7 +289,14 @@ def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LI
         target = source / "samestep" / site.file
         text, before, after = mutated(target.read_text(encoding="utf-8"), site)
         target.write_text(text, encoding="utf-8")
-        found = {"before": before, "after": after, "killed_by": "", "processor_s": 0.0, "files": 0}
+        found = {
+            "before": before,
+            "after": after,
+            "killed_by": "",
+            "processor_s": 0.0,
+            "files": 0,
+            "reached_by": len(files),
+        }
         begin_s = _used_s()
         for file in files:
             if (used_s := _used_s() - begin_s) >= limit_s:
@@ -311,7 +318,7 @@ def _first_failure(file: str, source: Path, root: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{file}: no end"
-    named = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    named = re.search(r"^(?:FAILED|ERROR) (.+?)(?:, after \d+ s| - .*)?$", done.stdout, re.MULTILINE)
     return "" if done.returncode in (0, 5) else named[1] if named else f"{file}: exit status {done.returncode}"
 
 
