@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from samestep.building.families import FamilyFacts
 from samestep.independence.cut_proof import CutProof
 from samestep.models.layer_parts import Boundary, BoundaryKind
 from samestep.models.layer_spec import LayerSpec
@@ -295,18 +293,3 @@ def _stands_between(name: str, parts: tuple[str, ...], whole: set[str], styles: 
     if styles.get(owner, "sum") != "sum":
         return styles[owner] == "row" and leaf == "bias"
     return not any(is_below(name, part) for part in parts)
-
-
-def with_given(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
-) -> Any:
-    """Return a module's arguments with its first tensor changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = facts.name_of_hidden(kwargs)
-    return args, {**kwargs, name: change(kwargs[name])}
-
-
-def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a module's output with its first tensor changed."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -89,6 +89,21 @@ def first_of(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
+def with_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
+) -> Any:
+    """Return a module's arguments with its first tensor changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = facts.name_of_hidden(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a module's output with its first tensor changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
 @dataclass(slots=True)
 class ModuleCall:
     """One call of a module: what it is given and returns, and the nodes of autograd that are created in it."""
