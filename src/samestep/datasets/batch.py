@@ -83,13 +83,13 @@ class Steps(Iterator[Any]):
         try:
             if self._stopped or self._next >= self._job.train.steps:
                 raise StopIteration
-            found = self._batch(self._next)
+            batch = self._batch(self._next)
         except StopIteration:
             self.stop()
             self.is_over = True
             raise
         self._next += 1
-        return found
+        return batch
 
     def _batch(self, step: int) -> Any:
         """Return the batch of a step, or raise StopIteration where there is none."""
@@ -178,8 +178,8 @@ class BatchStream(Steps):
         block, place = divmod(step, self._steps_at_once)
         if self._block is None or self._block[0] != block:
             train, size = self._job.train, self._steps_at_once
-            found = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
-            self._block = block, found
+            indices = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
+            self._block = block, indices
         return self._block[1][place].copy()
 
 
@@ -216,6 +216,24 @@ class OfStream:
     """A batch that a stream may have yielded; without one the next step acts in its place."""
 
     stream: Steps | None
+    step: int
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field of the samples of all ranks, such as `batch["labels"]` or `batch[0]`: a copy, which the first call reads."""
+        return self._read_whole[key]
+
+    @functools.cached_property
+    def _read_whole(self) -> Any:
+        batch: Any = self
+        return batch.samples(batch.shares(0, 1, 1)[0])
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
+
+        With `pin` their tensors lie in memory from which a GPU copies while the caller goes on.
+        """
+        if self.stream is not None:
+            self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
     def end_stream(self) -> None:
         """End the stream that yielded this batch: it yields no further one, and `StepReport.stop` says so."""
@@ -276,14 +294,6 @@ class Batch(OfStream):
             return self.stream.read(Wanted(self.step, rows))
         draw = None if self.seed is None else SampleDraw(self.seed, self.step, lambda _: self.indices)
         return read_samples(self.dataset, rows, draw)
-
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
-
-        With `pin` their tensors lie in memory from which a GPU copies while the caller goes on.
-        """
-        if self.stream is not None:
-            self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
 ONLY_MAP_STYLE = "the samples of a step must be a function of its number, so only a map-style dataset works"
@@ -355,8 +365,8 @@ def shares(
 def _places(count: int, rank: int, num_ranks: int, num_microbatches: int, by_microbatch: bool) -> list[slice]:
     """Return where the samples of each micro-batch of a rank are, which every step asks for."""
     parts = Shares(count, num_ranks, num_microbatches, by_microbatch)
-    mine = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
-    return [slice(where.start, where.stop) for where in mine]
+    positions = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
+    return [slice(where.start, where.stop) for where in positions]
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,9 +417,6 @@ class GivenBatch(OfStream):
     def samples(self, indices: Integers | Sequence[int]) -> Any:
         """Return the values of the samples at these positions of the batch."""
         return rows_of(self.values, np.asarray(indices) - self._first, self.count)
-
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Do nothing, since the values are here."""
 
 
 def example_of(dataset: Dataset) -> Any:

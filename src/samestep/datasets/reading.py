@@ -62,6 +62,7 @@ class SampleReader:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._name = getattr(dataset, "name_of_dataset", type(dataset).__name__)
         self.draws = False
         """Whether its items have drawn from a generator of the process."""
         self.draws_together = False
@@ -88,7 +89,7 @@ class SampleReader:
             return read_drawn(rows, draw)
         read, sample = getattr(self.dataset, "read", None), getattr(self.dataset, "sample", None)
         if read is not None and (draw is None or sample is None):
-            with failures_of(f"reading samples of a {type(self.dataset).__name__}", DataError):
+            with failures_of(f"reading samples of a {self._name}", DataError):
                 return self._together(read, rows, draw)
         changed = None if draw is None else sample
         return self._together(lambda some: self._stacked(some, self._items(some, draw, changed)), rows, draw)
@@ -106,21 +107,21 @@ class SampleReader:
                 self._looks_at_items = True
                 return self._together(read, rows, draw)
             self.draws_together = True
-        whole = draw.whole_of(draw.step) if draw is not None and draw.whole_of is not None else None
-        if draw is None or whole is None or not {*rows.tolist()} <= {*whole.tolist()}:
+        indices = draw.whole_of(draw.step) if draw is not None and draw.whole_of is not None else None
+        if draw is None or indices is None or not {*rows.tolist()} <= {*indices.tolist()}:
             return self._one_by_one(read, rows, draw or _EVALUATION)
         if self._whole is None or self._whole[0] != draw.step:
             with drawing_from(draw.key(_WHOLE)):
-                self._whole = draw.step, read(whole)
-        values, count = self._whole[1], len(whole)
+                self._whole = draw.step, read(indices)
+        values, count = self._whole[1], len(indices)
         if num_samples(values) != count:
             raise DataError(
                 "data-form",
-                f"the function that joins the samples of a {type(self.dataset).__name__} together draws random numbers, so the whole batch is put together "
+                f"the function that joins the samples of a {self._name} together draws random numbers, so the whole batch is put together "
                 "at once, and its result is not divided by samples. Use tensors with the samples first, or numbers of the "
                 "generator that sample(index, generator) is given",
             )
-        place = {index: number for number, index in reversed([*enumerate(whole.tolist())])}
+        place = {index: number for number, index in reversed([*enumerate(indices.tolist())])}
         return rows_of(values, [place[row] for row in rows.tolist()], count)
 
     def _one_by_one(self, read: Callable[[Integers], Any], rows: Integers, draw: SampleDraw) -> Any:
@@ -139,7 +140,7 @@ class SampleReader:
             try:
                 return self.dataset[index] if changed is None or draw is None else changed(index, draw.generator(index))
             except Exception:
-                with failures_of(f"reading sample {index} of a {type(self.dataset).__name__}", DataError):
+                with failures_of(f"reading sample {index} of a {self._name}", DataError):
                     raise
 
         wanted = [int(index) for index in (rows if rows.size else [0])]
@@ -152,11 +153,11 @@ class SampleReader:
             put_all_back(states)
             _refuse_thread()
             self.draws = True
-        found = []
+        read_items = []
         for index in wanted:
             with drawing_from((draw or _EVALUATION).key(index)):
-                found.append(item(index))
-        return found
+                read_items.append(item(index))
+        return read_items
 
     def _stacked(self, rows: Integers, samples: list[Any]) -> Any:
         """Return samples collated by the data set's `collate`, or by torch's `default_collate`."""
@@ -175,7 +176,7 @@ class SampleReader:
         except (RuntimeError, TypeError, KeyError) as error:
             raise DataError(
                 "data-form",
-                f"the samples of a {type(self.dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
+                f"the samples of a {self._name} cannot be stacked into a batch{_first_other(rows, samples)}: "
                 f"{str(error).splitlines()[0]}. Use "
                 "samples of equal shapes, or a method read(indices) on the dataset",
             ) from None
@@ -217,8 +218,8 @@ def _first_other(rows: Integers, samples: list[Any]) -> str:
     """Return as text which sample differs in shapes from the first one; empty if none does."""
 
     def shapes(sample: Any) -> list[Any]:
-        whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
-        return [list(leaf.shape) for leaf in whole]
+        leaves = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
+        return [list(leaf.shape) for leaf in leaves]
 
     first = shapes(samples[0])
     other = next((place for place, sample in enumerate(samples) if shapes(sample) != first), None)
