@@ -256,6 +256,8 @@ class OwnedModel:
         self._has_ended = False
         self.form: PlainForm | None = None
         """The form of the instance while the run has taken it."""
+        self.optimizers: list[Any] = []
+        """The instances of optimizers that the run has taken, which have a method `give_back`."""
         module = model if isinstance(model, nn.Module) else nn.Module()
         self._weights: dict[str, weakref.ref[Tensor]] = {
             name: weakref.ref(param) for name, param in module.named_parameters()
@@ -295,10 +297,17 @@ class OwnedModel:
         if self.form is not None:
             self.form.give_back(values)
             self.form = None
+        self._give_back_optimizers()
 
     def end(self) -> None:
         """Let other runs take what this one has given back."""
         self._has_ended = True
+        self._give_back_optimizers()
+
+    def _give_back_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.give_back()
+        self.optimizers = []
 
     def abandon(self) -> None:
         """Give the instance back if this rank has whole weights, because the run is gone."""

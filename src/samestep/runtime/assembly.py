@@ -46,6 +46,7 @@ from samestep.runtime.axes.compiled_blocks import CompiledBlocks
 from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.objective import Objective
+from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import why_uncompiled
@@ -282,6 +283,8 @@ def _prepare_model(
 def _with_updater(decided: _Decided, placements: Placements, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
     job, program = decided.job, decided.program
+    if (owner := decided.source.owner) is not None:
+        owner.optimizers = [*given_sources(decided.optimizer.source).values()]
     updater = Updater.over(
         store.pieces,
         decided.optimizer,
@@ -291,6 +294,7 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         packing=StatePacking.of(job, program, placements),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
+        takes_instances=decided.source.owner is not None,
     )
     return Weights(
         store=store,

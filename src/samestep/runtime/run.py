@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.loss import loss_from
@@ -53,7 +52,6 @@ from samestep.runtime.memory_limits import held_bytes
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.optimizers.optimizers_by_name import for_loops
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order, whereabouts
 from samestep.runtime.processes.join import RankInfo
@@ -108,8 +106,6 @@ class Run(RunMethods, SavedRun, RecordedRun):
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
         self.before_steps: list[Callable[[StepBatch], StepReport | None]] = []
         """What is asked before each step of a prepared run; a report in place of None says that the loop has ended before it."""
-        self._seen: Optimizer | None = None
-        """The optimizer as a loop has it, on which its schedulers act."""
         self.ended: StepReport | None = None
         """The report of a loop that had ended before this process began, which takes no step more."""
         self._own = held_assembly_of(job)(source, layout, job, place, averages)
@@ -181,11 +177,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         self.assembly.weights.store.watch.take_back()
         updater = self.assembly.weights.updater
         updater.live.reread()
-        if updater.optimizer is None:
-            return updater
-        if self._seen is None or vars(self._seen) is not vars(updater.optimizer):
-            self._seen = for_loops(updater.optimizer)
-        return updater if self._seen is updater.optimizer else replace(updater, optimizer=self._seen)
+        return replace(updater, optimizer=updater.in_loop)
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly that was derived from the run's, for example one with another optimizer."""

@@ -12,6 +12,7 @@ What it is asked for meanwhile is that of a plain model, which has the values th
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from samestep.runtime.checkpoints import checkpoint, manifests, other_state, who
 from samestep.runtime.checkpoints.prepared_run import PreparedRun, TrainedData
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.optimizers.optimizer_source import given_sources
+from samestep.runtime.optimizers.optimizer_step import set_options
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import WeightAverages
 
@@ -202,11 +204,11 @@ class RunState:
         """
         if self._own.is_prepared:
             checkpoint.load(self._run, path)
-        else:
-            self._run.steps_taken = checkpoint.step_of(path, self._own.job)
-            self._checkpoint, self._dict = path, None
-        if given_optimizers := given_sources(self._own.source.optimizer):
-            checkpoint.of_records(path, functools.partial(other_state.give_back_to_instances, given_optimizers))
+            return
+        self._run.steps_taken = checkpoint.step_of(path, self._own.job)
+        self._checkpoint, self._dict = path, None
+        if makers := given_sources(self._own.source.optimizer):
+            checkpoint.of_records(path, functools.partial(other_state.give_back_to_instances, [*makers.values()]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set weights and buffers to those of a dict, at once or when the model is built.
@@ -227,7 +229,13 @@ class RunState:
         Collective over the world, see [Note: collective calls].
         """
         if self._checkpoint is not None:
+            groups = [
+                g for maker in given_sources(self._own.source.optimizer).values() for g in maker.instance.param_groups
+            ]
+            options = [copy.deepcopy({key: value for key, value in g.items() if key != "params"}) for g in groups]
             checkpoint.load(self._run, self._checkpoint)
+            for group, of_loop in zip(groups, options, strict=True):  # what the loop has set since the load stays
+                set_options(group, of_loop)
         if self._dict is not None:
             whole_state.load(self._run, self._dict, self._note_written)
             self._dict = None
