@@ -44,7 +44,6 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints.saved_run import RunState, SavedRun
 from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
@@ -69,7 +68,7 @@ from samestep.runtime.weights.weights_in_loops import computing
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(RunMethods, SavedRun, RecordedRun):
+class Run(RunMethods, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -115,7 +114,6 @@ class Run(RunMethods, SavedRun, RecordedRun):
         self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
-        self._state = RunState(self, self._own, self._stepper.guards.forget_replicas)
         self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
         if self._own.are_apart:
@@ -222,7 +220,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         if self._owner is not None:
             model = self._own.current.model
             self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
-        self._state.begin()
+        self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -254,7 +252,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
     ) -> tuple[StepReport, StepBatch]:
         """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
-        self._state.refuse(method)
+        self._refuse_lent(method)
         if torch.is_autocast_enabled(self.place.device.type):
             raise ModelError(
                 "run-call-time",

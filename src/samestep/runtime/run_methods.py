@@ -14,30 +14,23 @@ from samestep.building.loss import loss_from
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.examination.examine import Loss
-from samestep.job import Job
-from samestep.runtime.checkpoints.saved_run import Lent, RunState
+from samestep.runtime.checkpoints.saved_run import Lent, SavedRun
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
-from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.run_batches import RunBatches
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.stepper import Stepper
 
 Measure = Callable[[Any, Any], Any]
 """A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 
 
-class RunMethods:
+class RunMethods(SavedRun):
     """Backwards and updates of a run, which its loop calls one by one, and forwards outside of its steps."""
 
-    job: Job
-    _own: HeldAssembly
-    _stepper: Stepper
     _parts: StepsInParts
     _batches: RunBatches
-    _state: RunState
     ended: StepReport | None
 
     @abstractmethod
@@ -110,7 +103,7 @@ class RunMethods:
             ModelError: no gradient is accumulated, no optimizer has the name, or its `step` does not take the options.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
         """
-        self._state.refuse("update")
+        self._refuse_lent("update")
         if self.ended is not None:
             return self.ended
         with self._computing():
@@ -136,7 +129,7 @@ class RunMethods:
             ModelError: no optimizer has the name, or the optimizer no such method.
             LayoutError: the method couples weights, or elements of one, that the layout divides.
         """
-        self._state.refuse("call")
+        self._refuse_lent("call")
         with self._computing():
             return self._parts.call(name, method, args, kwargs)
 
@@ -191,14 +184,14 @@ class RunMethods:
 
     def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
         """Return a data set or a batch that a method is given, as one batch with labels."""
-        self._state.refuse(word, Lent.WHOLE)
+        self._refuse_lent(word, Lent.WHOLE)
         method = f"run.{word}"
         batch = batch_to_evaluate(given, method, self.job.train.global_batch, self._batches.dims)
         return self.labelled(self.batch_of(batch, method, local=local))
 
     def outputs(self, samples: Any) -> Any:
         """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
-        self._state.refuse("outputs", Lent.WHOLE)
+        self._refuse_lent("outputs", Lent.WHOLE)
         self.prepare(samples)
         with self._computing(), self._own.outer():
             return outputs_of(self._stepper.whole_assembly, samples, self.job.train.seed)

@@ -357,11 +357,12 @@ def for_loops(optimizer: Optimizer, instance: Optimizer | None = None) -> Optimi
     """Return what a loop sees of a run's optimizer, which shares all attributes with it: groups, states, options. It is the `instance` that
     the loop has, if there is one, until `leave_run`.
     """
-    view: Optimizer = object.__new__(type(optimizer)) if instance is None else instance
+    kind: Any = type(optimizer)
+    view: Optimizer = object.__new__(kind) if instance is None else instance
     of_loop = {key: value for key, value in vars(view).items() if key not in vars(optimizer) and key != "step"}
     view.__dict__ = optimizer.__dict__
     vars(view).update(of_loop)
-    view.__class__ = _class_in_loops(type(optimizer))
+    view.__class__ = _class_in_loops(kind)
     return view
 
 
