@@ -257,11 +257,9 @@ class OwnedModel:
         self.form: PlainForm | None = None
         """The form of the instance while the run has taken it."""
         self.optimizers: list[Any] = []
-        """The instances of optimizers that the run has taken, which have a method `give_back`."""
+        """What gives back the instances of optimizers that the run has taken."""
         module = model if isinstance(model, nn.Module) else nn.Module()
-        self._weights: dict[str, weakref.ref[Tensor]] = {
-            name: weakref.ref(param) for name, param in module.named_parameters()
-        }
+        self._weights = {name: weakref.ref[Tensor](param) for name, param in module.named_parameters()}
         self._trained = frozenset(self._weights)
         self._parts = {id(part._parameters): path for path, part in module.named_modules()} if module is model else {}
         if lost := next((path or "the model" for path, part in module.named_modules() if part in _LOST), ""):
@@ -297,28 +295,21 @@ class OwnedModel:
         if self.form is not None:
             self.form.give_back(values)
             self.form = None
-        self._give_back_optimizers()
+        for optimizer in self.optimizers:
+            optimizer.give_back()
 
     def end(self) -> None:
         """Let other runs take what this one has given back."""
+        self.give_back()
         self._has_ended = True
-        self._give_back_optimizers()
-
-    def _give_back_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.give_back()
-        self.optimizers = []
 
     def abandon(self) -> None:
         """Give the instance back if this rank has whole weights, because the run is gone."""
         if self.form is not None and not self.form.has_its_parameters:
             _LOST.update(self.form.module.modules())
-        elif self.form is not None:
-            with (
-                disable_current_modes(),
-                DisableTorchFunction(),
-            ):  # a collection may run within the forward of another run
-                self.give_back({})
+            self.form = None
+        with disable_current_modes(), DisableTorchFunction():  # a collection may run within the forward of another run
+            self.give_back({})
         self.end()
 
     def _refuse_others(self) -> None:
