@@ -432,7 +432,9 @@ CASES: dict[str, Case] = {
         given(), each=changing(lambda net: net.a.weight.register_hook(lambda gradient: 0.5 * gradient))
     ),
     "given instance shrunk by data": Case(given(), each=changing(shrink)),
-    "momenta of the given optimizer cleared": Case(given(with_momenta), each=of_optimizer(lambda own: own.state.clear())),
+    "momenta of the given optimizer cleared": Case(
+        given(with_momenta), each=of_optimizer(lambda own: own.state.clear())
+    ),
     "given optimizer loaded": Case(given(), each=of_optimizer(lambda own: own.load_state_dict(own.state_dict()))),
     "given optimizer with a hook": Case(
         given(), each=of_optimizer(lambda own: own.register_step_pre_hook(lambda *_: None))

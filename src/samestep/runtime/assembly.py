@@ -151,23 +151,26 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     decided = _decide(source, layout, job, place, example)
-    waived = _check(decided, place)
+    waived, plan = _check(decided, place), decided.traced.blueprint
     precision.set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
-    uncut = _Uncut.of(decided, example)
+    assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
+    # Read while weights are whole, and the loss is called as its code does.
+    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None
+    settle_own_loss(plan.module, source.loss, example)
+    state_names = plan.state_names()
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
     exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
-        model=_prepare_model(decided, uncut, axes, store, waived),
+        model=_prepare_model(decided, axes, store, waived, form, state_names),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
     if (optimizer := assembled.weights.updater.optimizer) is not None:
         axes.compiled.leave_update(why_uncompiled(optimizer))
-    plan = decided.traced.blueprint
     plan.plain.settle(functools.partial(plan.materialize, device=place.device), frees=plan.is_taken)
     return assembled
 
@@ -184,25 +187,6 @@ class _Decided:
     """The spec of the whole model, with what its optimizer needs."""
     optimizer: WholeOptimizer
     program: Program
-
-
-@dataclass(frozen=True, slots=True)
-class _Uncut:
-    """The facts that are read of a module while its weights are whole and its loss is called as its code does."""
-
-    form: PretrainedForm | None
-    state_names: Mapping[str, str]
-
-    @classmethod
-    def of(cls, decided: _Decided, example: Any) -> _Uncut:
-        """Read a blueprint, which is then cut and filled by this run alone; its loss is the run's from now on."""
-        plan, job = decided.traced.blueprint, decided.job
-        assert all(param.is_meta for param in plan.module.parameters()), (
-            "a blueprint is cut and filled by one run alone"
-        )
-        form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None
-        settle_own_loss(plan.module, decided.source.loss, example)
-        return cls(form, plan.state_names())
 
 
 def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
@@ -249,7 +233,12 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
 
 
 def _prepare_model(
-    decided: _Decided, uncut: _Uncut, axes: AppliedAxes, store: WeightStore, waived: tuple[str, ...]
+    decided: _Decided,
+    axes: AppliedAxes,
+    store: WeightStore,
+    waived: tuple[str, ...],
+    form: PretrainedForm | None,
+    state_names: Mapping[str, str],
 ) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
@@ -273,9 +262,9 @@ def _prepare_model(
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
         remarks=waived,
-        form=uncut.form,
+        form=form,
         given={} if traced.blueprint.is_taken else traced.blueprint.given,
-        state_names=uncut.state_names,
+        state_names=state_names,
         gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )
 
