@@ -260,14 +260,14 @@ class Run(RunMethods, RecordedRun):
                 f'"{self.job.numerics.precision}" says. Use "bf16" or "fp16" there, without it',
             )
         values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
-        given = self.batch_of(batch, f"run.{method}", local=local, step=step)
+        read = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._parts.note_values(values, step)
-        batch = self.labelled(given)
+        batch = self.labelled(read)
         for ask in self.before_steps:
-            if (ended := ask(given)) is not None:
+            if (ended := ask(read)) is not None:
                 self.ended = ended
                 return ended, batch
-        self.changes += self._batches.begin_step(given)
+        self.changes += self._batches.begin_step(read)
         assembly = self._own.current
         module, program, updater = assembly.model.module, assembly.parallel.program, assembly.weights.updater
         count_bytes = functools.partial(held_bytes, module, program, updater)

@@ -108,7 +108,7 @@ class NextLabels:
 
     def _convention(self, batch: StepBatch) -> Convention:
         dataset = getattr(batch, "dataset", None)
-        form = next((convention for one, convention in self._found if one is dataset), None)
+        form = next((convention for known, convention in self._found if known is dataset), None)
         if form is None:
             if dataset is None:
                 samples = batch.samples(batch.shares(0, 1, 1)[0][:LOOKED_AT])
@@ -234,11 +234,11 @@ class _GivenBatches:
             DataError: it is neither a batch nor the values of one, or ranks were given different ones without `local`.
         """
         if hasattr(tensors, "shares") and hasattr(tensors, "samples"):
-            held = getattr(tensors, "held", None)
-            if held is not None and self._place.world_size > 1:
+            samples = getattr(tensors, "held", None)
+            if samples is not None and self._place.world_size > 1:
                 self._compare_ends(tensors.stream, tensors.step, tensors.num_samples)
                 if compares:
-                    self._compare_stream(held, method)
+                    self._compare_stream(samples, method)
             return self._first_of(tensors)
         with outside_step():
             tensors = tensors_of_arrays(tensors)

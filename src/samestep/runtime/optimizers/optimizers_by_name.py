@@ -62,14 +62,14 @@ class OptimizerFunction:
             ModelError: what the function returns is none.
         """
         with alone("the optimizer function"):
-            made = self._made(named)
-        if not hasattr(made, "param_groups") or not hasattr(made, "step"):
+            optimizer = self._made(named)
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
             raise ModelError(
                 "optimizer-refuses",
-                f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
+                f"the optimizer function returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer over the "
                 "list of parameters that it is given",
             )
-        return made
+        return optimizer
 
     def _made(self, named: Named) -> Any:
         if self._takes_names is not None:
@@ -186,7 +186,7 @@ def sources_by_name(
                 "optimizer-weights",
                 f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}",
             )
-    return NamedOptimizers({key: source_of(one, key if isinstance(key, str) else "") for key, one in pairs})
+    return NamedOptimizers({key: source_of(optimizer, key if isinstance(key, str) else "") for key, optimizer in pairs})
 
 
 # -- the members of an update ----------------------------------------------------------------------

@@ -438,7 +438,7 @@ def _counters(code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
 def fails_on_empty(code: StepCode) -> bool:
     """Return whether the step of an optimizer fails if no group has a weight; the changes of that step are put back."""
     groups = [group for optimizer in code.optimizers for group in optimizer.param_groups]
-    held = [group["params"] for group in groups]
+    params_of_groups = [group["params"] for group in groups]
     with code.put_back():
         for group in groups:
             group["params"] = []
@@ -448,7 +448,7 @@ def fails_on_empty(code: StepCode) -> bool:
         except Exception:
             return True
         finally:
-            for group, params in zip(groups, held, strict=True):
+            for group, params in zip(groups, params_of_groups, strict=True):
                 group["params"] = params
     return False
 
