@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
@@ -57,13 +58,16 @@ class SavedRun(PreparedRun):
 
     _own: HeldAssembly
     _stepper: Stepper
-    _refuse_waiting: Callable[[str], None]
     _owner: OwnedModel | None
     _lent = Lent.NOTHING
     _checkpoint: Path | None = None
     """The checkpoint from which the run goes on once its model is built."""
     _dict: dict[str, Any] | None = None
     """The state dict that is set after that."""
+
+    @abstractmethod
+    def _refuse_waiting(self, method: str) -> None:
+        """Refuse a call while gradients wait."""
 
     def _refuse_lent(self, word: str, *lent: Lent) -> None:
         """Refuse a call while the model has other tensors than those that are trained: one of `lent`, or any.
