@@ -151,7 +151,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     decided = _decide(source, layout, job, place, example)
-    waived, plan = _check(decided, place), decided.traced.blueprint
+    plan = decided.traced.blueprint
     precision.set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
     assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
@@ -165,7 +165,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
-        model=_prepare_model(decided, axes, store, waived, form, state_names),
+        model=_prepare_model(decided, axes, store, form, state_names),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
@@ -187,13 +187,15 @@ class _Decided:
     """The spec of the whole model, with what its optimizer needs."""
     optimizer: WholeOptimizer
     program: Program
+    waived: tuple[str, ...]
+    """Rejections of what the model keeps that the job waives."""
 
 
 def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
-    """Trace the model and make the program of this rank.
+    """Trace the model, make the program of this rank, and refuse what this machine cannot hold and what its groups cannot send.
 
     Raises:
-        InputError: the model or the optimizer does not fit the layout.
+        InputError: the model or the optimizer does not fit the layout, or the layout does not fit the machine.
     """
     traced, flows = recorded_flows.with_flows(examine(source, job, example, layout), layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
@@ -203,19 +205,10 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     optimizer, spec = WholeOptimizer.of(source.optimizer, traced.spec, marks, job, layout)
     cuts_loss, in_chunks = source.loss is cross_entropy, optimizer.updates_in_chunks
     program = program_of(spec, job, layout, place.ranks_per_node, cuts_loss, stage, replica, in_chunks)
-    return _Decided(source, job, traced, flows, spec, optimizer, program)
-
-
-def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
-    """Refuse what a model keeps, what this machine cannot hold, and what its groups cannot send; return the refusals that the job waives.
-
-    Raises:
-        InputError: the layout would change the result, or does not fit the machine.
-    """
-    several_hosts = place.ranks_per_node < place.world_size
-    memory_limits.refuse_weights_too_large(decided.program, decided.job, place.device, place.ranks_per_node)
-    messages.check(decided.spec, decided.program.step.layout, decided.job, several_hosts=several_hosts)
-    return tuple(forward_state.check(decided.traced.analysis.states, decided.program, decided.job.run))
+    memory_limits.refuse_weights_too_large(program, job, place.device, place.ranks_per_node)
+    messages.check(spec, program.step.layout, job, several_hosts=place.ranks_per_node < place.world_size)
+    waived = tuple(forward_state.check(traced.analysis.states, program, job.run))
+    return _Decided(source, job, traced, flows, spec, optimizer, program, waived)
 
 
 def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
@@ -236,7 +229,6 @@ def _prepare_model(
     decided: _Decided,
     axes: AppliedAxes,
     store: WeightStore,
-    waived: tuple[str, ...],
     form: PretrainedForm | None,
     state_names: Mapping[str, str],
 ) -> PreparedModel:
@@ -261,7 +253,7 @@ def _prepare_model(
         replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
-        remarks=waived,
+        remarks=decided.waived,
         form=form,
         given={} if traced.blueprint.is_taken else traced.blueprint.given,
         state_names=state_names,

@@ -120,11 +120,6 @@ class Run(RunInParts, RecordedRun):
         self._losses = OtherLosses(self._stepper, self._own)
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
-        self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
-        """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
-        if self._own.are_apart:
-            self._after_step.append(lambda step: self._own.exchange(step + 1))
-            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
 
     def __repr__(self) -> str:
         """Return the layout and the number of steps, as a notebook shows them."""
@@ -250,8 +245,8 @@ class Run(RunInParts, RecordedRun):
         self._refuse_waiting("step")
         with whereabouts.taking(self.steps_taken + 1, hang_s=self.job.run.hang_s):
             report, batch = self._taken(batch, "step", self._stepper.take, local=local)
-            for act in self._after_step if report.step > batch.step else ():
-                act(batch.step)
+            if report.step > batch.step and (self._own.averages.following or self._own.are_apart):
+                self._stepper.end_step(batch.step)
         return self._received(report, batch)
 
     def _taken(

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
-from samestep.building.predictions import target_of
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.independence.roundings import (
@@ -37,6 +36,7 @@ from samestep.independence.roundings import (
     allowance,
     nudge_outputs,
 )
+from samestep.independence.sliced_shapes import tokens_of
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, microbatches
@@ -279,7 +279,25 @@ class Repeat(NamedSamples):
                 trial = LossTrial() if trial.is_indivisible and is_sum else trial
             if not self.largest(float(tried is not None and not trial.judged)):
                 break
-        return trial
+        return self._with_slices(trial, run) if self._assembly.parallel.program.step.layout.cp > 1 else trial
+
+    def _with_slices(self, trial: LossTrial, run: HalvedRun | None) -> LossTrial:
+        """Return a trial with a reason against outputs without a row for each token that differ between slices of the same samples.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        mesh = self._assembly.parallel.mesh
+        whole = run.whole if run is not None else Samples((), (), 0)
+        length = tokens_of(whole.batch).shape[1] if whole.size else 0
+        others = [one for one in tensors_in(whole.outputs) if one.is_floating_point() and length not in one.shape[1:]]
+        sums = [float(one.detach().double().norm()) for one in others]
+        everyone = gather_values((mesh.data_share[0], sums), mesh.size("world"))
+        if (trial.reason and trial.of_tokens) or all(
+            np.allclose(theirs, sums) for share, theirs in everyone if share == mesh.data_share[0] and theirs
+        ):
+            return trial
+        text = "the forward returns a tensor without a row for each token, which is computed from a rank's slice of the tokens"
+        return LossTrial(text, of_tokens=True)
 
     def _judged(self, tried: TriedLoss, run: HalvedRun | None) -> LossTrial:
         """Return what samples and their halves show of a loss, if its outputs can be divided."""
@@ -294,10 +312,13 @@ class Repeat(NamedSamples):
         trial = loss_of_parts.judge(
             loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
         )
-        if self._assembly.parallel.program.step.layout.cp == 1 or trial.reason or not trial.judged:
+        if self._assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
             return trial
-        length = target_of(run.whole.batch).shape[1]
-        return loss_of_parts.judge_tokens(tried.loss, run.whole, length, self._loss_of_user) if length > 1 else trial
+        length = tokens_of(run.whole.batch).shape[1]
+        of_tokens = (
+            loss_of_parts.judge_tokens(tried.loss, run.whole, length, self._loss_of_user) if length > 1 else trial
+        )
+        return of_tokens if of_tokens.reason else trial
 
     def agree_on_samples(self, indices: Indices | None) -> Indices | None:
         """Return the samples that some rank names among those that share the model and the data, as its last stage: they run the same.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import OF_GRAPHS, is_known_sum
+from samestep.building.loss import OF_GRAPHS, cross_entropy, is_known_sum
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.errors import JobError, ModelError, UnprovenError
@@ -243,6 +243,9 @@ class StepTrials:
         loss = self._given_loss
         if not isinstance(loss, ModelLoss) or loss.rule is not None:
             return
+        if self._layout.cp > 1:
+            loss.rule = Rule.SLICE
+            return
         reason = model_loss_trial.find_rule(loss, held, batch, seed)
         if reason and self._is_split:
             raise UnprovenError("loss-not-a-sum", reason, "loss")
@@ -269,11 +272,13 @@ class StepTrials:
             self._settle_loss(watch)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        if isinstance(self._given_loss, ModelLoss) and watch.tried and (watch.is_new or not self.loss_is_tried):
+        is_of_model, is_sliced = isinstance(self._given_loss, ModelLoss), self._layout.cp > 1
+        if is_of_model and not is_sliced and watch.tried and (watch.is_new or not self.loss_is_tried):
             self._asked.append(TriedLoss(held.objective.loss, pairs=frozenset(watch.pairs)))
             self._refusals.asks = LossAsks(len(self._asked), 0)
             return
-        if isinstance(self._given_loss, ModelLoss) or is_known_sum(self._given_loss):
+        is_known = self._given_loss is cross_entropy if is_sliced else is_known_sum(self._given_loss)
+        if is_of_model or is_known:
             self._settle_loss(watch)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
@@ -346,6 +351,16 @@ class StepTrials:
             watch.tried |= tried.pairs
         if held.objective.sums.reads_ahead and is_parted:
             self.refuse_moved_counts(trial.moving)
+        if trial.acts_by_calls and is_parted:
+            text = "the loss acts by the number of its calls, and each micro-batch calls it, where a plain loop does once a step"
+            self._refusals.add(
+                "loss", "loss-not-a-sum", f"{text}. Use one micro-batch per rank, or report.step of the loop"
+            )
+        if trial.keeps and self._is_split:
+            self._refusals.remark(
+                f"the loss keeps {trial.keeps} between its calls, of the samples of this rank or micro-batch alone. Use a third result, "
+                '{"name": (sum, count)}: report.values has the means over all samples of a step'
+            )
         if not trial.reason:
             return
         if tried.way:

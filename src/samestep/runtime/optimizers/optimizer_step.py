@@ -30,13 +30,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import class_names, members_of
+from samestep.building.optimizer import members_of
 from samestep.errors import ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
@@ -188,17 +189,20 @@ class Updater:
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
         there = host_copies.beside(gradients, [piece.value for piece in pieces])
-        for chunk, chunk_gradients in chunks_with(pieces, there, self.chunks, self.optimizer, self.pieces, self.unused):
-            is_all = len(chunk) == len(self.pieces)
-            with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__):
-                    if not self.fragile:
+        self.rates.is_updating = True  # a closure runs a backward, and its guards, within an update
+        try:
+            for chunk, chunk_gradients in chunks_with(
+                pieces, there, self.chunks, self.optimizer, self.pieces, self.unused
+            ):
+                is_all = len(chunk) == len(self.pieces)
+                with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
+                    groups = without_empty_groups(self.fragile) if self.fragile else _NOTHING
+                    with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__), groups:
                         step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
-                    else:
-                        with without_empty_groups(self.fragile):
-                            step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
-                if self.averages is not None:
-                    self.averages.update(chunk, held_back)
+                    if self.averages is not None:
+                        self.averages.update(chunk, held_back)
+        finally:
+            self.rates.is_updating = False
 
     @torch.no_grad()
     def call(self, part: UpdatedPart, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -317,7 +321,11 @@ class GroupRates:
         self._set = list(self.first)
         self._from_outside = set[int]()
         """The groups whose rate a loop or a scheduler has set, in this process or before a resume."""
-        self._members = self._present_members()
+        self._members = members_of(optimizer) if optimizer is not None else ()
+        kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        self._hooks = [vars(member)[kind] for member in self._members for kind in kinds if kind in vars(member)]
+        self._first_held = self._held()
+        self.is_updating = False
 
     def check(self, *, follows_schedule: bool) -> None:
         """Refuse groups without a learning rate where the rates are to follow a schedule.
@@ -413,26 +421,28 @@ class GroupRates:
         return {index: now for index, (now, rate_before) in both if now != rate_before}
 
     def refusal(self) -> str:
-        """Return what a loop has done to the optimizer that a layout cannot follow; empty if nothing."""
-        present = self._present_members()
-        if present == self._members:
+        """Return what a loop has done to the optimizer that a layout cannot follow; empty if nothing. It is asked in every step."""
+        present = self._held()
+        if present == self._first_held or self.is_updating:
             return ""
-        hooks, *groups = present
-        what = f"the {class_names(self.optimizer)} of the run" if self.optimizer is not None else ""
-        if len(groups) != len(self._members) - 1:
+        what = f"the {' and '.join(type(member).__name__ for member in self._members)} of the run"
+        if present[0] != self._first_held[0]:
             return (
-                f"{what} has {len(groups)} groups, and had {len(self._members) - 1} when the run was made. Use groups of all weights from the "
+                f"{what} has {present[0]} groups, and had {self._first_held[0]} when the run was made. Use groups of all weights from the "
                 "start, some with lr = 0"
             )
-        if hooks != self._members[0]:
+        if present[1] != self._first_held[1]:
             return f"{what} was given step hooks, which see this rank's part. Register them in a function of the parameters"
         return f"{what} was given other parameters in a group. Set lr = 0 and requires_grad_(False) in run.model"
 
-    def _present_members(self) -> list[list[int]]:
-        """Return the numbers of the hooks of all members, and the identities of the parameters in each of their groups."""
-        members = members_of(self.optimizer) if self.optimizer is not None else ()
-        hooks = [len(vars(m).get(f"_optimizer_step_{when}_hooks", ())) for m in members for when in ("pre", "post")]
-        return [hooks, *([*map(id, group["params"])] for member in members for group in member.param_groups)]
+    def _held(self) -> tuple[int, int, list[int], list[int]]:
+        """Return the numbers of groups, of hooks and of the parameters in each group, and the identities of these, in few calls."""
+        groups = [*chain.from_iterable(map(_GROUPS_OF, self._members))]
+        params = [*map(_PARAMS_OF, groups)]
+        return len(groups), sum(map(len, self._hooks)), [*map(len, params)], [*map(id, chain.from_iterable(params))]
+
+
+_GROUPS_OF, _PARAMS_OF = operator.attrgetter("param_groups"), operator.itemgetter("params")
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
