@@ -371,8 +371,8 @@ class ForwardTracer(DispatchMode):
 
     @property
     def reached(self) -> str:
-        """The module at which the forward is, as text."""
-        at = self.modules.innermost
+        """The module whose code runs, as text."""
+        at = self.modules.where
         return f"the forward at {module_name(at)}" if at else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
