@@ -241,6 +241,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
+@torch.no_grad()
 def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None:
     """Set the weights and buffers of a prepared run that has taken no step, whose parts of them this rank holds.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +172,8 @@ def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], 
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     _check(run, state)
     firsts = run.assembly.model.state_names
-    _set(run, {firsts[name]: tensor for name, tensor in reversed(tensors.items())})
+    values = {firsts[name]: tensor for name, tensor in reversed(tensors.items())}
+    checkpoint.set_weights(run, values.get)
     note_written()
     _set_extra_state(run, {name: value for name, value in state.items() if name not in tensors})
 
@@ -265,11 +265,6 @@ def load_into(model: nn.Module, state: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _set(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        checkpoint.set_weights(run, values.get)
-
-
 def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
     """Give modules what they keep besides tensors."""
     for path, module in run.model.named_modules():
@@ -281,31 +276,8 @@ def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
 # -- whole weights in the model --------------------------------------------------------------------
 
 
-@dataclass
-class Kept:
-    """A plain model that a loop has, and the state dict with what it has written into it; empty where it has written nothing."""
-
-    model: nn.Module
-    written: dict[str, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def kept(run: PreparedRun, model: nn.Module) -> Iterator[Kept]:
-    """Let a loop have a plain model, and note at the end what it has written into it.
-
-    Collective over the world, see [Note: collective calls].
-
-    Raises:
-        ModelError: ranks have written different values.
-    """
-    copy = Kept(model)
-    fingerprints = {name: fingerprint(tensor) for name, tensor in _tensors(model).items()}
-    yield copy
-    if _compare(run, _tensors(model)) != fingerprints:
-        copy.written = copied(model.state_dict())
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and the saved buffers of a plain model by name, without graphs."""
     return {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
@@ -356,8 +328,8 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
                 slot.put(slot.part)
     values = {slot.name: slot.whole.detach() for slot in slots}
     values |= {name: _in_place_of(name, values[name], other) for name, other in present.items()}
-    if _compare(run, values) != fingerprints:
-        _set(run, values)
+    if compare(run, values) != fingerprints:
+        checkpoint.set_weights(run, values.get)
         note_written()
 
 
@@ -394,7 +366,7 @@ def _in_place_of(name: str, tensor: Tensor, other: Tensor | None) -> Tensor:
     )
 
 
-def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
+def compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
     """Refuse whole weights that ranks have written differently; return their fingerprints.
 
     Raises:

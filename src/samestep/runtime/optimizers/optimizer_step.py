@@ -159,10 +159,6 @@ class Updater:
             first_digests=optimizer_digests(optimizer) if optimizer else {},
         )
 
-    def set_lr(self, factor: float | Mapping[int, float]) -> None:
-        """Set the learning rates as `GroupRates.set` does."""
-        self.rates.set(factor)
-
     def pieces_of(self, part: UpdatedPart) -> list[Piece]:
         """Return the pieces of the members of a part."""
         if part.members is None:
