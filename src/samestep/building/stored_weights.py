@@ -61,7 +61,9 @@ def convert_tensors(
     for (name, pattern), tensor in zip(sources, tensors, strict=True):
         conversion.add_tensor(target, name, pattern, tensor)
     tensors_by_name = conversion.convert(target, model=model, config=model.config)
-    return {name: one[0] if isinstance(one, list) else one for name, one in tensors_by_name.items()}
+    return {
+        name: converted[0] if isinstance(converted, list) else converted for name, converted in tensors_by_name.items()
+    }
 
 
 Intervals = Sequence[tuple[int, int]]

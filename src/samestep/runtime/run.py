@@ -302,7 +302,7 @@ class Run(RunInParts):
         with self._computing():
             return self._stepper.forward_backward(batch)
 
-    def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
+    def batch_of(self, values: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return the batch of the next step, or of another one, from an argument of a method of this run.
 
         Collective over the world if it is not a batch of `samestep.batches`, see [Note: collective calls].
@@ -310,7 +310,7 @@ class Run(RunInParts):
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
-        return self._batches.of(given, method, self.steps_taken if step is None else step, local=local)
+        return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
         """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.

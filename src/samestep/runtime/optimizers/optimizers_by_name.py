@@ -170,18 +170,18 @@ def names_in(optimizer: Optimizer | None) -> Names:
 
 
 def sources_by_name(
-    given: Sequence[Any] | Mapping[Any, Any], source_of: Callable[[Any, str], OptimizerSource]
+    optimizers: Sequence[Any] | Mapping[Any, Any], source_of: Callable[[Any, str], OptimizerSource]
 ) -> NamedOptimizers:
     """Return what builds the optimizers of a list or a dict; `source_of` makes the source of one that has a name.
 
     Raises:
         ModelError: there is none, or a name is no text.
     """
-    if not given:
+    if not optimizers:
         raise ModelError("optimizer-weights", "optimizer is empty. Use one optimizer, or a list or a dict of some")
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
+    pairs = list(optimizers.items()) if isinstance(optimizers, Mapping) else list(enumerate(optimizers))
     for key, _ in pairs:
-        if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
+        if isinstance(optimizers, Mapping) and (not isinstance(key, str) or not key):
             raise ModelError(
                 "optimizer-weights",
                 f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}",
