@@ -310,9 +310,9 @@ def check_method(
 
 
 def step_members(
-    optimizer: Optimizer, steps: Sequence[Callable[..., Any]], part: UpdatedPart, *, is_first: bool
+    optimizer: Optimizer, steps: Sequence[tuple[Optimizer, Callable[..., Any]]], part: UpdatedPart, *, is_first: bool
 ) -> None:
-    """Let the members of a part that hold weights on this rank take a step; `steps` are the methods of all members.
+    """Let the members of a part that hold weights on this rank take a step; `steps` are all members, with their methods.
 
     Raises:
         ModelError: the step, which is the first one of the run, fails in code that is the user's, such as an assertion that a
@@ -321,14 +321,14 @@ def step_members(
     try:
         if part.closure is not None:
             part.closure.begin()
-        for index, member in enumerate(members_of(optimizer)):
+        for index, (member, step) in enumerate(steps):
             if part.members is not None and index not in part.members:
                 continue
             vars(member)["_opt_called"] = True  # what a scheduler asks for
             if member is not optimizer and not any(group["params"] for group in member.param_groups):
                 continue
             closure = (part.closure,) if index in part.evaluating else ()
-            steps[index](*closure, **part.options)
+            step(*closure, **part.options)
         vars(optimizer)["_opt_called"] = True
     except TRIED as error:
         if not is_first or isinstance(error, InputError | torch.OutOfMemoryError | torch.AcceleratorError):
