@@ -224,7 +224,7 @@ def test_what_a_model_does_later_is_named(model, layout, why):
     said = on_ranks(layout, told, model, watched(1))
     assert len({*said}) == 1
     assert "step 2" in said[0] or "step 3" in said[0]
-    assert "sample " in said[0] or "the forward draws" in said[0]
+    assert "sample " in said[0] or " draws " in said[0]
     assert why in said[0]
 
 
@@ -280,7 +280,7 @@ def test_a_loss_that_draws_later_is_named():
     run._own.source = replace(run._own.source, loss=noisy_loss)
     first, *_ = batches(Tokens(), watched(1))
     NOISE_OF["loss"] = 1.0
-    with pytest.raises(UnprovenError, match="step 1: the loss draws random numbers from the generator NOISE"):
+    with pytest.raises(UnprovenError, match="step 1: .*a loss or a backward draws random numbers from the generator NOISE"):
         run.step(first)
     NOISE_OF["loss"] = 0.0
 

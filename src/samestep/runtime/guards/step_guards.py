@@ -85,7 +85,6 @@ class StepGuards:
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
         held.weights.store.settle()  # what is repeated or compared reads any weight
-        self.trials.watch_closely()
         if self.observer.is_proof:  # which compares more
             return self._compare(batch, take) if regularly else take()
         self.trials.loss_is_tried = False  # again: a loss may come to couple samples later

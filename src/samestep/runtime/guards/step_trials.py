@@ -2,7 +2,7 @@
 
 What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
 nothing, so that it changes no result. Each trial's own file says what is tried and why; here stand when each one runs, and that
-the user's forward and loss call nothing of torch.distributed.
+the user's code calls nothing of torch.distributed.
 
 Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
 layout does that: a loss is a sum and a count of its own samples. Until the loss is tried, the functions of torch.distributed look
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,11 @@ from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_paths, model_loss_trial, randomness
+from samestep.runtime.guards import loss_paths, model_loss_trial
 from samestep.runtime.guards.data_trial import data_refusal
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
+from samestep.runtime.guards.randomness import GeneratorWatch, own_generators, refusal
 from samestep.runtime.guards.refusals import LossAsks, Refusals
 from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph, marks_of_weights
 from samestep.runtime.loss_watch import LossWatch
@@ -48,8 +49,8 @@ _CALLS = (
 _BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
 """Modules that pass a call on."""
 _OURS = ("torch", "samestep")
-OPTIMIZER = "the optimizer"
-"""The caller that stands for updates in `StepTrials.check_generators`."""
+_READERS = ("samestep.datasets.", "samestep.runtime.microbatches")
+"""Modules that read samples, whose code has another check."""
 _ELEMENTS = 2**22
 """A loss is tried on about so many elements of outputs and batch."""
 _SAMPLES = 8
@@ -59,28 +60,28 @@ _UNJUDGED = 8
 
 
 @contextmanager
-def refuse_collectives(what: str) -> Iterator[None]:
-    """Refuse, inside, calls of torch.distributed by the user's code, which is `what` runs.
+def refuse_collectives() -> Iterator[None]:
+    """Refuse, inside, calls of torch.distributed by the user's code.
 
     Raises:
         ModelError: there is one.
     """
-    before = {name: getattr(dist, name) for name in _CALLS}
-    for name, function in before.items():
-        setattr(dist, name, _watch_calls(function, name, what))
+    functions = {name: getattr(dist, name) for name in _CALLS}
+    for name, function in functions.items():
+        setattr(dist, name, _watch_calls(function, name))
     try:
         yield
     finally:
-        for name, function in before.items():
+        for name, function in functions.items():
             setattr(dist, name, function)
 
 
-def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:
+def _watch_calls(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def called(*args: Any, **named: Any) -> Any:
-        if _is_called_by_user():
+        if caller := _calling_user():
             raise ModelError(
                 "own-collective",
-                f"{what} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
+                f"{caller} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
                 "own micro-batch, and the layout adds up sums and counts. Remove the call",
             )
         return function(*args, **named)
@@ -88,45 +89,24 @@ def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable
     return called
 
 
-def _is_called_by_user() -> bool:
-    """Return whether the user's code makes this call outside of a data set, which has another check."""
-    frame = sys._getframe(2)
-    by_user = False
+def _calling_user() -> str:
+    """Return the name of the function of the user that makes this call outside of a data set; empty if none does."""
+    frame, name = sys._getframe(2), ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if by_user and module.startswith("samestep."):
-            return not module.startswith("samestep.datasets.")
-        if not by_user and not module.startswith(_BETWEEN):
+        if name and module.startswith("samestep."):
+            return "" if module.startswith(_READERS) else name
+        if not name and not module.startswith(_BETWEEN):
             if module.partition(".")[0] in _OURS:
-                return False
-            by_user = True
+                return ""
+            name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
         frame = frame.f_back  # type: ignore[assignment]
-    return by_user
+    return name
 
 
 def is_split(program: Program) -> bool:
     """Whether the samples of a step are divided, over ranks or into micro-batches."""
     return program.step.layout.dp > 1 or program.step.num_microbatches > 1
-
-
-class _Trying:
-    """The context of a call of the user's code; a class, since a generator takes twice as many calls."""
-
-    __slots__ = ("_given", "_refused", "_trials")
-
-    def __init__(self, trials: StepTrials, given: tuple[Assembly, int, str, Any]) -> None:
-        self._trials, self._given = trials, given
-        self._refused = None if trials.loss_is_tried or trials.is_alone else refuse_collectives(given[2])
-
-    def __enter__(self) -> None:
-        if self._refused is not None:
-            self._refused.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if self._refused is not None:
-            self._refused.__exit__(kind, *error)
-        if kind is None:
-            self._trials.check_generators(*self._given)
 
 
 def _samples_of(outputs: Any, samples: Any, size: int) -> int:
@@ -142,16 +122,10 @@ class StepTrials:
         """Try the steps of a prepared run; `given_loss` is the loss as the user gave it."""
         self.loss_is_tried = False
         self._data_is_tried = False
-        self._given_loss, self._refusals, self._device = given_loss, refusals, device
+        self._given_loss, self._refusals, self._seed = given_loss, refusals, seed
         self._layout = held.parallel.program.step.layout
         self._is_split = is_split(held.parallel.program)
-        self.is_alone = self._layout.world_size == 1
-        """Whether there is no other rank."""
-        own = randomness.own_generators(held.model.module, given_loss)
-        self._generators = randomness.GeneratorWatch(device, own)
-        self._has_drawn = False
-        """Whether code of this step has drawn from a generator of the process."""
-        self._seed = seed
+        self.generators = GeneratorWatch(device, own_generators(held.model.module, given_loss))
         self._asked: list[TriedLoss] = []
         """The trials of the loss of this step for which this rank asks."""
         self._num_unjudged = 0
@@ -160,66 +134,34 @@ class StepTrials:
         self.again: Repeat | None = None
         """The repetitions of a watched step, which the canary goes on with."""
 
-    @property
-    def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that leaves out the generators that move while samples are read inside a call."""
-        return self._generators.reading
+    def refusing_collectives(self) -> AbstractContextManager[None]:
+        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried."""
+        return nullcontext() if self.loss_is_tried or self._layout.world_size == 1 else refuse_collectives()
 
-    def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> AbstractContextManager[None]:
-        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.
-
-        `samples` are those of a forward, which may run once more to name the module.
+    def check_generators(self, held: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
+        """Refuse a step, counted from 1, if a generator has moved since they settled: in its forwards and backwards, some of which
+        `samples` returns; or without them in its update.
         """
-        return _Trying(self, (held, step, what, samples))
-
-    def watch_closely(self) -> None:
-        """Look at the generators around each call of the next step, and not around all of them at once."""
-        self._generators.is_close = True
-
-    def begin_step(self) -> None:
-        """Begin a step: the loop's code has run, which may draw."""
-        self._has_drawn = False
-        self._generators.leave()
-
-    def settle(self) -> None:
-        """Take the present states of the generators as those before the next call."""
-        self._generators.settle()
-
-    def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
-        """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""
-        if generator := self._generators.moved(ends=who == OPTIMIZER):
-            self._refuse_draws(held, step, who, generator, samples)
-        if who == OPTIMIZER:
-            self._generators.leave()  # to the loop
-
-    def end_backwards(self, held: Assembly, step: int, samples: Callable[[], Any], *, leaves: bool) -> None:
-        """Refuse a step, counted from 1, if a generator has moved in its forwards and backwards; `samples` returns some of its samples,
-        and it `leaves` the generators to the loop if the update is a call of its own.
-        """
-        if generator := self._generators.moved(ends=True):
-            self._refuse_draws(held, step, "a forward, a loss or a backward", generator, samples())
-        self._generators.is_close = self._has_drawn
-        if leaves:
-            self._generators.leave()
-
-    def _refuse_draws(self, held: Assembly, step: int, who: str, generator: str, samples: Any) -> None:
-        layout, model, self._has_drawn = self._layout, held.model.module, True
-        if who != OPTIMIZER and needs_mode(model):
-            self._refusals.asks_again = True
-            self._generators.settle(anew=True)
+        generator, layout, model = self.generators.moved(), self._layout, held.model.module
+        if not generator:
             return
-        waits = held.parallel.batch_norms.sends or layout.gathers_weights
-        if samples is not None and layout.model_ranks == 1 and not waits:
-            held.weights.store.settle()
-            with held.model.compiled.off():
-                path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self._device)
-            who = f"{path} in the forward" if path else who
-        reason = randomness.refusal(who, generator)
-        if who == OPTIMIZER and layout.world_size == 1:  # other layouts refuse it by their own rule
-            self._refusals.remark(reason)
+        if samples is None:
+            reason = refusal("the optimizer", generator)
+            if layout.world_size == 1:  # other layouts refuse it by their own rule
+                self._refusals.remark(reason)
+                return
+        elif needs_mode(model):
+            self._refusals.asks_again = True
+            return
         else:
-            self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
-        self._generators.settle(anew=True)
+            path = ""
+            if layout.model_ranks == 1 and not held.parallel.batch_norms.sends and not layout.gathers_weights:
+                held.weights.store.settle()
+                again = samples()
+                with held.model.compiled.off():
+                    path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
+            reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
+        self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
 
     def try_data(self, held: Assembly, batch: StepBatch) -> None:
         """Try once whether a sample is the same one whenever and on whichever rank it is read.
