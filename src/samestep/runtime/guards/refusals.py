@@ -9,9 +9,9 @@ try it together (`step_trials.py`), before the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from samestep.errors import UnprovenError
+from samestep.errors import RepeatError, UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.loss_watch import LossWatch
@@ -32,6 +32,10 @@ class LossAsks(NamedTuple):
         return cls(max((one.number for one in known), default=0), min((one.num_samples for one in known), default=0))
 
 
+_Reason = tuple[str, str, Waiver, bool]
+"""The code of a refusal, its text and its waiver; and whether it is an event in a run that was proven before."""
+
+
 class Refusals:
     """The reasons for which this rank refuses the step, and the remarks of the run on what it does not refuse."""
 
@@ -40,7 +44,7 @@ class Refusals:
         """What was waived, or noticed without being refused, each once."""
         self._settings = settings
         self._num_reported = 0
-        self._pending: tuple[str, str, Waiver] | None = None
+        self._pending: _Reason | None = None
         self._evaluated = self._agreed = frozenset[str]()
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
@@ -53,12 +57,12 @@ class Refusals:
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
-    def add(self, waiver: Waiver, code: str, reason: str) -> None:
+    def add(self, waiver: Waiver, code: str, reason: str, *, is_event: bool = False) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
         if waiver in self._settings.allow:
             self.remark(self._settings.waived(waiver, code, reason))
         elif self._pending is None:
-            self._pending = code, reason, waiver
+            self._pending = code, reason, waiver, is_event
 
     def compare(self, evaluated: frozenset[str]) -> None:
         """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
@@ -90,7 +94,21 @@ class Refusals:
             UnprovenError: this rank refuses the step.
         """
         if self._pending is not None:
-            raise UnprovenError(*self._pending)
+            _refuse(*self._pending)
+
+    def raise_found(self, world_size: int) -> None:
+        """Raise the first rank's reason, if any has one.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            UnprovenError: some rank refuses the step.
+            RepeatError: it does for an event in a run that was proven before.
+        """
+        with outside_step():
+            reasons = gather_values(self._pending, world_size)
+        if reason := next(filter(None, reasons), None):
+            _refuse(*reason)
 
     def raise_agreed(self, world_size: int) -> bool:
         """Raise the first rank's reason, if any has one; return whether some rank asks for the step once more.
@@ -111,10 +129,9 @@ class Refusals:
         asks = LossAsks.of_all(LossAsks(*asked) for *_, asked, _, _ in everyone)
         if asks.number and self.try_loss is not None and not is_again and not any(reasons):
             self.try_loss(asks)
-            with outside_step():
-                reasons = gather_values(self._pending, world_size)
+            self.raise_found(world_size)
         if reason := next(filter(None, reasons), None):
-            raise UnprovenError(*reason)
+            _refuse(*reason)
         if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
             raise UnprovenError(
                 "forward-state",
@@ -128,3 +145,9 @@ class Refusals:
                 "weights gathered from each forward to the end of its backward from now on"
             )
         return is_again
+
+
+def _refuse(code: str, reason: str, waiver: Waiver, is_event: bool) -> NoReturn:
+    if is_event:
+        raise RepeatError(code, f'{reason}; run.allow = ["{waiver}"] lets it run unproven')
+    raise UnprovenError(code, reason, waiver)

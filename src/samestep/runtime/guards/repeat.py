@@ -5,7 +5,7 @@ step gave them, from the buffers and attributes that the modules had when the st
 pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffers and attributes are put back.
 Where nothing runs, `NamedSamples` only reads them again.
 
-    samples twice, alone and together                               against each other (`data_trial.py`)
+    samples read twice, alone, together and by all ranks            against each other (`NamedSamples.refusal`)
     samples as one, and as two halves                               the loss of the whole against that of the halves (`loss_of_parts.py`)
     forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
     the loss twice on the same outputs                              against each other (`canary.py`)
@@ -28,6 +28,7 @@ from torch import Tensor
 from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
 from samestep.building.predictions import target_of
+from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.independence.roundings import (
@@ -50,9 +51,10 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
+from samestep.state.fingerprints import digest
 from samestep.state.snapshot import ModelState, preserve_function, preserve_generators
 from samestep.state.writes import Marks, exact_norms, marks_of
-from samestep.trees import tensors_in
+from samestep.trees import have_same_values, tensors_in, tree_leaves
 
 FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Errors of code that takes no samples of this number or size."""
@@ -64,6 +66,8 @@ _AT_ONCE = 8
 """Samples on which a measure is tried at once."""
 _WINDOWS = 3
 """So many times other samples are run where some show nothing, as if all their labels are masked."""
+_READ_ALONE, _READ_TWICE = 4, 8
+"""A data set that flips every other image is found with 255 of 256 chances."""
 _Context = Callable[[], AbstractContextManager[None]]
 
 
@@ -116,6 +120,18 @@ def marks_of_weights(assembly: Assembly) -> Marks:
     return marks_of([param for param in assembly.model.module.parameters() if not param.is_meta], norms=exact_norms)
 
 
+def have_same_leaves(first: Any, second: Any) -> bool:
+    """Return whether two nested values hold equal tensors and words, where NaN equals NaN."""
+
+    def is_same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return have_same_values(one, other)
+        return isinstance(one, Tensor) == isinstance(other, Tensor) and (not isinstance(one, str) or one == other)
+
+    leaves, others = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(others) and all(map(is_same, leaves, others))
+
+
 class NamedSamples:
     """The samples of one step, read again by their indices, as the step reads them."""
 
@@ -148,6 +164,70 @@ class NamedSamples:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
         return [leaf.shape[1:] for leaf in tensors_in(self.read(indices))]
 
+    def refusal(self, *, is_split: bool) -> str:
+        """Read some samples more than once; return why the data set is refused, or nothing: a sample must be the same one whenever, and on
+        whichever rank, it is read.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        world_size = self._assembly.parallel.mesh.size("world")
+        drawn = self._differs_again(self.mine[:_READ_TWICE]) if len(self.mine) else ""
+        if world_size == 1 and not is_split:
+            return drawn
+        few = self.everyone[:_READ_ALONE]
+        together = self.read(few)
+        with outside_step():
+            digests = gather_values([digest(self.everyone.tolist()), digest(tree_leaves(together))], world_size)
+        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+        reason = drawn or (self._differs_alone(few, together) if is_split else "")
+        if reason or other is None:
+            return reason
+        what = "other indices" if digests[other][0] != digests[0][0] else f"another sample {few[0]}"
+        return (
+            f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device. Use the "
+            "whole data set on every rank, since a step reads only its rank's share of the batch"
+        )
+
+    def _differs_again(self, few: Indices) -> str:
+        """Read samples twice: reading may draw random numbers, as augmentation in `__getitem__` does."""
+        first, second = self.read(few), self.read(few)
+        if have_same_leaves(first, second):
+            return ""
+        is_by_row = num_samples(first) == len(few) == num_samples(second)
+        rows = (
+            row
+            for row in range(len(few) if is_by_row else 0)
+            if not have_same_leaves(*(rows_of(samples, [row], len(few)) for samples in (first, second)))
+        )
+        return (
+            f"sample {few[next(rows, 0)]} of the data set is another one when it is read again, so every "
+            "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the "
+            "index, as np.random.default_rng(index), or those of the generator that sample(index, generator) is given, and a file "
+            "that is opened where it is read, and not before processes share it"
+        )
+
+    def _differs_alone(self, few: Indices, together: Any) -> str:
+        """Read samples alone that were read together: they may be views of one buffer. Those that are padded together have other shapes alone,
+        which the canary looks at.
+        """
+        if num_samples(together) != len(few):
+            return ""
+        # Twice each: what is computed of a batch, as weights of its classes, may be the same of one sample and of a few.
+        twice = self.read(np.repeat(few, 2))
+        rows = [rows_of(together, [row], len(few)) for row in range(len(few))]
+        is_by_row = num_samples(twice) == 2 * len(few)
+        rows_again = [rows_of(twice, [2 * row], 2 * len(few)) for row in range(len(few))] if is_by_row else rows
+        for index, row, again in zip(few, rows, rows_again, strict=True):
+            alone = self.read([index])
+            shapes = [[leaf.shape for leaf in tensors_in(samples)] for samples in (alone, row, again)]
+            if shapes.count(shapes[0]) == 3 and not (have_same_leaves(alone, row) and have_same_leaves(alone, again)):
+                return (
+                    f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
+                    "decides which samples are read together. Return samples that are tensors of their own, and not views of a buffer that "
+                    "the next one overwrites. Compute values of a whole batch in the batch that run.step(batch) is given"
+                )
+        return ""
+
 
 class Repeat(NamedSamples):
     """Forwards of named samples of one step, which run when the step begins."""
@@ -161,9 +241,13 @@ class Repeat(NamedSamples):
         make_mode: Callable[[], MakeMode | None] = lambda: None,
         *,
         measure: Loss | None = None,
+        weights: Marks | None = None,
     ) -> None:
-        """Run samples as the step does, whose loss the user gave as `loss`; or as an evaluation does, with a `measure` of whole logits."""
+        """Run samples as the step does, whose loss the user gave as `loss` and which began with these `weights`; or as an evaluation does,
+        with a `measure` of whole logits.
+        """
         super().__init__(assembly, batch)
+        self._weights = weights
         self._measure = measure
         self.state = ModelState(assembly.model.module)
         self.routes: Routes = {}
@@ -174,6 +258,12 @@ class Repeat(NamedSamples):
         """The first error of a part that the model does not take."""
         self.latest: HalvedRun | None = None
         """The last run of `divided`, which the trial of a loss leaves to the canary."""
+
+    @functools.cached_property
+    def weights_were_written(self) -> bool:
+        """Whether a forward of the step has written weights on some rank, which one that is repeated would write once more."""
+        here = self._weights is not None and any(marks_of_weights(self._assembly).since(self._weights))
+        return self.largest(float(here)) > 0
 
     def run(
         self,

@@ -81,7 +81,8 @@ class StepGuards:
         taken, held = self.num_taken, self._own.current
         self.trials.again = None
         is_early, regularly = self._due(batch.step, taken)
-        self.trials.weights = marks_of_weights(held) if is_early or regularly or taken == 1 else None
+        weights = marks_of_weights(held) if is_early or regularly or taken == 1 else None
+        self.trials.weights = weights
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
         held.weights.store.settle()  # what is repeated or compared reads any weight
@@ -89,7 +90,8 @@ class StepGuards:
             return self._compare(batch, take) if regularly else take()
         self.trials.loss_is_tried = False  # again: a loss may come to couple samples later
         inner = self.observer
-        watching = self._canary.watching(batch, inner, is_first=taken == 1, replays=regularly and replays)
+        assert weights is not None, "the step is watched"
+        watching = self._canary.watching(batch, inner, weights, is_first=taken == 1, replays=regularly and replays)
         with watching as watched, self._observing_by(watched):
             self.trials.again = None if self._canary.routed else watched.again
             return watched.checked(self._compare(batch, take) if regularly else take())
@@ -234,7 +236,7 @@ class StepGuards:
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self._own.current, self._own.job, self._own.source.loss)
+        return Canary(self._own.current, self._own.job, self._own.source.loss, self.refusals)
 
     @functools.cached_property
     def _outside(self) -> OutsideChanges:

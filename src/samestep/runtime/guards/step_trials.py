@@ -31,12 +31,11 @@ from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards import loss_paths, model_loss_trial
-from samestep.runtime.guards.data_trial import data_refusal
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
 from samestep.runtime.guards.randomness import GeneratorWatch, own_generators, refusal
 from samestep.runtime.guards.refusals import LossAsks, Refusals
-from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph, marks_of_weights
+from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.state.writes import Marks
@@ -171,7 +170,7 @@ class StepTrials:
         if self._data_is_tried:
             return
         self._data_is_tried = True
-        if reason := data_refusal(NamedSamples(held, batch), self._layout.world_size, is_split=self._is_split):
+        if reason := NamedSamples(held, batch).refusal(is_split=self._is_split):
             self._refusals.add("data", "data-differs", reason)
 
     def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:
@@ -244,9 +243,8 @@ class StepTrials:
         Collective over the world, see [Note: collective calls].
         """
         asked, self._asked, self._refusals.asks = self._asked, [], LossAsks(0, 0)
-        again = self.again or Repeat(held, batch, self._given_loss, self._seed)
-        writes = self.weights is not None and any(marks_of_weights(held).since(self.weights))
-        if again.largest(float(writes)):  # which a forward that is repeated would write once more
+        again = self.again or Repeat(held, batch, self._given_loss, self._seed, weights=self.weights)
+        if again.weights_were_written:
             self._refusals.remark(
                 "the loss is not compared with that of parts of the batch, since the forward writes into weights"
             )
