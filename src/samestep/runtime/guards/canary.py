@@ -128,7 +128,7 @@ class _Sampled(NamedTuple):
 
 def _off_halves(run: HalvedRun) -> float | None:
     """Return how far the outputs of halves are off those of their samples together; None if no dimension holds the samples."""
-    return 0.0 if run.whole.outputs is None else deviation_of_halves(run.whole, run.halves)
+    return 0.0 if run.together.outputs is None else deviation_of_halves(run.together, run.halves)
 
 
 class Canary:
@@ -318,7 +318,7 @@ class WatchedStep(StepObserver):
         if halved is not None:
             same, few = self._same(halved), halved.indices[: halved.halves[0].size]
             offs, pair = [_off_halves(halved)], halved.indices[:2]
-        has_more = again.largest(float(halved is not None and halved.whole.size > 2)) > 0
+        has_more = again.largest(float(halved is not None and halved.together.size > 2)) > 0
         has_other = again.largest(float(same is None))  # as on a rank with a smaller micro-batch than others have
         outputs = self._forward() if same is None or has_other else same.outputs
         finding = self._changed(outputs, rounding)
@@ -337,7 +337,7 @@ class WatchedStep(StepObserver):
     def _same(self, run: HalvedRun) -> Samples | None:
         """Return the part of a run that is the micro-batch; None if none is. No run names a sample twice, as a micro-batch may."""
         number = len(set(self._indices.tolist()))
-        parts = (run.whole, run.halves[0]) if number == len(self._indices) else ()
+        parts = (run.together, run.halves[0]) if number == len(self._indices) else ()
         return next((samples for samples in parts if samples.size == number), None)
 
     def _changed(self, outputs: Any, rounding: float) -> Finding | None:

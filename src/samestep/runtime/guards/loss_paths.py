@@ -44,14 +44,14 @@ def last_operations(total: Tensor) -> tuple[str, ...]:
     """Return the operations by which a loss ends, and which of them divide by the count by which it was multiplied: others once a forward
     computes another loss. Numbers on an accelerator are not looked at, since the host would wait for them.
     """
-    seen = [] if total.grad_fn is None else [total.grad_fn]
-    for node in seen:  # which grows
-        later = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen += later[: _LAST - len(seen)]
+    last = [] if total.grad_fn is None else [total.grad_fn]
+    for node in last:  # which grows
+        nodes = [operand for operand, _ in node.next_functions if operand is not None and operand not in last]
+        last += nodes[: _LAST - len(last)]
     with disable_current_modes():  # a mode is given the numbers of Python
-        numbers = [_operand_of(node) for node in seen]
-    counts = {number for node, number in zip(seen, numbers, strict=True) if node.name().startswith("Mul")}
-    return tuple(f"{node.name()} {number in counts}" for node, number in zip(seen, numbers, strict=True))
+        numbers = [_operand_of(node) for node in last]
+    counts = {number for node, number in zip(last, numbers, strict=True) if node.name().startswith("Mul")}
+    return tuple(f"{node.name()} {number in counts}" for node, number in zip(last, numbers, strict=True))
 
 
 def _operand_of(node: Any) -> float | None:
@@ -71,10 +71,10 @@ def own_weight(total: Tensor, outputs: Any) -> str:
     ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
     nodes = nodes_from([get_gradient_edge(total).node], known=ends)
     leaves = [tensor_of(node) for node in nodes if is_end(node)]
-    found = next((one for one in leaves if isinstance(one, nn.Parameter)), None)
-    if found is None:
+    weight = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter)), None)
+    if weight is None:
         return ""
     return (
-        f"the loss has a weight of its own, of shape {list(found.shape)}, which is no part of the model and stays as it is: models that are "
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
         'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
     )

@@ -56,13 +56,13 @@ class GeneratorWatch:
     def __init__(self, device: torch.device, generators: Sequence[tuple[str, Any]] = ()) -> None:
         """Watch the generators of the process, and the named ones that the model or the loss holds."""
         is_blind = device.type == "cuda" and _attention_moves(device)
-        watched = torch.device("cpu") if is_blind else device
-        held = tuple(generator for _, generator in generators)
+        place = torch.device("cpu") if is_blind else device
+        named_generators = tuple(generator for _, generator in generators)
         self._names = (*_NAMES[:3], *(name for name, _ in generators), *_NAMES[3:])
         self._seen: tuple[object, ...] | None = None
         """The states that the generators must keep; None while other code runs, which may draw."""
-        is_plain = watched.type != "cuda" and not held
-        self._states = states_of if is_plain else functools.partial(_states, watched, held)
+        is_plain = place.type != "cuda" and not named_generators
+        self._states = states_of if is_plain else functools.partial(_states, place, named_generators)
 
     def leave(self) -> None:
         """Let code run that may draw, until the states are taken next."""
@@ -111,11 +111,11 @@ class GeneratorWatch:
 
 def own_generators(*roots: nn.Module | Callable[..., Any]) -> list[tuple[str, Any]]:
     """Return the generators that a model or a loss holds, or that its code reaches, with their names."""
-    named: dict[int, tuple[str, Any]] = {}
+    by_id: dict[int, tuple[str, Any]] = {}
     for root in roots:
         for name, generator in Snapshot(root, weights=False).named_generators:
-            named.setdefault(id(generator), (f"the generator {name}", generator))
-    return list(named.values())
+            by_id.setdefault(id(generator), (f"the generator {name}", generator))
+    return list(by_id.values())
 
 
 def refusal(who: str, generator: str) -> str:

@@ -8,29 +8,14 @@ try it together (`step_trials.py`), before the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 from samestep.errors import RepeatError, UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import gather_values
-
-
-class LossAsks(NamedTuple):
-    """The trials of a loss for which a rank asks, or all ranks together."""
-
-    number: int
-    num_samples: int
-    """The number of samples of each."""
-
-    @classmethod
-    def of_all(cls, asks: Iterable[LossAsks]) -> LossAsks:
-        """Return those that all ranks run."""
-        known = [one for one in asks if one.number]
-        return cls(max((one.number for one in known), default=0), min((one.num_samples for one in known), default=0))
-
 
 _Reason = tuple[str, str, Waiver, bool]
 """The code of a refusal, its text and its waiver; and whether it is an event in a run that was proven before."""
@@ -50,10 +35,10 @@ class Refusals:
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
         self.asks_again = False
         """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
-        self.asks = LossAsks(0, 0)
-        """The trials of the loss of this step for which this rank asks, which all ranks run together."""
-        self.try_loss: Callable[[LossAsks], None] | None = None
-        """Runs them, and adds the reason that they find; None before the first step."""
+        self.asks = 0
+        """Number of trials of the loss of this step for which this rank asks, which all ranks run together."""
+        self.try_loss: Callable[[int], None] | None = None
+        """Runs so many, and adds the reason that they find; None before the first step."""
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
@@ -84,7 +69,7 @@ class Refusals:
         """Whether this rank has a reason, gave the step up, asks for a trial, or has other modules in evaluation mode, or least counts, than were
         compared last.
         """
-        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks.number > 0
+        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks > 0
         return self._pending is not None or asks or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
@@ -119,31 +104,37 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, tuple(self.asks), self.watch.least)
-            everyone = gather_values((*mine, self.asks_again), world_size)
-        self.watch.agree(least for *_, least, _ in everyone)
+            values = (
+                self._pending,
+                sorted(self._evaluated),
+                self.gave_up_at,
+                self.asks,
+                self.watch.least,
+                self.asks_again,
+            )
+            everyone = gather_values(values, world_size)
+        reasons, evaluated, paths, asks, least, again = zip(*everyone, strict=True)
+        self.watch.agree(least)
         self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
-        given_up = [(rank, path) for rank, (_, _, path, *_) in enumerate(everyone) if path]
-        is_again = bool(given_up) or any(again for *_, again in everyone)
-        reasons = [reason for reason, *_ in everyone]
-        asks = LossAsks.of_all(LossAsks(*asked) for *_, asked, _, _ in everyone)
-        if asks.number and self.try_loss is not None and not is_again and not any(reasons):
-            self.try_loss(asks)
+        is_again = any(paths) or any(again)
+        if max(asks) and self.try_loss is not None and not is_again and not any(reasons):
+            self.try_loss(max(asks))
             self.raise_found(world_size)
         if reason := next(filter(None, reasons), None):
             _refuse(*reason)
-        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
+        if other := frozenset[str]().union(*(set(modules) ^ set(evaluated[0]) for modules in evaluated)):
             raise UnprovenError(
                 "forward-state",
                 f"{min(other)} is in evaluation mode on some ranks and in training mode on others. Use a loop that calls eval() and "
                 "train() of run.model on all ranks alike",
                 "state",
             )
-        for rank, path in given_up:
-            self.remark(
-                f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
-                "weights gathered from each forward to the end of its backward from now on"
-            )
+        for rank, path in enumerate(paths):
+            if path:
+                self.remark(
+                    f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
+                    "weights gathered from each forward to the end of its backward from now on"
+                )
         return is_again
 
 

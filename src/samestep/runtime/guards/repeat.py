@@ -86,6 +86,8 @@ class TriedLoss(NamedTuple):
     way: str = ""
     """By which way it reaches a weight of the model but by the outputs; empty if by none."""
     indices: Indices | None = None
+    num_samples: int = 0
+    """Number of samples on which it is tried."""
     pairs: frozenset[Any] = frozenset()
     """The functions that it has called (`LossWatch.pairs`)."""
     is_new: bool = True
@@ -96,7 +98,7 @@ class HalvedRun(NamedTuple):
     """Samples that were run as one and as two halves."""
 
     indices: Indices
-    whole: Samples
+    together: Samples
     halves: tuple[Samples, Samples]
     losses: list[Tensor]
     """Sums and counts of the whole and of the halves, where they were asked for; none on other stages than the last."""
@@ -106,12 +108,12 @@ def _sums_off(*losses: Tensor) -> float:
     """Return by how much the sums and counts of parts are off those of the whole, which is the first, if there are any."""
     if not losses:
         return 0.0
-    whole, *parts = losses
+    together, *parts = losses
     if len({*map(len, losses)}) > 1:  # a term that counts nothing may be left out
         return 1.0
     scale = torch.stack([loss.abs() for loss in losses]).amax(0)
     scale[::2] = scale[::2].maximum(LEAST_MEAN * scale[1::2])  # each sum is in front of its count
-    off = (whole - torch.stack(parts).sum(0)).abs() / scale.clamp(min=1e-300)
+    off = (together - torch.stack(parts).sum(0)).abs() / scale.clamp(min=1e-300)
     return float(off.nan_to_num(0.0).max())
 
 
@@ -123,10 +125,10 @@ def marks_of_weights(assembly: Assembly) -> Marks:
 def have_same_leaves(first: Any, second: Any) -> bool:
     """Return whether two nested values hold equal tensors and words, where NaN equals NaN."""
 
-    def is_same(one: Any, other: Any) -> bool:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return have_same_values(one, other)
-        return isinstance(one, Tensor) == isinstance(other, Tensor) and (not isinstance(one, str) or one == other)
+    def is_same(leaf: Any, other: Any) -> bool:
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+            return have_same_values(leaf, other)
+        return isinstance(leaf, Tensor) == isinstance(other, Tensor) and (not isinstance(leaf, str) or leaf == other)
 
     leaves, others = tree_leaves(first), tree_leaves(second)
     return len(leaves) == len(others) and all(map(is_same, leaves, others))
@@ -171,15 +173,15 @@ class NamedSamples:
         Collective over the world, see [Note: collective calls].
         """
         world_size = self._assembly.parallel.mesh.size("world")
-        drawn = self._differs_again(self.mine[:_READ_TWICE]) if len(self.mine) else ""
+        reason = self._differs_again(self.mine[:_READ_TWICE]) if len(self.mine) else ""
         if world_size == 1 and not is_split:
-            return drawn
+            return reason
         few = self.everyone[:_READ_ALONE]
         together = self.read(few)
         with outside_step():
             digests = gather_values([digest(self.everyone.tolist()), digest(tree_leaves(together))], world_size)
-        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
-        reason = drawn or (self._differs_alone(few, together) if is_split else "")
+        other = next((rank for rank, pair in enumerate(digests) if pair != digests[0]), None)
+        reason = reason or (self._differs_alone(few, together) if is_split else "")
         if reason or other is None:
             return reason
         what = "other indices" if digests[other][0] != digests[0][0] else f"another sample {few[0]}"
@@ -309,9 +311,9 @@ class Repeat(NamedSamples):
         self._assembly.weights.store.calls.end_forward_only()  # as `run` does
         with self.state.restored():  # what there is now is noted once for all three
             for few, samples in parts:
-                if samples is not None and (found := self._attempt(self.run, few, samples, with_loss=with_loss)):
-                    losses += [] if found[1] is None else [found[1]]
-                    runs.append(Samples(found[0], samples if found[0] is None else self._own(samples), len(few)))
+                if samples is not None and (result := self._attempt(self.run, few, samples, with_loss=with_loss)):
+                    losses += [] if result[1] is None else [result[1]]
+                    runs.append(Samples(result[0], samples if result[0] is None else self._own(samples), len(few)))
         return None if self.largest(float(len(runs) < 3)) else HalvedRun(indices, runs[0], (runs[1], runs[2]), losses)
 
     def _attempt(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -377,28 +379,31 @@ class Repeat(NamedSamples):
             error = self.failure
             text = f"the forward fails on a part of a micro-batch ({type(error).__name__}: {error})"
             return LossTrial(tried.way or text, is_indivisible=True)
-        if run.whole.outputs is None:
+        if run.together.outputs is None:
             return LossTrial()
         loss, of_user = tried.loss, self._loss_of_user
         number = 0 if self._assembly.parallel.program.step.layout.cp > 1 else self._batch.num_samples
         trial = loss_of_parts.judge(
-            loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
+            loss, run.together, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
         )
         if self._assembly.parallel.program.step.layout.cp == 1 or trial.reason or not trial.judged:
             return trial
-        length = target_of(run.whole.batch).shape[1]
-        return loss_of_parts.judge_tokens(tried.loss, run.whole, length, self._loss_of_user) if length > 1 else trial
+        length = target_of(run.together.batch).shape[1]
+        return loss_of_parts.judge_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
 
-    def agree_on_samples(self, indices: Indices | None) -> Indices | None:
-        """Return the samples that some rank names among those that share the model and the data, as its last stage: they run the same.
+    def agree_on_samples(self, tried: TriedLoss | None) -> tuple[int, Indices | None]:
+        """Return the least number of samples that some rank names for a loss, and the samples that one of the ranks names that share the
+        model and the data, as its last stage: they run the same.
 
         Collective over the world, see [Note: collective calls].
         """
         mesh = self._assembly.parallel.mesh
         share, _ = mesh.data_share
-        named = gather_values((share, None if indices is None else indices.tolist()), mesh.size("world"))
-        named_here = (theirs for data_rank, theirs in named if data_rank == share and theirs is not None)
-        return next((np.array(theirs, dtype=np.int64) for theirs in named_here), None)
+        indices = None if tried is None or tried.indices is None else tried.indices.tolist()
+        answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), mesh.size("world"))
+        first = next((some for other, some, _ in answers if other == share and some is not None), None)
+        number = min((number for *_, number in answers if number), default=0)
+        return number, None if first is None else np.array(first, dtype=np.int64)
 
     def windows(self, number: int, first: Indices | None) -> Iterator[Indices]:
         """Yield some samples of this rank, those of `first` before others; and others, if they show nothing."""

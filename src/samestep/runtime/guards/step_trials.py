@@ -30,11 +30,11 @@ from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_paths, model_loss_trial
+from samestep.runtime.guards import forward_loss, loss_paths
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
 from samestep.runtime.guards.randomness import GeneratorWatch, own_generators, refusal
-from samestep.runtime.guards.refusals import LossAsks, Refusals
+from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.step_observer import Indices, StepBatch
@@ -110,21 +110,23 @@ def is_split(program: Program) -> bool:
 
 def _samples_of(outputs: Any, samples: Any, size: int) -> int:
     """Return the number of samples on which a loss is tried: a micro-batch, or what has about so many elements, but at least two."""
-    each = sum(one.numel() for one in tensors_in((outputs, samples))) // max(1, size)
+    each = sum(leaf.numel() for leaf in tensors_in((outputs, samples))) // max(1, size)
     return max(2, min(max(size, _SAMPLES), _ELEMENTS // max(1, each)))
 
 
 class StepTrials:
     """The trials of a run's data and loss on this rank, and the watch over its generators."""
 
-    def __init__(self, held: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, assembly: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device, seed: int
+    ) -> None:
         """Try the steps of a prepared run; `given_loss` is the loss as the user gave it."""
         self.loss_is_tried = False
         self._data_is_tried = False
         self._given_loss, self._refusals, self._seed = given_loss, refusals, seed
-        self._layout = held.parallel.program.step.layout
-        self._is_split = is_split(held.parallel.program)
-        self.generators = GeneratorWatch(device, own_generators(held.model.module, given_loss))
+        self._layout = assembly.parallel.program.step.layout
+        self._is_split = is_split(assembly.parallel.program)
+        self.generators = GeneratorWatch(device, own_generators(assembly.model.module, given_loss))
         self._asked: list[TriedLoss] = []
         """The trials of the loss of this step for which this rank asks."""
         self._num_unjudged = 0
@@ -137,11 +139,11 @@ class StepTrials:
         """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried."""
         return nullcontext() if self.loss_is_tried or self._layout.world_size == 1 else refuse_collectives()
 
-    def check_generators(self, held: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
+    def check_generators(self, assembly: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
         """Refuse a step, counted from 1, if a generator has moved since they settled: in its forwards and backwards, some of which
         `samples` returns; or without them in its update.
         """
-        generator, layout, model = self.generators.moved(), self._layout, held.model.module
+        generator, layout, model = self.generators.moved(), self._layout, assembly.model.module
         if not generator:
             return
         if samples is None:
@@ -154,15 +156,15 @@ class StepTrials:
             return
         else:
             path = ""
-            if layout.model_ranks == 1 and not held.parallel.batch_norms.sends and not layout.gathers_weights:
-                held.weights.store.settle()
+            if layout.model_ranks == 1 and not assembly.parallel.batch_norms.sends and not layout.gathers_weights:
+                assembly.weights.store.settle()
                 again = samples()
-                with held.model.compiled.off():
+                with assembly.model.compiled.off():
                     path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
             reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
         self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
 
-    def try_data(self, held: Assembly, batch: StepBatch) -> None:
+    def try_data(self, assembly: Assembly, batch: StepBatch) -> None:
         """Try once whether a sample is the same one whenever and on whichever rank it is read.
 
         Collective over the world: every rank calls it in its first step; if one does not, the others wait.
@@ -170,10 +172,10 @@ class StepTrials:
         if self._data_is_tried:
             return
         self._data_is_tried = True
-        if reason := NamedSamples(held, batch).refusal(is_split=self._is_split):
+        if reason := NamedSamples(assembly, batch).refusal(is_split=self._is_split):
             self._refusals.add("data", "data-differs", reason)
 
-    def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:
+    def try_model_loss(self, assembly: Assembly, batch: StepBatch, seed: int) -> None:
         """Find out once what the loss is divided by that the forward returns.
 
         Collective over the world: every rank calls it before its first step; if one does not, the others wait.
@@ -184,11 +186,11 @@ class StepTrials:
         loss = self._given_loss
         if not isinstance(loss, ModelLoss) or loss.rule is not None:
             return
-        reason = model_loss_trial.find_rule(loss, held, batch, seed)
+        reason = forward_loss.find_rule(loss, assembly, batch, seed)
         if reason and self._is_split:
             raise UnprovenError("loss-not-a-sum", reason, "loss")
         if reason:  # the batch is one part, whose loss is the step's
-            loss.rule, loss_within(held.model.module).items = Rule.RETURNED if loss.returns_sum else Rule.SAMPLES, 0
+            loss.rule, loss_within(assembly.model.module).items = Rule.RETURNED if loss.returns_sum else Rule.SAMPLES, 0
             self._refusals.remark(reason)
 
     def sees_new_loss(self, watch: LossWatch, total: Tensor) -> bool:
@@ -197,13 +199,13 @@ class StepTrials:
             watch.pairs.add(loss_paths.last_operations(total))
         return watch.is_new or not self.loss_is_tried
 
-    def ask_for_trial(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
+    def ask_for_trial(self, assembly: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
         """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
         over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
-        watch = held.objective.watch
-        if isinstance(scope := held.objective.sums, WholeBatch):  # no sum over samples, on any rank
-            way = "" if scope.graph is None else self._way_beside(held, *scope.graph)
+        watch = assembly.objective.watch
+        if isinstance(scope := assembly.objective.sums, WholeBatch):  # no sum over samples, on any rank
+            way = "" if scope.graph is None else self._way_beside(assembly, *scope.graph)
             scope.graph = None
             if way:
                 self._refuse_way(way)
@@ -211,15 +213,15 @@ class StepTrials:
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
         if isinstance(self._given_loss, ModelLoss) and watch.tried and (watch.is_new or not self.loss_is_tried):
-            self._asked.append(TriedLoss(held.objective.loss, pairs=frozenset(watch.pairs)))
-            self._refusals.asks = LossAsks(len(self._asked), 0)
+            self._asked.append(TriedLoss(assembly.objective.loss, pairs=frozenset(watch.pairs)))
+            self._refusals.asks = len(self._asked)
             return
         if isinstance(self._given_loss, ModelLoss) or is_known_sum(self._given_loss):
             self._settle_loss(watch)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
-        way = "" if makes_logits else self._way_beside(held, total, outputs)
-        if way and not (has_own_graph(held) and self._matters):
+        way = "" if makes_logits else self._way_beside(assembly, total, outputs)
+        if way and not (has_own_graph(assembly) and self._matters):
             self._refuse_way(way)
             self._settle_loss(watch)
             return
@@ -229,46 +231,45 @@ class StepTrials:
         ]
         if any(watch.pairs <= other.pairs for other in self._asked):
             return
-        graded = tuple(one.requires_grad for one in tensors_in(outputs))
-        tried = TriedLoss(held.objective.loss, graded, way, indices, frozenset(watch.pairs), watch.is_new)
-        self._asked.append(tried)
-        number = (
-            _samples_of(outputs, samples, len(indices)) if len(self._asked) == 1 else self._refusals.asks.num_samples
+        graded, size = (
+            tuple(leaf.requires_grad for leaf in tensors_in(outputs)),
+            _samples_of(outputs, samples, len(indices)),
         )
-        self._refusals.asks = LossAsks(len(self._asked), number)
+        pairs = frozenset(watch.pairs)
+        self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new))
+        self._refusals.asks = len(self._asked)
 
-    def try_loss(self, held: Assembly, batch: StepBatch, asks: LossAsks) -> None:
-        """Try the loss on samples of this step, for which some rank has asked.
+    def try_loss(self, assembly: Assembly, batch: StepBatch, asks: int) -> None:
+        """Try the loss on samples of this step, as often as some rank has asked.
 
         Collective over the world, see [Note: collective calls].
         """
-        asked, self._asked, self._refusals.asks = self._asked, [], LossAsks(0, 0)
-        again = self.again or Repeat(held, batch, self._given_loss, self._seed, weights=self.weights)
+        asked, self._asked, self._refusals.asks = self._asked, [], 0
+        again = self.again or Repeat(assembly, batch, self._given_loss, self._seed, weights=self.weights)
         if again.weights_were_written:
             self._refusals.remark(
                 "the loss is not compared with that of parts of the batch, since the forward writes into weights"
             )
-            self._note_tried(held, asked)
+            self._note_tried(assembly, asked)
             return
         with again.running():
             if isinstance(self._given_loss, ModelLoss):
-                self._compare_rule(self._given_loss, held, batch)
-                self._note_tried(held, asked)
+                self._compare_rule(self._given_loss, assembly, batch)
+                self._note_tried(assembly, asked)
                 return
-            for tried in [*asked, *[None] * asks.number][: asks.number]:
-                first = again.agree_on_samples(None if tried is None else tried.indices)
-                trial = again.try_loss(tried, again.windows(asks.num_samples, first))
+            for tried in [*asked, *[None] * asks][:asks]:
+                trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
                 if tried is not None:
-                    self._conclude(held, tried, trial)
+                    self._conclude(assembly, tried, trial)
 
-    def _note_tried(self, held: Assembly, asked: list[TriedLoss]) -> None:
+    def _note_tried(self, assembly: Assembly, asked: list[TriedLoss]) -> None:
         self.loss_is_tried = True
-        held.objective.watch.tried.update(*(tried.pairs for tried in asked))
+        assembly.objective.watch.tried.update(*(tried.pairs for tried in asked))
 
-    def _compare_rule(self, loss: ModelLoss, held: Assembly, batch: StepBatch) -> None:
+    def _compare_rule(self, loss: ModelLoss, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse the step if a forward now divides its loss by something else than in the first step."""
         now = replace(loss)
-        reason = model_loss_trial.find_rule(now, held, batch, self._seed)
+        reason = forward_loss.find_rule(now, assembly, batch, self._seed)
         if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
             reason = (
                 f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
@@ -277,14 +278,14 @@ class StepTrials:
         if reason:
             self._refusals.add("loss", "loss-not-a-sum", reason)
 
-    def _conclude(self, held: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
+    def _conclude(self, assembly: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
         """Note what a trial has shown, and refuse the step if it is no sum."""
-        watch, is_parted = held.objective.watch, held.parallel.program.step.num_microbatches > 1
+        watch, is_parted = assembly.objective.watch, assembly.parallel.program.step.num_microbatches > 1
         self._num_unjudged = 0 if trial.judged else self._num_unjudged + 1
         self.loss_is_tried = trial.judged or self._num_unjudged >= _UNJUDGED
         if self.loss_is_tried:
             watch.tried |= tried.pairs
-        if held.objective.sums.reads_ahead and is_parted:
+        if assembly.objective.sums.reads_ahead and is_parted:
             self.refuse_moved_counts(trial.moving)
         if not trial.reason:
             return
@@ -298,9 +299,9 @@ class StepTrials:
                 f"{text}; so a layout that splits the batch would give another result, and is refused"
             )
             return
-        one = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
+        leaf = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
         sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {one}")
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {leaf}")
 
     def _settle_loss(self, watch: LossWatch) -> None:
         """Note that the loss needs no trial."""
@@ -323,15 +324,15 @@ class StepTrials:
         """Whether a layout divides what the loss reads."""
         return self._is_split or self._layout.world_size > 1
 
-    def _way_beside(self, held: Assembly, total: Tensor, outputs: Any) -> str:
+    def _way_beside(self, assembly: Assembly, total: Tensor, outputs: Any) -> str:
         """Return by which other way than its outputs the loss reaches a weight of the model; empty if by none.
 
         Raises:
             JobError: it takes gradients of a compiled graph's gradients.
         """
-        if held.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
+        if assembly.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
             raise JobError("loss-differentiates-graph", OF_GRAPHS)
-        way = loss_paths.beside_outputs(total, outputs, held.model.module)
+        way = loss_paths.beside_outputs(total, outputs, assembly.model.module)
         if not way and (remark := loss_paths.own_weight(total, outputs)):
             self._refusals.remark(remark)
         return way
