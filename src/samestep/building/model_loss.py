@@ -87,13 +87,13 @@ class ModelLoss:
         Raises:
             JobError: the outputs have no loss.
         """
-        loss, returned_count = returned_loss(outputs)
+        loss, returned = returned_loss(outputs)
         rule = self.rule or (
-            Rule.COUNT if self.count is not None else Rule.RETURNED if returned_count is not None else Rule.SAMPLES
+            Rule.COUNT if self.count is not None else Rule.RETURNED if returned is not None else Rule.SAMPLES
         )
-        count = self.counted(rule, batch, returned_count, loss.device, self.labels)
+        count = self.counted(rule, batch, returned, loss.device, self.labels)
         if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
-            guard = vars(returned_count).get(LEAST) if isinstance(returned_count, Tensor) else None
+            guard = vars(returned).get(LEAST) if isinstance(returned, Tensor) else None
             return LossResult({UNNAMED: (loss, count)}, least={} if guard is None else {UNNAMED: guard[1]})
         if (
             rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT) and not count
@@ -102,15 +102,15 @@ class ModelLoss:
         return LossResult({UNNAMED: (loss * count, count)})
 
     def counted(
-        self, rule: Rule, batch: Any, returned_count: Tensor | int | None, device: torch.device, which: Labels
+        self, rule: Rule, batch: Any, returned: Tensor | int | None, device: torch.device, which: Labels
     ) -> Tensor:
         """Return the count of a part of a batch under a rule, for which the forward has returned another count."""
         if rule is Rule.COUNT:
             assert self.count is not None
             count = self.count(batch)
         elif rule is Rule.RETURNED:
-            guard = vars(returned_count).get(LEAST) if isinstance(returned_count, Tensor) else None
-            count = 0 if returned_count is None else returned_count if guard is None else guard[0]
+            guard = vars(returned).get(LEAST) if isinstance(returned, Tensor) else None
+            count = 0 if returned is None else returned if guard is None else guard[0]
         elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
             labels = which.of(batch)
             assert labels is not None
@@ -158,7 +158,7 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
         return loss.reshape(()), count
     form = fold(
         outputs,
-        lambda item: f"a tensor {list(one.shape)}" if isinstance(item, Tensor) else f"a {type(one).__name__}",
+        lambda item: f"a tensor {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}",
         ", ".join,
     )
     raise JobError(
