@@ -87,30 +87,28 @@ class ModelLoss:
         Raises:
             JobError: the outputs have no loss.
         """
-        loss, returned = returned_loss(outputs)
-        rule = self.rule or (
-            Rule.COUNT if self.count is not None else Rule.RETURNED if returned is not None else Rule.SAMPLES
-        )
-        count = self.counted(rule, batch, returned, loss.device, self.labels)
+        loss, number = returned_loss(outputs)
+        by_outputs = Rule.SAMPLES if number is None else Rule.RETURNED
+        rule = self.rule or (by_outputs if self.count is None else Rule.COUNT)
+        count = self.counted(rule, batch, number, loss.device, self.labels)
         if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
-            guard = vars(returned).get(LEAST) if isinstance(returned, Tensor) else None
+            guard = vars(number).get(LEAST) if isinstance(number, Tensor) else None
             return LossResult({UNNAMED: (loss, count)}, least={} if guard is None else {UNNAMED: guard[1]})
-        if (
-            rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT) and not count
-        ):  # a mean over nothing, whose gradient is none
+        is_mean = rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT)
+        if is_mean and not count:  # over nothing, whose gradient is none
             return LossResult({UNNAMED: (torch.zeros_like(loss.detach()), count)})
         return LossResult({UNNAMED: (loss * count, count)})
 
     def counted(
-        self, rule: Rule, batch: Any, returned: Tensor | int | None, device: torch.device, which: Labels
+        self, rule: Rule, batch: Any, number: Tensor | int | None, device: torch.device, which: Labels
     ) -> Tensor:
         """Return the count of a part of a batch under a rule, for which the forward has returned another count."""
         if rule is Rule.COUNT:
             assert self.count is not None
             count = self.count(batch)
         elif rule is Rule.RETURNED:
-            guard = vars(returned).get(LEAST) if isinstance(returned, Tensor) else None
-            count = 0 if returned is None else returned if guard is None else guard[0]
+            guard = vars(number).get(LEAST) if isinstance(number, Tensor) else None
+            count = 0 if number is None else number if guard is None else guard[0]
         elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
             labels = which.of(batch)
             assert labels is not None
