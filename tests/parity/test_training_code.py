@@ -102,8 +102,8 @@ class _NoCode(skeletons.StepCode):
 
 
 GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "features caught by a hook": ((loss_paths, "beside_outputs", _nothing),),
-    "gradient penalty in the loss": ((loss_paths, "beside_outputs", _nothing),),
+    "features caught by a hook": ((loss_paths, "beside_outputs", lambda *_: ("", "")),),
+    "gradient penalty in the loss": ((loss_paths, "beside_outputs", lambda *_: ("", "")),),
     "forward that returns a mean of some labels": (
         (dimension_maps, "_likelihood", None),
         (Repeat, "excess_of_halves", lambda *_, **__: 0.0),

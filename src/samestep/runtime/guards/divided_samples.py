@@ -124,9 +124,10 @@ class DividedSamples:
         ]
         return replace(self, tensors=(together, *self.tensors[1:]))
 
-    def with_other_half(self, numbers: Collection[float]) -> Iterator[DividedSamples]:
-        """Yield the samples with other values in a tensor of the first half: with which a label or mask does not count, or does; and values
-        around `numbers`, those of the code of the loss, and far from all others, by which a loss may choose a factor.
+    def with_other_half(self, numbers: Collection[float]) -> Iterator[tuple[DividedSamples, bool]]:
+        """Yield the samples with other values in a tensor of the first half, or of both, and whether the second half has them too: values with
+        which a label or mask does not count, or does; and values around `numbers`, those of the code of the loss, and far from all
+        others, by which a loss may choose a factor.
         """
         is_large = not self.is_small
         for index, place in enumerate(self.places):
@@ -141,9 +142,9 @@ class DividedSamples:
             for other in (*map(leaf.new_tensor, values), *far):
                 changed = leaf.clone()
                 place.take(changed, 1, self.sizes).copy_(other)
-                yield self._with(index, changed)
+                yield self._with(index, changed), False
                 if not (is_large or is_output or other.dim() or _may_be_ids(first, second)):  # so many, as no half has
-                    yield self._with(index, torch.zeros_like(leaf).copy_(other))
+                    yield self._with(index, torch.zeros_like(leaf).copy_(other)), True
 
     def _with(self, index: int, leaf: Tensor) -> DividedSamples:
         """Return the samples with another tensor in the place of one of the whole."""

@@ -263,14 +263,21 @@ def _try_moved(loss: Loss, some: DividedSamples, outcome: LossTrial) -> LossTria
 
 def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
-    for changed in some.with_other_half(numbers):
+    second: _LossValue | None = None  # of the values that it has, unless it reads those of all samples
+    for changed, has_other_second in some.with_other_half(numbers):
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                together, *halves = [values.evaluate(loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
+                together, first = (values.evaluate(loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS[:2])
+                if second is None or has_other_second or not values.is_unread:
+                    other = values.evaluate(loss, changed, PARTS[2], _WITHOUT_GRADIENTS)
+                else:
+                    other = second
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
             continue
+        second = second if has_other_second or not values.is_unread else other
+        halves = [first, other]
         if reason := _compare_halves(together, halves, raised=True).reason:
             if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
                 return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
@@ -416,6 +423,11 @@ class _ValuesOfWhole:
         value = _evaluate(loss, some, part, way)
         self._next = iter(self._found)
         return value
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether no evaluation has asked for a value of all samples."""
+        return not self._found
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Note what a buffer gets after the step."""

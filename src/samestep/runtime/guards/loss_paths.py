@@ -22,22 +22,26 @@ _LAST = 12
 """So many operations of a loss are compared."""
 
 
-def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
-    """Return the refusal of a loss that reaches a weight by a path around the outputs; empty if none does."""
+def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, str]:
+    """Return the refusal of a loss that reaches a weight of the model by a path around the outputs, and a remark on one with a trainable
+    weight that the optimizer of the run does not have; empty if there is none.
+    """
     ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
-    beside = [node for node in nodes_from([get_gradient_edge(total).node], known=ends) if is_end(node)]
-    if not beside:
-        return ""
-    names = {id(param): name for name, param in model.named_parameters()}
-    of_model = nodes_from(ends)
-    for node in beside:
+    leaves = [node for node in nodes_from([get_gradient_edge(total).node], known=ends) if is_end(node)]
+    names = {id(param): name for name, param in model.named_parameters()} if leaves else {}
+    of_model = nodes_from(ends) if leaves else ()
+    for node in leaves:
         name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
                 f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
                 "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
-            )
-    return ""
+            ), ""
+    weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
+    return "", "" if weight is None else (
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
+        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
+    )
 
 
 def last_operations(total: Tensor) -> tuple[str, ...]:
@@ -64,17 +68,3 @@ def differentiates_graphs(total: Tensor) -> bool:
     """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which torch cannot differentiate again."""
     start = get_gradient_edge(total).node
     return any(node.name().startswith("CompiledFunctionBackwardBackward") for node in nodes_from([start]))
-
-
-def own_weight(total: Tensor, outputs: Any) -> str:
-    """Return a remark on a loss with a trainable weight that the optimizer of the run does not have; empty if it has none."""
-    ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
-    nodes = nodes_from([get_gradient_edge(total).node], known=ends)
-    leaves = [tensor_of(node) for node in nodes if is_end(node)]
-    weight = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter)), None)
-    if weight is None:
-        return ""
-    return (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
-        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
-    )

@@ -12,7 +12,7 @@ who calls them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -203,27 +203,24 @@ class StepTrials:
         """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
         over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
-        watch = assembly.objective.watch
+        watch, loss = assembly.objective.watch, self._given_loss
         if isinstance(scope := assembly.objective.sums, WholeBatch):  # no sum over samples, on any rank
-            way = "" if scope.graph is None else self._way_beside(assembly, *scope.graph)
+            if scope.graph is not None:
+                self._refuse_way(self._way_beside(assembly, *scope.graph))
             scope.graph = None
-            if way:
-                self._refuse_way(way)
-            self._settle_loss(watch)
+            self._settle(watch, watch.pairs)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        if isinstance(self._given_loss, ModelLoss) and watch.tried and (watch.is_new or not self.loss_is_tried):
-            self._asked.append(TriedLoss(assembly.objective.loss, pairs=frozenset(watch.pairs)))
-            self._refusals.asks = len(self._asked)
-            return
-        if isinstance(self._given_loss, ModelLoss) or is_known_sum(self._given_loss):
-            self._settle_loss(watch)
+        is_of_forward = isinstance(loss, ModelLoss)
+        is_other = watch.is_new or not self.loss_is_tried
+        if (is_of_forward and not (watch.tried and is_other)) or (not is_of_forward and is_known_sum(loss)):
+            self._settle(watch, watch.pairs)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
-        way = "" if makes_logits else self._way_beside(assembly, total, outputs)
+        way = "" if makes_logits or is_of_forward else self._way_beside(assembly, total, outputs)
         if way and not (has_own_graph(assembly) and self._matters):
             self._refuse_way(way)
-            self._settle_loss(watch)
+            self._settle(watch, watch.pairs)
             return
         # Of micro-batches that are alike the last one is tried, which the canary repeats in the first step.
         self._asked = [
@@ -231,11 +228,8 @@ class StepTrials:
         ]
         if any(watch.pairs <= other.pairs for other in self._asked):
             return
-        graded, size = (
-            tuple(leaf.requires_grad for leaf in tensors_in(outputs)),
-            _samples_of(outputs, samples, len(indices)),
-        )
-        pairs = frozenset(watch.pairs)
+        graded, pairs = tuple(leaf.requires_grad for leaf in tensors_in(outputs)), frozenset(watch.pairs)
+        size = _samples_of(outputs, samples, len(indices))
         self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new))
         self._refusals.asks = len(self._asked)
 
@@ -250,21 +244,22 @@ class StepTrials:
             self._refusals.remark(
                 "the loss is not compared with that of parts of the batch, since the forward writes into weights"
             )
-            self._note_tried(assembly, asked)
+            self._settle(assembly.objective.watch, *(tried.pairs for tried in asked))
             return
         with again.running():
             if isinstance(self._given_loss, ModelLoss):
                 self._compare_rule(self._given_loss, assembly, batch)
-                self._note_tried(assembly, asked)
+                self._settle(assembly.objective.watch, *(tried.pairs for tried in asked))
                 return
             for tried in [*asked, *[None] * asks][:asks]:
                 trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
                 if tried is not None:
                     self._conclude(assembly, tried, trial)
 
-    def _note_tried(self, assembly: Assembly, asked: list[TriedLoss]) -> None:
+    def _settle(self, watch: LossWatch, *pairs: Iterable[Any]) -> None:
+        """Note that the loss needs no further trial while it calls these functions."""
         self.loss_is_tried = True
-        assembly.objective.watch.tried.update(*(tried.pairs for tried in asked))
+        watch.tried.update(*pairs)
 
     def _compare_rule(self, loss: ModelLoss, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse the step if a forward now divides its loss by something else than in the first step."""
@@ -303,11 +298,6 @@ class StepTrials:
         sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
         self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {leaf}")
 
-    def _settle_loss(self, watch: LossWatch) -> None:
-        """Note that the loss needs no trial."""
-        self.loss_is_tried = True
-        watch.tried |= watch.pairs
-
     def refuse_moved_counts(self, name: str) -> None:
         """Refuse the step if the count of a term, which is named then, does not follow from the batch."""
         if name:
@@ -332,12 +322,14 @@ class StepTrials:
         """
         if assembly.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
             raise JobError("loss-differentiates-graph", OF_GRAPHS)
-        way = loss_paths.beside_outputs(total, outputs, assembly.model.module)
-        if not way and (remark := loss_paths.own_weight(total, outputs)):
+        way, remark = loss_paths.beside_outputs(total, outputs, assembly.model.module)
+        if remark:
             self._refusals.remark(remark)
         return way
 
     def _refuse_way(self, way: str) -> None:
+        if not way:
+            return
         if not self._matters:
             self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
             return
