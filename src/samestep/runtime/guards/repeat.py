@@ -464,11 +464,13 @@ class Repeat(NamedSamples):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return the context of repetitions, which leave no trace in the step."""
+        """Return the context of repetitions, which leave no trace in the step: what the modules hold is noted once for all of them."""
+        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
         with (
             outside_step(),
             torch.no_grad(),
             preserve_generators(self.state.generators),
+            self.state.restored(),
             self._assembly.parallel.checkpoints,
         ):
             yield
