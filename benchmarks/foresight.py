@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import os
@@ -89,34 +90,71 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
         "median_ape": rounded(statistics.median(errors)) if errors else None,
         "bias": rounded(statistics.fmean(biases)) if errors else None,
         "p90": rounded(errors[math.ceil(0.9 * len(errors)) - 1]) if errors else None,
-        "tau": rounded(statistics.fmean(tau for tau, _, _ in ranks)) if ranks else None,
-        "regret": rounded(statistics.fmean(regret for _, regret, _ in ranks)) if ranks else None,
-        "best_in_top_3": rounded(100 * statistics.fmean(top for _, _, top in ranks)) if ranks else None,
+        "tau": rounded(statistics.fmean(kendall(pairs) for pairs in ranks)) if ranks else None,
+        "tau_apart": rounded(statistics.fmean(kendall(pairs, ALIKE) for pairs in ranks)) if ranks else None,
+        "regret": rounded(statistics.fmean(map(_regret, ranks))) if ranks else None,
+        "best_in_top_3": rounded(100 * statistics.fmean(map(_is_best_among_three, ranks))) if ranks else None,
         "groups": len(ranks),
     }
 
 
-def _ranked(used: Iterable[Outcome]) -> Iterator[tuple[float, float, bool]]:
-    """Yield (tau, regret in per cent, whether the best is among our first three) of each group of layouts."""
+ALIKE = 0.03
+"""Part of a step below which two layouts count as equally fast, as the documents tell users."""
+Ranked = Sequence[tuple[float, float]]
+"""Predicted and measured seconds of each layout of a group, medians where it was measured several times."""
+
+
+def _groups(used: Iterable[Outcome]) -> Iterator[dict[str, tuple[float, float]]]:
+    """Yield the predicted and measured seconds of the layouts of each group that has three of them."""
     groups: dict[tuple[str, ...], dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in used:
         groups[outcome.group][outcome.layout].append(outcome)
     for layouts in groups.values():
-        if len(layouts) < 3:
-            continue
-        pairs = [
-            (statistics.median(o.predicted_s for o in alike), statistics.median(o.measured_s for o in alike))
-            for alike in layouts.values()
-        ]
-        best_s = min(measured for _, measured in pairs)
-        order = sorted(pairs)
-        yield kendall(pairs), 100 * (order[0][1] / best_s - 1), any(m == best_s for _, m in order[:3])
+        if len(layouts) >= 3:
+            yield {
+                name: (statistics.median(o.predicted_s for o in alike), statistics.median(o.measured_s for o in alike))
+                for name, alike in layouts.items()
+            }
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Kendall's tau: pairs in the right order less those in the wrong one, over all that differ."""
-    signs = [(a[0] - b[0]) * (a[1] - b[1]) for index, a in enumerate(pairs) for b in pairs[index + 1 :] if a[1] != b[1]]
+def _ranked(used: Iterable[Outcome]) -> Iterator[Ranked]:
+    return (tuple(layouts.values()) for layouts in _groups(used))
+
+
+def _regret(pairs: Ranked) -> float:
+    """Return by how many per cent the layout that is predicted as the fastest takes longer than the fastest one."""
+    return 100 * (min(pairs)[1] / min(measured_s for _, measured_s in pairs) - 1)
+
+
+def _is_best_among_three(pairs: Ranked) -> bool:
+    best_s = min(measured_s for _, measured_s in pairs)
+    return any(measured_s == best_s for _, measured_s in sorted(pairs)[:3])
+
+
+def kendall(pairs: Ranked, apart: float = 0.0) -> float:
+    """Return Kendall's tau: pairs in the right order less those in the wrong one, over all whose measured seconds differ by more than
+    a part of the shorter ones."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in itertools.combinations(pairs, 2) if _differ(a, b, apart)]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else 1.0
+
+
+def _differ(pair: tuple[float, float], other: tuple[float, float], apart: float) -> bool:
+    return max(pair[1], other[1]) / min(pair[1], other[1]) > 1 + apart
+
+
+def inverted(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Return the pairs of layouts of a group that are predicted in the wrong order, and differ by more than `ALIKE`: the one that was faster
+    first, with how many times as long the other one took, and was predicted to take."""
+    used = [o for o in outcomes if o.measured_s and o.predicted_s]
+    wrong = []
+    for layouts in _groups(used):
+        for pair in itertools.combinations(layouts.items(), 2):
+            (faster, (faster_s, least_s)), (slower, (slower_s, most_s)) = sorted(pair, key=lambda one: one[1][1])
+            if most_s / least_s > 1 + ALIKE and slower_s <= faster_s:
+                wrong.append(
+                    {"faster": faster, "slower": slower, "measured": rounded(most_s / least_s), "predicted": rounded(slower_s / faster_s)}
+                )  # fmt: skip
+    return sorted(wrong, key=lambda one: -one["measured"])
 
 
 def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
@@ -253,6 +291,7 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         "reserved": sorted({row["file"] for row in rows if is_reserved(row)}),
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
         "own_factors": own_factors(rows, outcomes),
+        "inverted": {name: inverted(found) for name, found in by_file.items()},
         **_of_intervals(rows, outcomes),
         "kinds": {
             kind: {name: _kind(alike) for name, alike in parts.items() if alike}

@@ -107,6 +107,7 @@ from typing import Any
 import numpy as np
 from cells import Row, whole
 from forecast import UNREADABLE, TimedStep, known, rounded
+from foresight_parts import work_of
 from foresight_workers import Workers
 from published import Case, case_of
 from published_machines import SHIPPED, machine_of
@@ -186,6 +187,8 @@ class Prepared:
     case: Case
     shipped: Hardware
     step: TimedStep
+    work: str
+    """What is special in what it trains (`work_of`)."""
 
     def ratio(self, setting: Setting) -> float:
         """Return the logarithm of predicted over measured seconds with these constants."""
@@ -221,7 +224,8 @@ def _prepared(source: str, row: Row) -> Prepared | None:
     """Return a row with its programs; None if it cannot be predicted."""
     try:
         case = case_of(row)
-        return Prepared(source, case, SHIPPED[case.machine.name], known(case)[1]) if case.step_s else None
+        shipped = SHIPPED[case.machine.name]
+        return Prepared(source, case, shipped, known(case)[1], work_of(row)) if case.step_s else None
     except UNREADABLE:
         return None
 
@@ -246,8 +250,8 @@ class Fits:
         [[found]] = self._workers.each(_ratios, [(source, (self._runs[source], [setting]))])
         return found
 
-    def labels(self, source: str) -> list[tuple[str, int]]:
-        """Return the class of machine and the number of devices of a source's rows."""
+    def labels(self, source: str) -> list[tuple[str, int, str]]:
+        """Return the class of machine, the number of devices and the kind of work of a source's rows."""
         [found] = self._workers.each(_labels, [(source, (self._runs[source],))])
         return found
 
@@ -294,12 +298,14 @@ def _ratios(runs: Sequence[tuple[str, Sequence[Row]]], settings: Sequence[Settin
     return [[one.ratio(setting) for one in prepared] for setting in settings]
 
 
-def _labels(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[tuple[str, int]]:
-    found = [one.case for one in prepare(runs) if one is not None]
-    counts = [
-        math.prod(int(case.words.get(word, 1)) for word in ("tp", "pp", "dp_replicate", "dp_shard")) for case in found
-    ]
-    return [(class_of(case.machine, count), count) for case, count in zip(found, counts, strict=True)]
+def _labels(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[tuple[str, int, str]]:
+    found = []
+    for one in prepare(runs):
+        if one is not None:
+            words = one.case.words
+            count = math.prod(int(words.get(word, 1)) for word in ("tp", "pp", "dp_replicate", "dp_shard"))
+            found.append((class_of(one.case.machine, count), count, one.work))
+    return found
 
 
 Fitted = dict[str, dict[str, Any]]

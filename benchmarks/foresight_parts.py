@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from cells import Row, whole
 from forecast import Outcome, rounded
+from published_loops import adapters_of, is_packed
+from published_vision import vision_of
 
 from samestep.layout import Layout
 
@@ -47,6 +49,13 @@ FEATURES: dict[str, Callable[[Layout], bool]] = {
     "ep": lambda layout: layout.ep > 1,
     "recompute": lambda layout: layout.recompute != "none",
 }
+
+
+def work_of(row: Row) -> str:
+    """Return what is special in what a row trains: a network of convolutions, adapters, or such on frozen weights in 4 bits."""
+    if vision_of(row):
+        return "vision"
+    return "" if adapters_of(row) is None else "QLoRA" if is_packed(row) else "LoRA"
 
 
 def interval(found: Sequence[Ratio]) -> tuple[float, float]:
@@ -135,7 +144,7 @@ def over_sources(fitted: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def by_part(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Return the outcomes of each size of cluster, and of each feature of a layout; a row may have several features."""
+    """Return the outcomes of each size of cluster, of each feature of a layout, and of each kind of work; a row may be in several parts."""
     found: dict[str, list[Outcome]] = {}
     for first, beyond in zip(SIZES, (*SIZES[1:], None), strict=True):
         found[size_of(first, beyond)] = [
@@ -148,6 +157,9 @@ def by_part(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[
     layouts = {o.layout: Layout(o.layout) for o in outcomes if o.layout}
     for name, has in FEATURES.items():
         found[name] = [o for o in outcomes if o.layout and has(layouts[o.layout])]
+    for row, o in zip(rows, outcomes, strict=True):
+        if o.layout and (work := work_of(row)):
+            found.setdefault(work, []).append(o)
     return {name: alike for name, alike in found.items() if alike}
 
 
@@ -159,14 +171,17 @@ def size_of(first: int, beyond: int | None) -> str:
 
 
 def left_out_groups(fitted: dict[str, dict[str, Any]]) -> dict[str, list[Ratio]]:
-    """Return the errors of rows of sources that were left out, in per cent, with their source: by class of machine and by devices."""
+    """Return the errors of rows of sources that were left out, in per cent, with their source: by class of machine, by devices, and by kind of work."""
     each = [(source, *one) for source, found in fitted.items() for one in found["each"]]
-    groups = {name: [(s, off) for s, of, _, off in each if of == kind] for kind, name in KINDS.items()}
+    groups = {name: [(s, off) for s, of, _, _, off in each if of == kind] for kind, name in KINDS.items()}
     for first, beyond in zip(SIZES, (*SIZES[1:], None), strict=True):
         groups[size_of(first, beyond)] = [
-            (s, off) for s, _, n, off in each if first <= n and (beyond is None or n < beyond)
+            (s, off) for s, _, n, _, off in each if first <= n and (beyond is None or n < beyond)
         ]
-    groups["1 to 8 devices"] = [(s, off) for s, _, n, off in each if n <= 8]
+    groups["1 to 8 devices"] = [(s, off) for s, _, n, _, off in each if n <= 8]
+    for s, _, _, work, off in each:
+        if work:
+            groups.setdefault(work, []).append((s, off))
     return {name: found for name, found in groups.items() if found}
 
 

@@ -164,6 +164,13 @@ def factors_table(record: dict[str, Any]) -> Table:
     return ("source's own factor", *(key.replace("_", " ") for key in keys)), lines
 
 
+def inverted_table(record: dict[str, Any]) -> Table:
+    """Return the table of pairs of layouts that are predicted in the wrong order."""
+    keys = ("faster", "slower", "measured", "predicted")
+    lines = [[name, *(pair[key] for key in keys)] for name, found in record["inverted"].items() for pair in found]
+    return ("source", "the faster layout", "the slower one", "took, times", "predicted"), lines
+
+
 def coverage_table(record: dict[str, Any]) -> Table:
     """Return the table of what the intervals of other sources cover of a source."""
     time, memory = (record["coverage"][name] for name in ("time", "memory"))
@@ -198,13 +205,18 @@ measurements. Each one is predicted from its configuration only. [Accuracy of pr
   the layout with the best prediction.{composed}
 {honest}
 With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of
-layouts the order has tau {tau}, and the chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
+layouts the order has tau {tau}, and {tau_apart} over pairs that differ by more than 3 %. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
 average, with a median of {memory_median} %.
 """
 
 
 _COVERAGE = """The interval of a prediction should cover 8 of 10 rows of a new source. So it is as wide as sources differ, and wider for few sources. The table shows
 the covered rows of each source, in per cent, by intervals from the other sources. The mean over sources is last:
+"""
+
+
+_INVERTED = """Pairs of layouts in the wrong order, of the groups of three layouts and more: the faster one, the slower one, and how many times as long that
+took and was predicted to take. Pairs that differ by less than 3 % are left out:
 """
 
 
@@ -241,12 +253,13 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         rows=total["rows"],
         honest=honest,
         composed=_COMPOSED.rstrip().format(names=", ".join(record["composed"])) if record["composed"] else "",
-        **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "regret", "groups")},
+        **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "tau_apart", "regret", "groups")},
         memory_rows=held["rows"],
         memory_mape=_cell(held["mape"]),
         memory_median=_cell(held["median_ape"]),
     )
     bodies = ["\n".join(as_lines(names, table, markdown=True)) for names, table in tables]
+    bodies.append("\n".join([_INVERTED, *as_lines(*inverted_table(record), markdown=True)]))
     bodies.append("\n".join([_MEMORY, *as_lines(*memory_table(record), markdown=True)]))
     bodies.append("\n".join([_COVERAGE, *as_lines(*coverage_table(record), markdown=True)]))
     skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]

@@ -462,7 +462,9 @@ def _too_large(model: ModelSpec, machine: Hardware) -> bool:
 
 
 def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:
-    said = (str(whole(row, "n_layers")), str(whole(row, "hidden")), str(number(row, "n_params") or ""))
+    said = (*(str(whole(row, name)) for name in ("n_layers", "hidden", "heads")), str(number(row, "n_params") or ""))
+    if "LAYOUT INCONSISTENT" in joined(row, "notes"):  # what it was is not known, so it tells nothing of an order
+        said += (row.get("id") or "",)
     precision = (row.get("precision") or "").upper()
     return (row.get("source") or "", name, *said, machine.name, str(devices), str(batch), str(tokens), precision)
 

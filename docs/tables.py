@@ -273,7 +273,7 @@ TECHNIQUES = (
     ),
     (
         "hardware profiles",
-        "wings/plan/measurement/profile.py hardware.py wings/plan/measurement/microbenchmarks.py wings/plan/measurement/refit.py wings/plan/calibrate.py",
+        "wings/plan/measurement/profile.py hardware.py wings/plan/measurement/microbenchmarks.py wings/plan/calibrate.py",
     ),
 )
 """Each technique as docs/features.md names it, and the files below src/samestep that hold it: the first is named like it."""

@@ -108,12 +108,10 @@ class Link:
             collective_s=max(self.collective_s, other.collective_s),
         )
 
-    def delayed(self, *, transfer: float, collective: float = 1.0, latency: float = 1.0) -> Link:
-        """Return a link whose transfers, latencies of collectives, and latencies take so many times as long."""
+    def delayed(self, *, transfer: float, collective: float = 1.0) -> Link:
+        """Return a link whose transfers, and latencies of collectives, take so many times as long."""
         return replace(
             self,
-            latency_s=self.latency_s * latency,
-            ll128_latency_s=self.ll128_latency_s and self.ll128_latency_s * latency,
             collective_s=self.collective_s * collective,
             bytes_per_s=self.bytes_per_s / transfer,
             all_reduce_bytes_per_s=self.all_reduce_bytes_per_s and self.all_reduce_bytes_per_s / transfer,
@@ -290,15 +288,15 @@ def of_device(device_name: str) -> Hardware | None:
     return next((machine for machine in map(load, profiles()) if device_name in machine.device_names), None)
 
 
-def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:
+def resolve_hardware(hardware: Hardware | str | Path | None) -> Hardware:
     """Return a profile, given as an object, a name or a file; by default the one measured on this machine, else cpu-laptop.
 
     Raises:
         InputError: there is no such profile or file, or it has mistakes; each is named.
     """
-    if given is None:
+    if hardware is None:
         return own_or("cpu-laptop")
-    return given if isinstance(given, Hardware) else load(given)
+    return hardware if isinstance(hardware, Hardware) else load(hardware)
 
 
 def cautions_here(machine: Hardware, devices: int) -> list[str]:

@@ -340,7 +340,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 def test_predictions_carry_the_interval_of_the_record(written: Path) -> None:
-    made, shipped = tomllib.loads((written / "record.toml").read_text())["all"], intervals()
+    made, shipped = tomllib.loads((written / "record.toml").read_text())["all"], intervals("all")
     assert made.keys() == shipped.keys() == {"time", "memory"}
     assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
     assert shipped["time"].low < 1 < shipped["time"].high
@@ -351,6 +351,42 @@ def test_order_is_measured_by_pairs() -> None:
     assert foresight.kendall([(1, 1), (2, 2), (3, 3)]) == 1
     assert foresight.kendall([(1, 3), (2, 2), (3, 1)]) == -1
     assert foresight.kendall([(1, 1), (3, 2), (2, 3)]) == pytest.approx(1 / 3)
+    assert foresight.kendall([(1, 1), (3, 2), (2, 2.05)], apart=0.03) == 1, "two that are alike tell nothing"
+
+
+def test_pairs_in_the_wrong_order_are_listed() -> None:
+    def outcome(layout: str, predicted_s: float, measured_s: float) -> forecast.Outcome:
+        return forecast.Outcome(id="", source="", layout=layout, predicted_s=predicted_s, measured_s=measured_s)
+
+    outcomes = [
+        outcome("dp=4", 2.0, 1.0),
+        outcome("tp=4", 1.0, 2.0),
+        outcome("pp=4", 3.0, 4.0),
+        outcome("dp=4", 2.0, 1.0),
+    ]
+    assert foresight.inverted(outcomes) == [{"faster": "dp=4", "slower": "tp=4", "measured": 2.0, "predicted": 0.5}]
+    assert foresight.inverted(outcomes[:2]) == [], "a group has three layouts"
+
+
+@pytest.mark.parametrize(
+    ("cells", "work"),
+    [
+        ({"model": "ResNet-50"}, "vision"),
+        ({"model": "Llama 2 70B LoRA r16"}, "LoRA"),
+        ({"model": "Llama 2 70B QLoRA r16"}, "QLoRA"),
+        ({"model": "Llama 2 70B"}, ""),
+    ],
+)
+def test_rows_are_told_apart_by_what_they_train(cells: dict[str, str], work: str) -> None:
+    assert foresight_parts.work_of(row(**cells)) == work
+    fitted = {"own": {"each": [("few", 4, work, 12.0), ("few", 4, "", 30.0)]}}
+    assert foresight_parts.left_out_groups(fitted).get(work or "vision", []) == [("own", 12.0)] * bool(work)
+
+
+def test_models_of_other_heads_and_layouts_that_are_not_known_are_in_no_group() -> None:
+    plain, wide = (published.case_of(row(heads=heads)).group for heads in (16, 32))
+    unknown = published.case_of(row(heads=16, id="x-1", notes="PRINTED LAYOUT INCONSISTENT (tp*pp*dp != GPUs)")).group
+    assert len({plain, wide, unknown}) == 3
 
 
 def rows_on_lines(off: float) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,6 +137,7 @@ class Hooked(nn.Module):
 
     def __init__(self, how: str, hook: Hook) -> None:
         super().__init__()
+        hook = copy.deepcopy(hook)  # whose number of calls is that of one row
         self.body, self.head, self.how, self.hook = Body(), nn.Linear(WIDTH, VOCABULARY), how, hook
         act, last = self.body.blocks[0].act, self.body.blocks[0]
         if how == "each block":
@@ -206,6 +208,7 @@ def _containers(how: str) -> str:
 
 UNIT_NORM, TRIPLED = _code("activation", to_unit_norm), _code("result", tripled)
 STAGES = "pp=2 microbatch=4"
+LATE = Counted(15)
 EQUAL = [
     *(Equal("tp=2", _code("activation", hook)) for hook in (to_unit_norm, limited)),
     Equal("tp=2", _code("activation", less_its_mean), is_nightly=True),
@@ -223,6 +226,8 @@ EQUAL = [
     *(Equal("dp=2", _code(how, logged)) for how in ("weights", "result", "seen in full")),
     *(Equal(layout, _code("weights", logged)) for layout in ("tp=2", "dp=1 microbatch=4")),
     Equal(STAGES, _code("seen in full", logged), is_nightly=True),
+    *(Equal("dp=2", _code("weights", hook)) for hook in (LATE, counting(20))),
+    Equal("tp=2", _code("weights", LATE), is_nightly=True),
     *(Equal(STAGES, _containers(how)) for how in ("indexed", "counted", "iterated")),
 ]
 REFUSED = [
@@ -239,7 +244,13 @@ REFUSED = [
         Refused("dp=1 microbatch=4", _code("weights", hook), "acts by the number of its calls", ModelError)
         for hook in (Counted(3), Counted(30), counting(5))
     ),
-    Refused("dp=2 zero=3", _code("weights", Counted(4)), "calls it for its weights in another order", ModelError),
+    Refused("dp=2 zero=3", _code("weights", Counted(4)), "zero=3 calls it for .* in another order", ModelError),
+    *(
+        Refused(
+            "pp=2 microbatch=8", _code("weights", hook), "pp=2 calls it for the weights of a stage alone", ModelError
+        )
+        for hook in (LATE, Counted(25))
+    ),
     Refused("dp=2", _code("result", skipped_beyond_50), "influence each other by a hook on a gradient"),
     *(
         Refused("dp=1 microbatch=4", _code(how, skipped_beyond_50), words)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from samestep.building.model_loss import model_loss
 from samestep.building.over_samples import whole_batch
-from tests.code.rows import Equal, entered, equal, refused
+from samestep.errors import JobError, UnprovenError
+from tests.code.rows import Equal, Refused, entered, equal, refused
 from tests.code.vectors import VECTORS, sgd
 from tests.code.vectors import loss as classes
 from tests.laboratory import Code, job_of
@@ -146,9 +147,9 @@ class RotaryBlock(nn.Module):
 class RotaryGPT(nn.Module):
     """Rotary positions, numbers that weigh the residual and the first features of each block, and capped logits; as in nanochat."""
 
-    def __init__(self, *, returns_loss: bool = True) -> None:
+    def __init__(self, *, returns_loss: bool = True, returns_mean: bool = False) -> None:
         super().__init__()
-        self.returns_loss = returns_loss
+        self.returns_loss, self.returns_mean = returns_loss, returns_mean
         self.wte = nn.Embedding(VOCABULARY, WIDTH)
         self.h = nn.ModuleList(RotaryBlock(index) for index in range(2))
         self.value_embeds = nn.ModuleDict({"1": nn.Embedding(VOCABULARY, WIDTH)})
@@ -167,14 +168,27 @@ class RotaryGPT(nn.Module):
             x = block(x, values, (self.cos[: idx.size(1)].to(x), self.sin[: idx.size(1)].to(x)))
         logits = 15 * torch.tanh(self.lm_head(scaled(x)) / 15)
         if targets is None or not self.returns_loss:
-            return {"scores": logits}
-        return F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), ignore_index=-1)
+            return {"scores": logits, **({"mean": logits.square().mean()} if self.returns_mean else {})}
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), ignore_index=-1)
+        return loss + 1e-3 * logits.square().mean() if self.returns_mean else loss
 
 
 def summed(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     """Return the sum of a loss over the outputs of a model that is given `targets` and returns `scores`."""
     targets = batch["targets"]
     return F.cross_entropy(outputs["scores"].flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def times_mean(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """Return the same sum times a mean over the samples and tokens that the model was given."""
+    total, count = summed(outputs, batch)
+    return total * outputs["mean"], count
+
+
+def by_text(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """Return a sum over texts, of which none is one over tokens."""
+    each = F.cross_entropy(outputs["scores"].transpose(1, 2), batch["targets"], reduction="none")
+    return each.mean(1).square().sum(), len(each)
 
 
 class Layers(nn.Module):
@@ -381,16 +395,28 @@ _MODELS = {
     ),
 }
 LIKE = {name: entered(f"like {name}", code) for name, code in _MODELS.items()}
-SCORES = entered(
-    "scores of words by other names",
-    Code(
-        functools.partial(RotaryGPT, returns_loss=False),
-        data=functools.partial(Words, "idx", "targets", "weight"),
-        loss=whole_batch(summed),
-        optimizer=adamw,
-        job=JOB,
-    ),
+
+
+def _scored(name: str, loss: Any, **returned: bool) -> str:
+    model = functools.partial(RotaryGPT, returns_loss=loss is None, **returned)
+    data = functools.partial(Words, "idx", "targets", "weight")
+    return entered(
+        f"words by other names, {name}", Code(model, data=data, loss=loss or model_loss(), optimizer=adamw, job=JOB)
+    )
+
+
+class PenalisedGPT(DroppingGPT):
+    """Adds to its loss what is no sum over tokens that count."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, loss = super().forward(idx, targets)
+        return logits, None if loss is None else loss + 1e-3 * logits.square().mean()
+
+
+PENALISED = entered(
+    "words with a penalty", Code(PenalisedGPT, data=_TEXTS, loss=model_loss(), optimizer=adamw, job=JOB)
 )
+SCORES = _scored("a loss over the batch", whole_batch(summed))
 _LAYOUTS = ("tp=2", "dp=2 zero=3", "pp=2 microbatch=2", "dp=2")
 
 EQUAL = [
@@ -419,8 +445,30 @@ EQUAL = [
     ),
     Equal("cp=2", SCORES),
     Equal("cp=2 exchange=ring", SCORES, is_nightly=True),
+    *(Equal("cp=2", LIKE[name]) for name in ("nanoGPT", "nanochat")),
+    Equal("cp=2 exchange=ring", _scored("a sum over tokens", summed)),
+    Equal("cp=2 pp=2 microbatch=2", LIKE["nanochat"], is_nightly=True),
 ]
 REFUSED = [
-    *refused("cp=2 slices .* a forward that returns the logits, and samestep.whole_batch", LIKE["nanochat"], "cp=2"),
+    Refused(
+        "cp=2",
+        _scored("a loss with more than the entropy", None, returns_mean=True),
+        "a forward that returns the logits, and samestep.whole_batch",
+    ),
+    Refused("cp=2", PENALISED, "the mean of F.cross_entropy .* Use a forward that returns the logits", JobError),
+    Refused(
+        "cp=2",
+        _scored("a mean of a slice", times_mean, returns_mean=True),
+        "no sum over the tokens .* computed from a rank's slice",
+        UnprovenError,
+        "loss",
+    ),
+    Refused(
+        "cp=2",
+        _scored("a mean of a slice over the batch", whole_batch(times_mean), returns_mean=True),
+        "no dimension of samples and differs between parts",
+        JobError,
+    ),
+    Refused("cp=2", _scored("a sum over texts", by_text), "no sum over the tokens", UnprovenError, "loss"),
     *refused("MONAI cannot be cut, it has no linear layers", LIKE["MONAI"], "tp=2"),
 ]

@@ -223,7 +223,7 @@ def test_rounds_that_are_left_out_change_nothing(layout: str, expandable: bool) 
     drawn = case(MODELS["tiny"], layout, global_batch=32, precision="bf16")
     for program in drawn.programs:
         assert reserved_bytes(program, expandable=expandable) == reserved_bytes(
-            program, expandable=expandable, whole=True
+            program, expandable=expandable, all_rounds=True
         )
 
 
@@ -238,7 +238,7 @@ def test_long_steps_are_played_in_short() -> None:
 
 def test_a_step_of_twice_as_many_equal_microbatches_reserves_the_same() -> None:
     short, long = (case(MODELS["tiny"], "dp=1 microbatch=1", global_batch=batch).program for batch in (8, 16))
-    assert reserved_bytes(short, whole=True) == reserved_bytes(long, whole=True)
+    assert reserved_bytes(short, all_rounds=True) == reserved_bytes(long, all_rounds=True)
 
 
 def test_gathers_and_reductions_have_pools_of_their_own() -> None:

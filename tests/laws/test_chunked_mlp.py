@@ -55,7 +55,7 @@ def test_a_block_keeps_less_by_what_its_mlp_makes(words: str, gated: bool) -> No
     step = whole.step
     tokens = LENGTH * step.microbatch_samples // step.layout.cp
     for before, after in zip(whole.step.model.layers, chunked.step.model.layers, strict=True):
-        kept = saved_bytes(whole.step, before).kept - saved_bytes(chunked.step, after).kept
+        kept = saved_bytes(whole.step, before).after_forward - saved_bytes(chunked.step, after).after_forward
         assert kept == (tokens * WIDE * (3 if gated else 2) * BYTES if before.is_block else 0)
 
 

@@ -133,7 +133,10 @@ def test_what_stands_in_front_of_the_blocks_is_held_whole_until_they_have_run(wo
     whole = layers[0].output_elements * step.microbatch_samples * BYTES_OF["bfloat16"]
     assert layers[0].output_elements == LENGTH * HEADS * WIDTH
     found = {use.peak_at: use.activations for task, use in over_step(made) if task.microbatch == 0}
-    kept = [saved_bytes(step, layer, step.layout.recompute == "offload" and layer.is_block).kept for layer in layers]
+    kept = [
+        saved_bytes(step, layer, step.layout.recompute == "offload" and layer.is_block).after_forward
+        for layer in layers
+    ]
     leaving = layers[1].input_elements * step.microbatch_samples * BYTES_OF["bfloat16"]
     moved = (
         2 * leaving if step.layout.recompute == "offload" else 0

@@ -179,7 +179,7 @@ def test_slices_of_slices_keep_and_send_a_part_of_a_slice(recompute: str) -> Non
             # A ring's attention has a backward of its own, and keeps what that needs behind its forward: it is repeated.
             attended = sum(one.result_elements for one in before.products if one.is_attention)
             again = attended * whole.step.microbatch_samples * 2 if recompute == "selective" else 0
-            assert (ours.kept * 4, ours.whole * 4) == (kept.kept - again, kept.whole)
+            assert (ours.after_forward * 4, ours.in_backward * 4) == (kept.after_forward - again, kept.in_backward)
     sent, ours_sent = (
         [
             (op.kind, op.owner, op.size_bytes)

@@ -495,7 +495,7 @@ def test_what_may_not_fit_is_said_beside_what_is_likelier_to() -> None:
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
 def test_a_chance_and_the_size_that_has_it_belong_together(chance: float) -> None:
-    memory = intervals()["memory"]
+    memory = intervals("all")["memory"]
     assert memory.chance_below(100.0, memory.safe_below(100.0, chance)) == pytest.approx(chance)
     assert memory.chance_below(memory.high, 1.0) == pytest.approx(0.9)
     assert memory.chance_below(memory.low, 1.0) == pytest.approx(0.1)

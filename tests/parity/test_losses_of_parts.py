@@ -297,8 +297,25 @@ def times(factor: Callable[[Any], float]) -> Callable[[Tensor, Any], Any]:
     return lambda outputs, batch: (each(outputs, batch).sum() * factor(batch), len(outputs))
 
 
+def counted_calls(factor: Callable[[int], float]) -> Callable[[Tensor, Any], Any]:
+    """Return a loss with a factor of the number of its calls."""
+    seen = {"calls": 0}
+
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        seen["calls"] += 1
+        return each(outputs, batch).sum() * factor(seen["calls"]), len(outputs)
+
+    return loss
+
+
 REFUSED["a factor of many samples"] = times(lambda b: 0.5 if len(b["y"]) > B - 2 else 1.0), 0, SUM
 REFUSED["a factor of many groups"] = times(lambda b: 1.0 if len(b["groups"].unique()) < 3 else 2.0), 0, SUM
+REFUSED["a term that begins after so many calls"] = (
+    counted_calls(lambda calls: 1.0 + (calls > 20)),
+    0,
+    "number of its calls",
+)
+REFUSED["a term of every fiftieth call"] = counted_calls(lambda calls: 1.0 + (calls % 50 == 49)), 0, "its calls"
 REFUSED["a factor of many labels"] = times(lambda b: 3.0 if int((b["y"] >= 0).sum()) > B - 2 else 1.0), 0, SUM
 LAYOUTS = ("dp=1 microbatch=4", "dp=2", "dp=2 zero=3", "pp=2 microbatch=4")
 ROWS = [("dp=1 microbatch=4", name) for name in EQUAL]
@@ -642,3 +659,21 @@ def test_a_measure_that_keeps_samples_is_refused_where_ranks_have_their_own(kept
         assert ("keeps something between its calls" in error) is (kept != "nothing")
     if kept == "a list":
         assert pool(1).run(kept_by_measure, "dp=1 microbatch=4", kept) == [""]
+
+
+def keeping_in_loss(rank: int, world: int, layout: str, kept: str) -> list[str]:
+    scores = KeptScores(kept)
+
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        return each(outputs, batch).sum(), len(outputs), scores(outputs, batch)
+
+    run = samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB, forward=forward)
+    return [text for text in run.step(batch_of(0)).remarks if "between its calls" in text]
+
+
+@pytest.mark.parametrize("kept", ["a list", "a number", "a tensor", "nothing"])
+def test_a_loss_that_keeps_samples_is_named_where_parts_have_their_own(kept: str) -> None:
+    assert bool(*pool(1).run(keeping_in_loss, "dp=1 microbatch=4", kept)) is (kept != "nothing")
+    if kept == "a list":
+        assert all(pool(2).run(keeping_in_loss, "dp=2", kept))
+        assert pool(1).run(keeping_in_loss, "dp=1", kept) == [[]]

@@ -129,11 +129,11 @@ def a_hook_acts_on_the_part_of_a_rank(patch: Patch) -> None:
 
 @fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", hooks.TRIPLED)
 def a_hook_acts_on_two_stages(patch: Patch) -> None:
-    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_passed_on = len(args) == 1 and args[0].is_floating_point() and not isinstance(self, nn.Linear)
-        return args[0] if is_passed_on else original(self, *args, **kwargs)
+    def passed(original: Any, self: Any, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        is_passed_on = len(args) == 1 and args[0].is_floating_point() and not isinstance(module, nn.Linear)
+        return args[0] if is_passed_on else original(self, module, call, args, kwargs)
 
-    around(patch, stand_ins.LayerStandIn, "forward", forward)
+    around(patch, stand_ins.StageLayers, "_passed", passed)
 
 
 # -- slices of sequences ---------------------------------------------------------------------------

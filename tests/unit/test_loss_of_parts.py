@@ -407,18 +407,42 @@ def test_a_loss_that_keeps_something_does_not_pass_and_is_as_before() -> None:
     assert loss.history == []
 
 
-def test_a_loss_that_only_logs_passes_and_its_log_is_as_before() -> None:
-    log: list[float] = []
-    calls = {"number": 0}
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (lambda kept, each: kept.log.append(float(each.sum())), "log"),
+        (lambda kept, each: setattr(kept, "seen", kept.seen + len(each)), "seen"),
+        (lambda kept, each: kept.total.add_(each.sum().to(kept.total)), "total"),
+        (lambda kept, each: setattr(kept, "calls", kept.calls + 1), ""),
+    ],
+)
+def test_a_loss_that_only_logs_passes_by_name_and_its_log_is_as_before(
+    keep: Callable[[Any, Tensor], Any], name: str
+) -> None:
+    kept = SimpleNamespace(log=[], seen=0, total=torch.zeros(()), calls=0)
 
     def logging(outputs: Any, batch: Any) -> Any:
-        total = outputs.square().sum()
-        log.append(float(total))
-        calls["number"] += 1
-        return total, len(outputs)
+        each = outputs.square().sum(1)
+        keep(kept, each.detach())
+        return each.sum(), len(outputs)
 
-    assert judged(logging, ROWS, {"x": ROWS}) == LossTrial()
-    assert (log, calls) == ([], {"number": 0})
+    found = judged(logging, ROWS, {"x": ROWS})
+    assert found == LossTrial(keeps=found.keeps)
+    assert bool(found.keeps) == bool(name)
+    assert kept == SimpleNamespace(log=[], seen=0, total=torch.zeros(()), calls=0)
+
+
+@pytest.mark.parametrize("begins", [lambda calls: calls > 20, lambda calls: calls % 50 == 49, lambda calls: calls == 3])
+def test_a_loss_that_counts_its_calls_says_so(begins: Callable[[int], bool]) -> None:
+    kept = SimpleNamespace(calls=0)
+
+    def counting(outputs: Any, batch: Any) -> Any:
+        kept.calls += 1
+        return outputs.square().sum() * (2 if begins(kept.calls) else 1), len(outputs)
+
+    found = judged(counting, ROWS, {"x": ROWS})
+    assert found.acts_by_calls or found.reason
+    assert kept.calls == 0
 
 
 class Keeping:

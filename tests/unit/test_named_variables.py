@@ -269,3 +269,21 @@ def test_every_module_that_a_loss_holds_has_a_name_of_its_own(make: Any) -> None
     widths = {name: part.out_features for name, part in of_loss.named_modules() if isinstance(part, nn.Linear)}
     assert sorted(widths.values()) == [1, 2, 3, 4]
     assert [widths[name] for name in sorted(widths) if name.endswith("/nets")] == [3]
+
+
+@pytest.mark.parametrize("items", [(7, 15), (15, 7), (0, 8, 16), (0, 16, 8, 24)])
+def test_a_set_is_gone_through_in_the_same_order_after_a_snapshot_is_put_back(items: tuple[int, ...]) -> None:
+    """Numbers that a table of eight places puts into one place stand in the order in which they came."""
+    model = nn.Module()
+    model.kinds = set()  # type: ignore[assignment]
+    for item in items:
+        model.kinds.add(item)  # type: ignore[operator]
+    before = list(model.kinds)  # type: ignore[call-overload]
+    for _ in range(3):
+        with preserve_modules(model):
+            pass
+        assert list(model.kinds) == before  # type: ignore[call-overload]
+    with preserve_modules(model):
+        model.kinds -= {items[0]}  # type: ignore[operator]
+        model.kinds.add(3)  # type: ignore[operator]
+    assert model.kinds == {*items}

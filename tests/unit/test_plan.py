@@ -13,8 +13,10 @@ import pytest
 
 from samestep import Job, Layout, cli, hardware
 from samestep.models import catalog, presets
-from samestep.output.text import digits
-from samestep.wings.plan import other_numerics, ranking, search
+from samestep.output.text import digits, duration
+from samestep.wings.pages import prediction_page
+from samestep.wings.plan import other_numerics, search
+from samestep.wings.plan.simulation import simulate
 from samestep.wings.plan.simulation.simulate import class_of, intervals, predict
 from tests import small
 
@@ -67,13 +69,19 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_an_interval_is_that_of_the_class_of_machine(machine: str, devices: int, kind: str) -> None:
+    """Plan, simulate and their pages print it, with a line where the record is poor."""
     where = hardware.load(machine)
     assert class_of(where, devices) == kind
-    said = ranking.describe_accuracy(where, devices)
-    assert f"{intervals(kind)['time'].rows:,} published steps" in said[0]
-    is_poor = intervals(kind)["time"].high / intervals(kind)["time"].low >= ranking.POOR
-    assert len(said) == 1 + is_poor
+    said, time = simulate.describe_accuracy(where, devices), intervals(kind)["time"]
+    assert f"{time.rows:,} published steps" in said[0]
+    assert len(said) == 1 + (time.high / time.low >= simulate.POOR)
     assert all("are inaccurate" in line for line in said[1:])
+    job = Job(train={"global_batch": devices}, numerics={"precision": "bf16"})
+    prediction = predict(presets.preset("gpt2"), job, Layout(dp_replicate=devices), where)
+    assert " ".join(said) in " ".join(simulate.as_text(prediction).split())
+    page = prediction_page.page_of(prediction, small=True)
+    assert page.answers[1].interval == tuple(map(duration, time.of(prediction.step_s)))
+    assert page.notes[-len(said) :] == said
 
 
 @pytest.mark.parametrize(("rank", "least", "most"), [(8, 1.9, 2.1), (64, 1.9, 2.3)])

@@ -69,7 +69,7 @@ class Elementwise:
         def tensor_at(place: Any) -> Any:
             return (logits if place is LOGITS else others[place.number]) if isinstance(place, Place) else place
 
-        args, kwargs = tree_map(tensor_at, (self.args, self.kwargs), is_leaf=lambda one: isinstance(one, Place))
+        args, kwargs = tree_map(tensor_at, (self.args, self.kwargs), is_leaf=lambda leaf: isinstance(leaf, Place))
         with DisableTorchFunction():  # the model's modes have seen the call already
             result: Tensor = self.function(*args, **kwargs)
         return result
@@ -204,21 +204,21 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         hidden, weight, bias, log_sums, means, *others = ctx.saved_tensors
         head, zeros = ctx.head, torch.zeros_like(log_sums)
-        of_losses, of_log_sums = (zeros if one is None else one for one in of_results[:2])
+        of_losses, of_log_sums = (zeros if gradient is None else gradient for gradient in of_results[:2])
         of_means = of_results[2]
         needs = ctx.needs_input_grad
         gradients = _Gradients(hidden, weight, bias, others, (needs[0], *needs[5:]), head)
         for rows in head.chunking.chunks(hidden.shape[0]):
             product, logits, casts = gradients.logits(rows, ctx.run)
             # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
-            given = logits if product is None else logits.detach().clone()
+            scores = logits if product is None else logits.detach().clone()
             of_means_here = None if of_means is None else (of_means[rows], means[rows])
             powers = ctx.run(
-                _gradient_of_rows, given, casts, _at(ctx.columns, rows),
+                _gradient_of_rows, scores, casts, _at(ctx.columns, rows),
                 (of_losses[rows], of_log_sums[rows], log_sums[rows], of_means_here), (ctx.smoothing, ctx.num_classes),
             )  # fmt: skip
             gradients.add(rows, product, logits, powers)
-            del product, logits, given, powers
+            del product, logits, scores, powers
         of_hidden, of_weight, of_bias, *of_others = gradients.results()
         return of_hidden, None, None, None, None, of_weight, of_bias, *of_others
 
@@ -232,9 +232,9 @@ class _Columns(NamedTuple):
 
 
 def _own_columns(labels: Tensor, size: int, chunking: Chunking) -> _Columns:
-    own = labels - chunking.first_class(size)
-    elsewhere = (own < 0) | (own >= size)
-    return _Columns(own.masked_fill(elsewhere, 0), elsewhere)
+    columns = labels - chunking.first_class(size)
+    elsewhere = (columns < 0) | (columns >= size)
+    return _Columns(columns.masked_fill(elsewhere, 0), elsewhere)
 
 
 _Rows = tuple[Tensor, Tensor] | None
@@ -337,7 +337,7 @@ class _Gradients:
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = self._zeros(weight) if needed[1] else None
         self._of_bias = self._zeros(bias) if needed[2] and bias is not None else None
-        self._of_others = [torch.zeros_like(one) if one.requires_grad else None for one in self._others]
+        self._of_others = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in self._others]
 
     def _zeros(self, param: Tensor) -> Tensor:
         """Return a sum of several chunks' gradients, in float32 at least, or of one chunk's in the weight's dtype."""
@@ -361,13 +361,13 @@ class _Gradients:
         """Add the gradients that the logits of some rows bring."""
         of_product = of_logits
         if product is not None:
-            wanted = [product, *(one for one in self._others if one.requires_grad)]
+            wanted = [product, *(tensor for tensor in self._others if tensor.requires_grad)]
             of_product, *more = torch.autograd.grad(logits, wanted, of_logits, allow_unused=True)
-            places = [index for index, one in enumerate(self._others) if one.requires_grad]
-            for index, one in zip(places, more, strict=True):
+            places = [index for index, tensor in enumerate(self._others) if tensor.requires_grad]
+            for index, gradient in zip(places, more, strict=True):
                 total = self._of_others[index]
-                if one is not None and total is not None:
-                    total += one
+                if gradient is not None and total is not None:
+                    total += gradient
         of_product = of_product.to(self._weight.dtype)
         if self._of_hidden is not None:
             torch.mm(of_product, self._weight, out=self._of_hidden[rows])

@@ -78,7 +78,7 @@ def are_drawn(tape: Tape, part: Slice, ref: Ref) -> bool:
             return False
         if not isinstance(first, Ref) or not _is_whole(first, memory.meta.nbytes()) or first.dtype != ref.dtype:
             return False
-        if not all(isinstance(one, (int, float, type(None))) for one in (*others, *entry.kwargs.values())):
+        if not all(isinstance(argument, (int, float, type(None))) for argument in (*others, *entry.kwargs.values())):
             return False
     return True
 
@@ -86,8 +86,8 @@ def are_drawn(tape: Tape, part: Slice, ref: Ref) -> bool:
 def _is_whole(ref: Ref, size_bytes: int) -> bool:
     """Return whether a tensor covers all of its memory, in the order of its elements."""
     stride = 1
-    for size, own in zip(reversed(ref.size), reversed(ref.stride), strict=True):
-        if size > 1 and own != stride:
+    for size, step in zip(reversed(ref.size), reversed(ref.stride), strict=True):
+        if size > 1 and step != stride:
             return False
         stride *= size
     return ref.offset == 0 and not ref.conj and not ref.neg and stride * ref.dtype.itemsize == size_bytes
@@ -99,7 +99,7 @@ def draw(
 ) -> Tensor:
     """Return the rows of some disjoint intervals, in the order of the intervals."""
     place = {row: at for at, row in enumerate(row for start, stop in rows for row in range(start, stop))}
-    made = torch.zeros(len(place), *ref.size[1:], dtype=ref.dtype, device=device)
+    result = torch.zeros(len(place), *ref.size[1:], dtype=ref.dtype, device=device)
     together = max(1, LARGEST_DRAW // math.prod(ref.size[1:]))
     states: dict[int, Tensor] = {}
     with torch.autocast(device.type, enabled=False):
@@ -117,8 +117,8 @@ def draw(
                     entry.func(drawn, *entry.args[1:], **entry.kwargs)
                     states[number] = generator.get_state()
             for row in place.keys() & group:
-                made[place[row]] = drawn[row - first]
-    return made
+                result[place[row]] = drawn[row - first]
+    return result
 
 
 SMALL_BYTES = 1 << 26
@@ -181,7 +181,7 @@ def call_twice(source: Callable[[], nn.Module], seed: int) -> PlainCalls:
         raise ValueError("it returns the same module each time")
     if name := other_form(first, second):
         raise ValueError(f"{name} has another shape or is missing from one call to the next")
-    ours, theirs = ({one.name: one.tensor.detach() for one in tensors_of(module)} for module in (first, second))
+    ours, theirs = ({a.name: a.tensor.detach() for a in tensors_of(module)} for module in (first, second))
     for name, tensor in ours.items():
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device, so it has no values")
@@ -191,27 +191,27 @@ def call_twice(source: Callable[[], nn.Module], seed: int) -> PlainCalls:
     return PlainCalls(first, ours, theirs, parameters)
 
 
-def other_form(one: nn.Module, other: nn.Module) -> str:
+def other_form(first: nn.Module, other: nn.Module) -> str:
     """Return the name of the first parameter or buffer whose form or ties differ between two modules; empty if none
     do."""
-    ours, theirs = _forms(one), _forms(other)
+    ours, theirs = _forms(first), _forms(other)
     return next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), "")
 
 
 def _forms(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return kind, shape, dtype and first name of each parameter and buffer, and whether it is trained."""
-    found: dict[str, tuple[Any, ...]] = {}
+    forms: dict[str, tuple[Any, ...]] = {}
     first: dict[int, str] = {}
-    for name, kind, tensor in ((one.name, one.kind, one.tensor) for one in tensors_of(module)):
+    for name, kind, tensor in ((a.name, a.kind, a.tensor) for a in tensors_of(module)):
         tied = first.setdefault(id(tensor), name) if kind == "parameter" else ""
         if kind != "attribute":
-            found[name] = (kind, tuple(tensor.shape), tensor.dtype, tied, tensor.requires_grad)
-    return found
+            forms[name] = (kind, tuple(tensor.shape), tensor.dtype, tied, tensor.requires_grad)
+    return forms
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype are equal to the bit."""
-    return torch.equal(_bits(one), _bits(other))
+    return torch.equal(_bits(first), _bits(other))
 
 
 def is_unfilled(tensor: Tensor) -> bool:
@@ -225,8 +225,8 @@ def agrees_by_chance(taped: Tensor, calls: PlainCalls, name: str) -> bool:
     """Return whether the tape agrees with the first call in as many elements as the second call does, up to chance."""
     first = _bits(calls.first[name])
     expected = int((first == _bits(calls.second[name])).sum())
-    found = int((first == _bits(taped)).sum())
-    return expected - found <= _CHANCE * (expected + found + 1) ** 0.5
+    count = int((first == _bits(taped)).sum())
+    return expected - count <= _CHANCE * (expected + count + 1) ** 0.5
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _bits(tensor: Tensor) -> Tensor:
 @contextmanager
 def _fill_uninitialised() -> Iterator[None]:
     """Fill uninitialised memory with NaN or the largest integer, so that two calls agree in it."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -248,7 +248,7 @@ def _fill_uninitialised() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
         settings.fill_uninitialized_memory = fills
 
 

@@ -113,7 +113,8 @@ class FamilyFacts:
 
     def is_norm(self, module: nn.Module) -> bool:
         """Return whether a module normalises: the names of torch's and transformers' classes show it."""
-        return _has_word(type(module).__name__, self.norm_words) and not any(True for _ in module.children())
+        name = type(module).__name__.lower()
+        return any(word in name for word in self.norm_words) and not any(True for _ in module.children())
 
     def is_transposed(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
@@ -196,8 +197,8 @@ class FamilyFacts:
 
     def configurations_of(self, module: nn.Module) -> list[Any]:
         """Return the configurations that a module itself keeps."""
-        found = (vars(module).get(name) for name in self.configuration_attributes)
-        return [config for config in found if config is not None]
+        configs = (vars(module).get(name) for name in self.configuration_attributes)
+        return [config for config in configs if config is not None]
 
     def is_head_dropout(self, name: str) -> bool:
         """Return whether a field is the dropout of a head that a decoder does not have."""
@@ -245,10 +246,6 @@ def _configuration(module: nn.Module) -> Any:
     return getattr(module, "config", None)
 
 
-def _has_word(name: str, words: tuple[str, ...]) -> bool:
-    return any(word in name.lower() for word in words)
-
-
 # -- a family's model from its configuration ---------------------------------------------------------
 
 _AUTO = "transformers.models.auto"
@@ -271,9 +268,6 @@ _TASKS: dict[Task, tuple[str, str, str]] = {
 }  # fmt: skip
 """The auto class of each task, the name of its table of families, and what it makes."""
 
-_REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError)
-"""The exceptions that a family's code raises for a configuration that it does not take."""
-
 
 def family_source(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Callable[[], nn.Module]:
     """Return the function that builds a family's model for a task, in training mode.
@@ -293,14 +287,8 @@ def build_model(source: str, config: Any, task: Task, **settings: Any) -> nn.Mod
     Raises:
         ModelError: the family's code refuses the configuration.
     """
-    with quiet():
-        try:
-            model: nn.Module = auto_class(task).from_config(config, trust_remote_code=False, **settings)
-        except (*_REFUSALS, ImportError, OSError) as error:
-            # Some families check in their modules what others check in their configuration; others need a library, or a hub.
-            raise ModelError(
-                "model-config", f"model.config does not fit {source}: {' '.join(str(error).split())}"
-            ) from None
+    with _fitting(source):
+        model: nn.Module = auto_class(task).from_config(config, trust_remote_code=False, **settings)
     return model.train()
 
 
@@ -379,20 +367,15 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     """Refuse fields that a family's configuration does not have.
 
     Raises:
-        ModelError: there is such a field, or a number that is too large.
+        ModelError: there is such a field.
     """
     kind = importlib.import_module("transformers").CONFIG_MAPPING[family]
     if dataclasses.is_dataclass(kind):
-        own = {one.name for one in dataclasses.fields(kind)}
+        fields_of_class = {own_field.name for own_field in dataclasses.fields(kind)}
     else:
-        own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
-    known = own | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
-    for name, value in fields.items():
-        most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
-        if isinstance(value, int | float) and not -most <= value <= most:
-            raise ModelError(
-                "value-out-of-range", f"model.config.{name} = {short_repr(value)} is not a number up to {most}"
-            )
+        fields_of_class = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
+    known = fields_of_class | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
+    for name in fields:
         if name not in known and not _is_read(kind, name):
             raise ModelError(
                 "model-config",
@@ -404,28 +387,22 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
     """Return a family's configuration of these values, ready for training; `given` are those that the job sets.
 
     Raises:
-        ModelError: the family refuses a value.
+        ModelError: the family refuses a value, or a number is too large.
     """
     transformers = importlib.import_module("transformers")
-    for name in (*facts_named(family).depth_fields, *(name for name, value in values.items() if type(value) is int)):
-        most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
-        if isinstance(value := values.get(name), int | float) and not value <= most:
-            raise ModelError(
-                "value-out-of-range", f"{source}: {name} = {short_repr(value)} is not a number up to {most}"
-            )
+    depth_fields = facts_named(family).depth_fields
+    for name, value in values.items():
+        most, what = MOST_LAYERS if name in depth_fields else MOST_ELEMENTS, f"{source}: {name} = {short_repr(value)}"
+        is_size = type(value) is int or (isinstance(value, float) and (name in given or name in depth_fields))
+        if is_size and not -most <= value <= most:
+            raise ModelError("value-out-of-range", f"{what} is not a number up to {most}")
     if named := _find_hub_implementation(values):
         raise ModelError(
             "model-folder-unsupported",
             f"{source}: {named} names a file of a hub, and samestep downloads nothing. Use 'sdpa' or 'eager'",
         )
-    with quiet():
-        try:
-            config = transformers.CONFIG_MAPPING[family](**values)
-        except Exception as error:
-            # The classes of these errors differ between versions of transformers and of huggingface_hub.
-            raise ModelError(
-                "model-config", f"model.config does not fit {source}: {' '.join(str(error).split())}"
-            ) from None
+    with _fitting(source):
+        config = transformers.CONFIG_MAPPING[family](**values)
     _prepare(config, given, task)
     return config
 
@@ -433,9 +410,7 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
 def _find_hub_implementation(values: Any, key: str = "") -> str:
     """Return the first implementation in a configuration that transformers would look for on a hub; empty without one."""
     if isinstance(values, Mapping):
-        return next(
-            (named for name, value in values.items() if (named := _find_hub_implementation(value, str(name)))), ""
-        )
+        return next(filter(None, (_find_hub_implementation(value, str(name)) for name, value in values.items())), "")
     is_on_hub = isinstance(values, str) and key.endswith("_implementation") and not values.isidentifier()
     return f"{key} = {values!r}" if is_on_hub else ""
 
@@ -499,6 +474,22 @@ def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
 
 
 @contextmanager
+def _fitting(source: str) -> Iterator[None]:
+    """Call a family's code, which may check its configuration in its modules, need a library or a hub, and raise any error.
+
+    Raises:
+        ModelError: it refuses the configuration.
+    """
+    with quiet():
+        try:
+            yield
+        except Exception as error:
+            raise ModelError(
+                "model-config", f"model.config does not fit {source}: {' '.join(str(error).split())}"
+            ) from None
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Call transformers without its messages and progress bars, and without a request to a hub.
 
@@ -507,14 +498,13 @@ def quiet() -> Iterator[None]:
     hub: Any = importlib.import_module("huggingface_hub.constants")
     logging = importlib.import_module("transformers.utils.logging")
     was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if bars:
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         hub.HF_HUB_OFFLINE = was_offline
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

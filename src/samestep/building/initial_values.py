@@ -15,7 +15,6 @@ keys by name, and so the equality between layouts, are ours.
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,8 +87,8 @@ class Blueprint:
 
     def state_names(self) -> dict[str, str]:
         """Return the first name of what each tensor in the module's `state_dict` is: tied weights have several names."""
-        held = self.module.state_dict(keep_vars=True)
-        return {name: self.canonical.get(name, name) for name, value in held.items() if isinstance(value, Tensor)}
+        tensors = self.module.state_dict(keep_vars=True)
+        return {name: self.canonical.get(name, name) for name, value in tensors.items() if isinstance(value, Tensor)}
 
     def is_stored(self, name: str) -> bool:
         """Return whether a folder has the values of a tensor."""
@@ -135,8 +134,8 @@ class Blueprint:
         if ref is None:
             raise ModelError("weight-unknown", f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
         if name in self.rounded:
-            whole = replace(self, rounded={}).materialize(name, device, torch.float32)
-            return parts_of(format_of(self.rounded[name]).round_weight(whole), rows, dim).to(dtype or ref.dtype)
+            unrounded = replace(self, rounded={}).materialize(name, device, torch.float32)
+            return parts_of(format_of(self.rounded[name]).round_weight(unrounded), rows, dim).to(dtype or ref.dtype)
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
         where = torch.device(device)
@@ -148,10 +147,10 @@ class Blueprint:
             return parts_of(constant, rows, dim).to(where, dtype or constant.dtype, copy=True)
         if drawn_rows.are_drawn(self._tape, part, ref) and dim == 0:
             intervals = rows if rows is not None else [(0, ref.size[0])]
-            made = drawn_rows.draw(self._tape, part, ref, where, self._keys, intervals)
+            tensor = drawn_rows.draw(self._tape, part, ref, where, self._keys, intervals)
         else:
-            made = parts_of(replay(self._tape, part, ref, where, self._keys), rows, dim)
-        return made if dtype is None else made.to(dtype)
+            tensor = parts_of(replay(self._tape, part, ref, where, self._keys), rows, dim)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def _resized(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor for another number of tokens than the folder's: the folder's entries, then new ones as
@@ -188,53 +187,59 @@ def blueprint(
     """
     if isinstance(source, nn.Module):
         return _of(source, Tape(), seed, from_instance=True, plain=owner.take(source) if owner is not None else None)
-    made, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
+    plan, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
     try:
-        made = _build_on_tape(build, seed)
+        plan = _build_on_tape(build, seed)
     except JobError:  # the job does not fit the model that was built
         raise
     except Exception as error:
         failure = error
     if isinstance(source, PretrainedModel):
-        made = _with_stored(source, made, failure)
-    size_bytes = sum(tensor.nbytes for tensor in _distinct(made.module)) if made else 0
-    doubtful = made is None or made._tape.holds_other_tensors or any(map(made.is_unmade, made.canonical.values()))
+        plan = _with_stored(source, plan, failure)
+    sizes = {id(entry.tensor): entry.tensor.nbytes for entry in tensors_of(plan.module)} if plan else {}
+    size_bytes = sum(sizes.values())
+    doubtful = plan is None or plan._tape.holds_other_tensors or any(map(plan.is_unmade, plan.canonical.values()))
     calls, hindrance = None, "the model is too large to call it plainly"
     if (doubtful or size_bytes <= drawn_rows.SMALL_BYTES) and drawn_rows.fits(size_bytes):
         try:
             calls = drawn_rows.call_twice(build, seed)
         except Exception as error:
             hindrance = f"the build function cannot be called plainly: {error}"
-    if made is None or (calls and drawn_rows.other_form(made.module, calls.module)):
+    if plan is None or (calls and drawn_rows.other_form(plan.module, calls.module)):
         if isinstance(source, PretrainedModel):
             raise ModelError(
                 "build-not-repeatable",
                 f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}",
             )
         return _from_calls(calls, failure, seed)
-    return _fill_in_constants(made, calls, hindrance, waived)
+    return _fill_in_constants(plan, calls, hindrance, waived)
 
 
-def _with_stored(source: PretrainedModel, made: Blueprint | None, failure: Exception | None) -> Blueprint:
+def _with_stored(source: PretrainedModel, plan: Blueprint | None, failure: Exception | None) -> Blueprint:
     """Return the blueprint of a folder's model: values are read where the folder has them.
 
     Raises:
         ModelError: the model cannot be built, or the folder's tensors do not fit it.
     """
-    if made is None:
+    if plan is None:
         assert failure is not None
         raise failure
-    stored = source.stored(made.module, made.canonical)
-    drawn = frozenset(name for name in made.drawn if not stored.holds(name) or stored.resized(name) is not None)
-    return replace(made, stored=stored, drawn=drawn)
+    stored = source.stored(plan.module, plan.canonical)
+    drawn = frozenset(name for name in plan.drawn if not stored.holds(name) or stored.resized(name) is not None)
+    return replace(plan, stored=stored, drawn=drawn)
 
 
 def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Call the build function on the meta device, under a tape."""
     tape = Tape()
-    surface = Surface(tape)
-    with process_randomness(seed), whole_truncated_normal(tape), tape, surface, torch.device("cpu"):
-        module = _call(source)
+    with process_randomness(seed), whole_truncated_normal(tape), tape, Surface(tape), torch.device("cpu"):
+        try:
+            module = source()
+        except RuntimeError as error:
+            if "meta tensor" not in str(error):
+                raise
+            reason = f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}"
+            raise ModelError("build-function", reason) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
             "build-function",
@@ -250,11 +255,11 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
     Raises:
         ModelError: a function holds a parameter, or a tensor that has no values on a rank, or the module cannot be copied.
     """
-    held, tensor = tensors_in_functions(source)
-    if held:
+    name_of_parameter, tensor = tensors_in_functions(source)
+    if name_of_parameter:
         raise ModelError(
             "build-not-repeatable",
-            f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own. Use "
+            f"a function that the model holds has {name_of_parameter} itself in a variable around it, and each rank has a parameter of its own. Use "
             "a function that reads the parameter from its module (self.…)",
         )
     if tensor is not None:
@@ -264,7 +269,7 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
             "makes and no module holds, so a rank has no values of it. Use a buffer that the function reads from its module (self.…)",
         )
     marks = take_marks(source, takes=plain is not None)
-    given: dict[str, weakref.ref[Tensor]] = {
+    originals: dict[str, weakref.ref[Tensor]] = {
         name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
     }
     module = _on_meta(source, tape, from_instance, plain)
@@ -282,11 +287,10 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
     canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in attributes}
     prefixes = unwrapped_prefixes(module)
     named = [(unwrapped_name(name, prefixes), slices[refs[name].memory]) for name in canonical]
-    keys = _random_keys(seed, named, tape)
+    keys = tape.random_keys(seed, named)
     drawn = {
         name for name in canonical.values() if any(tape.entries[e].random for e in slices[refs[name].memory].entries)
     }
-    names = tuple(p.name for p in parameters)
     return Blueprint(
         module,
         seed,
@@ -296,18 +300,13 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
         refs,
         slices,
         keys,
-        names,
+        tuple(p.name for p in parameters),
         plain or PlainForm(module),
         marks,
-        given=given,
+        given=originals,
         rounded=packed_weights(module),
         is_taken=plain is not None,
     )
-
-
-def _distinct(module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module, each once."""
-    return list({id(entry.tensor): entry.tensor for entry in tensors_of(module)}.values())
 
 
 def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
@@ -330,7 +329,7 @@ def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, 
 
 
 def _fill_in_constants(
-    made: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived
+    plan: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived
 ) -> Blueprint:
     """Return a blueprint that takes from a plain call each constant that the tape does not compute to the bit.
 
@@ -339,35 +338,35 @@ def _fill_in_constants(
     """
     constants: dict[str, Tensor] = {}
     refused: list[str] = []
-    for name in dict.fromkeys(made.canonical.values()):
-        if made.is_stored(name):
+    for name in dict.fromkeys(plan.canonical.values()):
+        if plan.is_stored(name):
             continue
         if calls is None or name not in calls.first or name not in calls.second:
-            if made.is_unmade(name):
-                refused.append(made.no_values(name, hindrance))
+            if plan.is_unmade(name):
+                refused.append(plan.no_values(name, hindrance))
         elif not calls.differs(name):
             first = calls.first[name]
-            if made.is_unmade(name) and drawn_rows.is_unfilled(first):
+            if plan.is_unmade(name) and drawn_rows.is_unfilled(first):
                 refused.append(f"{name} is never given values (torch.empty): fill it where it is made")
-            elif made.is_unmade(name) or not drawn_rows.same_bits(made.materialize(name, torch.device("cpu")), first):
+            elif plan.is_unmade(name) or not drawn_rows.same_bits(plan.materialize(name, torch.device("cpu")), first):
                 constants[name] = first.clone(memory_format=torch.contiguous_format)
-        elif reason := _unlike(made, calls, name):
+        elif reason := _unlike(plan, calls, name):
             refused.append(reason)
     if refused:
         more = f" (and {len(refused) - 1} more tensors)" if len(refused) > 1 else ""
         refused = [waived(f"{refused[0]}{more}")]
     others = () if calls is None else calls.parameters
-    return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused), others=others)
+    return replace(plan, drawn=plan.drawn - set(constants), constants=constants, waived=tuple(refused), others=others)
 
 
-def _unlike(made: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
+def _unlike(plan: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
     """Return why the tape does not draw a tensor that differs between two plain calls; empty if it does."""
-    if made.is_unmade(name):
+    if plan.is_unmade(name):
         return (
             f"{name} differs between two calls of the build function, and no operation on the tape makes it: {WAY_OUT}"
         )
-    taped = made.materialize(name, torch.device("cpu"))
-    if name not in made.drawn:
+    taped = plan.materialize(name, torch.device("cpu"))
+    if name not in plan.drawn:
         if drawn_rows.same_bits(taped, calls.first[name]):
             return ""  # numbers of Python or numpy, from the job's seed
         return (
@@ -377,23 +376,6 @@ def _unlike(made: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
     if drawn_rows.agrees_by_chance(taped, calls, name):
         return ""
     return f"{name} is loaded in part, and the tape draws that part: {WAY_OUT}"
-
-
-def _call(source: Callable[[], nn.Module]) -> nn.Module:
-    """Call the build function; turn torch's error about missing values into ours.
-
-    Raises:
-        ModelError: the function looks at values that do not exist yet.
-    """
-    try:
-        return source()
-    except RuntimeError as error:
-        if "meta tensor" in str(error):
-            raise ModelError(
-                "build-function",
-                f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}",
-            ) from error
-        raise
 
 
 def fill(
@@ -516,24 +498,3 @@ def _check_parameters(attributes: list[NamedTensor], refs: dict[str, Ref]) -> No
                     "nn.Parameter to both names",
                 )
         owners[ref.memory].append(attribute)
-
-
-def _random_keys(seed: int, named: list[tuple[str, Slice]], tape: Tape) -> dict[int, int]:
-    """Key every random entry by (seed, first name that descends from it, its index among that name's random entries).
-
-    The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would collide: the second is hashed once more.
-    """
-    keys: dict[int, int] = {}
-    used: set[int] = set()
-    for name, part in named:
-        drawn = [entry for entry in part.entries if tape.entries[entry].random]
-        for ordinal, entry in enumerate(drawn):
-            attempt = 0
-            while entry not in keys:
-                text = f"{seed}\0{name}\0{ordinal}\0{attempt}"
-                key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-                if key % 2**32 not in used:
-                    used.add(key % 2**32)
-                    keys[entry] = key
-                attempt += 1
-    return keys

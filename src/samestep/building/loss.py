@@ -84,8 +84,8 @@ def values_of(measure: Loss) -> Callable[[Any, Any], Mapping[str, Amount]]:
     Raises:
         JobError: raised by the returned function where the measure fails, or returns something else.
     """
-    own = getattr(measure, "__name__", "")
-    alone = own if own.isidentifier() else "measure"
+    name = getattr(measure, "__name__", "")
+    alone = name if name.isidentifier() else "measure"
 
     def called(outputs: Any, batch: Any) -> Mapping[str, Amount]:
         result = _result_of(measure, "measure", outputs, batch)

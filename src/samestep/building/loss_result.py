@@ -39,6 +39,8 @@ UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
 LEAST, NUMBER = "samestep_least", "samestep_number"
 """Attributes of a count: what it was before it was guarded, with the least that it may be; the number of Python that it is made of."""
+OF_SLICE = "samestep_of_slice"
+"""Attribute of a mean over a slice of the tokens: the logits [N, V] or [B, V, N], and the sum and the count over these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class LossResult:
     @property
     def only(self) -> Amount:
         """The sum and the count of a loss with one term."""
-        (found,) = self.terms.values()
-        return found
+        (amount,) = self.terms.values()
+        return amount
 
     def __iter__(self) -> Iterator[Tensor]:
         """Return the sum and the count of a loss with one term: `total, count = result`."""
@@ -90,8 +92,8 @@ class LossResult:
         Raises:
             JobError: the loss has returned another name.
         """
-        for expected, given, what in ((names.terms, self.terms, "term"), (names.values, self.values, "value")):
-            if unknown := [name for name in given if name not in expected and name != UNNAMED]:
+        for expected, amounts, what in ((names.terms, self.terms, "term"), (names.values, self.values, "value")):
+            if unknown := [name for name in amounts if name not in expected and name != UNNAMED]:
                 if names.failure:
                     raise JobError(
                         "loss-names-change",
@@ -118,7 +120,7 @@ class LossResult:
         self.checked(names)
         pairs = [self.terms.get(name, (0.0, 0.0)) for name in names.terms]
         pairs += [self.values.get(name, (0.0, 0.0)) for name in names.values]
-        return [as_number(one.detach() if isinstance(one, Tensor) else one, like) for pair in pairs for one in pair]
+        return [as_number(n.detach() if isinstance(n, Tensor) else n, like) for pair in pairs for n in pair]
 
 
 def loss_result(returned: Any, what: str = "the loss") -> LossResult:
@@ -187,14 +189,14 @@ def measured(named: Mapping[Any, Any], what: str) -> dict[str, Amount]:
     Raises:
         JobError: it is something else.
     """
-    found = {str(name): amount for name, pair in named.items() if (amount := _amount(pair, is_term=False)) is not None}
-    if len(found) < len(named):
+    sums = {str(name): amount for name, pair in named.items() if (amount := _amount(pair, is_term=False)) is not None}
+    if len(sums) < len(named):
         form = describe_form(named if len(named) > 1 else next(iter(named.values())))
         raise JobError(
             "loss-not-a-pair",
             f"{what} returned {form}. Use (sum, count): two numbers, the second is the number of the tokens or samples in the sum, or a dict of names and pairs of these",
         )
-    return found
+    return sums
 
 
 def _split(returned: Any) -> tuple[Any, Mapping[Any, Any]]:
@@ -221,13 +223,13 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
     if not isinstance(count, Tensor):
         number, count = float(count), total.new_full((), count, dtype=torch.float64)
         setattr(count, NUMBER, number)
-    total, plain = _scalar(total), _scalar(count.detach() if count.requires_grad else count)
+    total, plain = scalar(total), scalar(count.detach() if count.requires_grad else count)
     if plain is not count:
         vars(plain).update({name: value for name, value in vars(count).items() if name in (LEAST, NUMBER)})
     return (total if is_term else total.detach()), plain
 
 
-def _scalar(value: Tensor) -> Tensor:
+def scalar(value: Tensor) -> Tensor:
     """Return a tensor of one number without dimensions; most have none, and a view would be another call of torch."""
     return value.reshape(()) if value.dim() else value
 
@@ -244,22 +246,22 @@ def describe_form(value: Any) -> str:
     return str(fold(value, _describe_leaf, lambda items: f"({', '.join(items)})"))
 
 
-def _describe_leaf(one: Any) -> str:
-    if isinstance(one, Tensor):
-        return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
-    if isinstance(one, Mapping):
-        return f"{{{', '.join(f'{key!r}: {describe_form(item)}' for key, item in one.items())}}}"
-    return "None" if one is None else f"a {type(one).__name__}"
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"a tensor {list(leaf.shape)}{' of complex numbers' * leaf.is_complex()}"
+    if isinstance(leaf, Mapping):
+        return f"{{{', '.join(f'{key!r}: {describe_form(item)}' for key, item in leaf.items())}}}"
+    return "None" if leaf is None else f"a {type(leaf).__name__}"
 
 
 def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
     """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
     if isinstance(value, Tensor):
-        return _scalar(value.to(like.device, like.dtype))
+        return scalar(value.to(like.device, like.dtype))
     return like.new_full((), value)  # which is no copy from the host
 
 
-def is_same_count(one: float, other: float) -> bool:
+def is_same_count(a: float, b: float) -> bool:
     """Return whether two counts are the same: whole numbers exactly, and others, such as sums of the weights of classes, up to roundings,
     since outputs that are matched with targets decide on their order."""
-    return one == other or (not (one.is_integer() and other.is_integer()) and math.isclose(one, other, rel_tol=1e-6))
+    return a == b or (not (a.is_integer() and b.is_integer()) and math.isclose(a, b, rel_tol=1e-6))

@@ -193,35 +193,35 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False, is_watche
     if _takes_batch(model):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
-    accepted, own = _accepted_arguments(type(inner).forward), vars(inner).get(_LOSS_WITHIN, _OUTSIDE)
+    accepted, loss_within = _accepted_arguments(type(inner).forward), vars(inner).get(_LOSS_WITHIN, _OUTSIDE)
     if not isinstance(batch, tuple | list) and isinstance(batch, Mapping):
-        given = {
+        arguments = {
             name: value
             for name, value in batch.items()
-            if accepted.takes(name) and (own.is_given_labels or name != "labels")
+            if accepted.takes(name) and (loss_within.is_given_labels or name != "labels")
         }
-        if not given or ("position_ids" in batch and "position_ids" not in given):
+        if not arguments or ("position_ids" in batch and "position_ids" not in arguments):
             raise _unfit(model, batch, accepted.names)
-        if own.items:
-            given["num_items_in_batch"] = own.items
-        if "position_ids" in given and _is_of_transformers(inner) and accepted.takes(DEFAULT.cache_argument):
-            given.setdefault(
+        if loss_within.items:
+            arguments["num_items_in_batch"] = loss_within.items
+        if "position_ids" in arguments and _is_of_transformers(inner) and accepted.takes(DEFAULT.cache_argument):
+            arguments.setdefault(
                 DEFAULT.cache_argument, False
             )  # beside a cache transformers asks no positions where documents begin
-        with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in given) as finder:
-            outputs = model(**given)
+        with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in arguments) as finder:
+            outputs = model(**arguments)
         if not plainly:
-            check_documents(inner, given, finder)
+            check_documents(inner, arguments, finder)
         return outputs
     if isinstance(batch, (tuple, list)) and not is_of_samples(batch):
-        inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])
+        inputs = tuple(batch) if loss_within.is_given_labels else (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])
     return model(batch)
 
 
 def _takes_batch(model: nn.Module) -> bool:
     """Return whether a user's forward is put around a model, or around the one that it wraps (`several_models.py`)."""
-    return any(getattr(type(one), "takes_batch", False) for one in (model, unwrap(model)))
+    return any(getattr(type(module), "takes_batch", False) for module in (model, unwrap(model)))
 
 
 class ForwardWatch(Protocol):
@@ -250,11 +250,11 @@ class LossWithin:
     @contextmanager
     def given(self, items: int) -> Iterator[None]:
         """Give the forward another number to divide by inside, where it takes one."""
-        before, self.items = self.items, items if self.takes_items else 0
+        previous, self.items = self.items, items if self.takes_items else 0
         try:
             yield
         finally:
-            self.items = before
+            self.items = previous
 
 
 _OUTSIDE = LossWithin(is_given_labels=False)
@@ -263,8 +263,8 @@ _LOSS_WITHIN = "_samestep_loss_within"
 
 def loss_within(module: nn.Module) -> LossWithin:
     """Return how a forward is called, as to the loss."""
-    found: LossWithin = vars(unwrap(module)).get(_LOSS_WITHIN, _OUTSIDE)
-    return found
+    within: LossWithin = vars(unwrap(module)).get(_LOSS_WITHIN, _OUTSIDE)
+    return within
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -311,12 +311,12 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
             f"the batch has position_ids, without which packed documents see each other, and the forward of {name} "
             f"takes {takes}. Use a model that takes position_ids",
         )
-    given = [key for key in batch if key != "labels"]
-    if len(given) == 1 and len(accepted) == 1:
-        works = f"Rename {accepted[0]!r} to {given[0]!r} in the forward"
-    elif len(given) == 1 and len(accepted) == 2 and "labels" in batch:
+    keys = [key for key in batch if key != "labels"]
+    if len(keys) == 1 and len(accepted) == 1:
+        works = f"Rename {accepted[0]!r} to {keys[0]!r} in the forward"
+    elif len(keys) == 1 and len(accepted) == 2 and "labels" in batch:
         works = (
-            f"Rename {accepted[0]!r} to {given[0]!r} and {accepted[1]!r} to 'labels' in the forward, and set train.loss = 'model' if "
+            f"Rename {accepted[0]!r} to {keys[0]!r} and {accepted[1]!r} to 'labels' in the forward, and set train.loss = 'model' if "
             "the forward returns its loss"
         )
     else:
@@ -347,13 +347,13 @@ class _Accepted:
 def _accepted_arguments(forward: Callable[..., Any]) -> _Accepted:
     """Return the arguments of a class's forward, without the module itself."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    kinds = [one.kind for one in parameters]
+    kinds = [p.kind for p in parameters]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return _Accepted(
-        names=tuple(one.name for one in parameters if one.kind in by_name),
+        names=tuple(p.name for p in parameters if p.kind in by_name),
         takes_any=inspect.Parameter.VAR_KEYWORD in kinds,
-        needs_labels=any(one.name == "labels" and one.default is inspect.Parameter.empty for one in parameters),
+        needs_labels=any(p.name == "labels" and p.default is inspect.Parameter.empty for p in parameters),
         num_positional=sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else sum(k in by_place for k in kinds),
     )
 

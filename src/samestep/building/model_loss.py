@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
-from samestep.building.loss_result import IGNORED_LABEL, LEAST, UNNAMED, LossResult
+from samestep.building.loss_result import IGNORED_LABEL, LEAST, OF_SLICE, UNNAMED, LossResult, scalar
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
 
@@ -38,9 +38,11 @@ class Rule(StrEnum):
     LABELS = "labels that are not -100"
     SAMPLES = "samples"
     SUM = "nothing"
+    SLICE = "labels of each rank's slice of the tokens"
 
 
 MeanOver = Literal["tokens", "samples"]
+RETURNS_LOGITS = "Use a forward that returns the logits, and samestep.whole_batch(loss) of these"
 _MEANS = {"tokens": (Rule.LABELS, Rule.NEXT_LABELS), "samples": (Rule.SAMPLES,)}
 
 
@@ -88,6 +90,15 @@ class ModelLoss:
             JobError: the outputs have no loss.
         """
         loss, number = returned_loss(outputs)
+        of_slice = vars(loss).get(OF_SLICE)
+        if of_slice is not None:
+            return LossResult({UNNAMED: of_slice[1:]})
+        if self.rule is Rule.SLICE:
+            raise JobError(
+                "loss-outputs-missing",
+                'cp slices sequences, and loss = "model" is then the mean of F.cross_entropy over all labels that the forward returns. '
+                f"{RETURNS_LOGITS}, or cp=1",
+            )
         by_outputs = Rule.SAMPLES if number is None else Rule.RETURNED
         rule = self.rule or (by_outputs if self.count is None else Rule.COUNT)
         count = self.counted(rule, batch, number, loss.device, self.labels)
@@ -153,7 +164,7 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
         if len(scalars) == 1 and isinstance(loss, Tensor) and loss.numel() != 1:  # (logits, loss)
             loss, count = scalars[0], None
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(()), count
+        return scalar(loss), count
     form = fold(
         outputs,
         lambda item: f"a tensor {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}",

@@ -114,12 +114,12 @@ class _FindsDocuments:
         is_one_row = positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
         if is_one_row and positions.shape in self.unpacked:
             return None
-        found = self.asked(positions)
+        documents = self.asked(positions)
         if positions.is_meta:
             self.traced.append(positions.shape)
-        if is_one_row and found is None:
+        if is_one_row and documents is None:
             self.unpacked.add(positions.shape)
-        return found
+        return documents
 
 
 def _is_for_all(positions: Tensor) -> bool:

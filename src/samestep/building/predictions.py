@@ -22,13 +22,13 @@ def prediction_of(outputs: Any) -> Tensor:
     Raises:
         JobError: the outputs have another form.
     """
-    found = getattr(outputs, "logits", outputs)
-    if isinstance(found, Mapping):
-        found = found.get("logits")
-    elif isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if isinstance(found, Tensor):
-        return found
+    prediction = getattr(outputs, "logits", outputs)
+    if isinstance(prediction, Mapping):
+        prediction = prediction.get("logits")
+    elif isinstance(prediction, (tuple, list)) and prediction:
+        prediction = prediction[0]
+    if isinstance(prediction, Tensor):
+        return prediction
     raise JobError(
         "loss-outputs-missing",
         f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it",
@@ -54,13 +54,13 @@ def target_of(batch: Any) -> Tensor:
     Raises:
         JobError: the batch has none.
     """
-    found = None
+    target = None
     if isinstance(batch, Mapping):
-        found = batch.get("labels")
+        target = batch.get("labels")
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        found = batch[1]
-    if isinstance(found, Tensor):
-        return found
+        target = batch[1]
+    if isinstance(target, Tensor):
+        return target
     raise JobError(
         "batch-labels-missing", "the batch has no labels. Use a dict with `labels`, or a tuple (inputs, labels)"
     )

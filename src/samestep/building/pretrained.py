@@ -46,8 +46,8 @@ class PretrainedModel:
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return the places of a built model's values in the folder, whose files have none of the model's adapters."""
         files = weight_files.tensors(self.folder)
-        before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
-        tokens = (before, now) if self.before is not None and before is not None and now is not None else None
+        num_before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
+        tokens = (num_before, now) if self.before is not None and num_before is not None and now is not None else None
         if self.adaptation.lora is None:
             return find_stored_weights(module, canonical, files, tokens)
         with torch.device("meta"):
@@ -149,7 +149,7 @@ def _merge_fields(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: f
     for name, value in fields.items():
         known = stored.get(name)
         merged[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-    depth = next((name for name in facts.depth_fields if name in fields and name in stored), "")
+    depth = next((name for name in facts.depth_fields if isinstance(fields.get(name), int) and name in stored), "")
     if depth:
         for name, value in stored.items():
             if name not in fields and isinstance(value, list) and len(value) == stored[depth]:

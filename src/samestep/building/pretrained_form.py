@@ -186,15 +186,15 @@ def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:
 
 def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
     """Yield the groups of a model's tensors that are saved together, by the reverse of transformers' mapping."""
-    held = module.state_dict()
-    renamings, converters = by_kind(one.reverse_transform() for one in reversed(_conversions(module)))
+    state = module.state_dict()
+    renamings, converters = by_kind(conversion.reverse_transform() for conversion in reversed(_conversions(module)))
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for name in sorted(names, key=loading().dot_natural_key):
         target, conversion, pattern = name, None, None
         for converter in converters:
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
-                conversion = next(one for one in converters if pattern in one.source_patterns)
+                conversion = next(converter for converter in converters if pattern in converter.source_patterns)
                 break
         collected.setdefault(target, (conversion, []))[1].append((name, pattern or ""))
 
@@ -205,13 +205,13 @@ def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
 
     def maker(conversion: Any, target: str, sources: Sequence[tuple[str, str]]) -> Callable[..., Mapping[str, Tensor]]:
         def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-            made = convert_tensors(conversion, target, sources, tensors, module)
-            return {renamed(name): tensor for name, tensor in made.items()}
+            converted = convert_tensors(conversion, target, sources, tensors, module)
+            return {renamed(name): tensor for name, tensor in converted.items()}
 
         return make
 
     for target, (conversion, sources) in collected.items():
-        numel = sum(held[name].numel() for name, _ in sources)
+        numel = sum(state[name].numel() for name, _ in sources)
         yield SavedGroup(tuple(name for name, _ in sources), numel, maker(conversion, target, sources))
 
 

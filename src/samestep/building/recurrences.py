@@ -84,14 +84,14 @@ class StateCall(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """The function and its arguments that are no tensors, as a key of a dictionary."""
         others = (tree_leaf for tree_leaf in tree_leaves((self.args, self.kwargs)) if not isinstance(tree_leaf, Tensor))
-        return self.original, *(weakref.ref(one) if isinstance(one, nn.Module) else repr(one) for one in others)
+        return self.original, *(weakref.ref(part) if isinstance(part, nn.Module) else repr(part) for part in others)
 
     @property
     def _bound(self) -> dict[str, Any]:
-        found = _signature(self.original).bind(*self.args, **self.kwargs)
-        found.apply_defaults()
-        extra = found.arguments.pop("kwargs", {})
-        return {**found.arguments, **extra}
+        bound = _signature(self.original).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        extra = bound.arguments.pop("kwargs", {})
+        return {**bound.arguments, **extra}
 
     def run(self, state: State | None, args: Any = None, kwargs: Any = None) -> tuple[Tensor, State]:
         """Return the tokens computed from a state, and the state after them.
@@ -104,18 +104,18 @@ class StateCall(NamedTuple):
         if not how.states:
             return _scan_from(self.original, args, kwargs, state)
         names = [*_signature(self.original).parameters]
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         if state is not None:
-            given |= {how.states[0]: [*state]} if how.is_list else dict(zip(how.states, state, strict=True))
+            arguments |= {how.states[0]: [*state]} if how.is_list else dict(zip(how.states, state, strict=True))
         if how.asks:
-            given[how.asks] = True
-        first = [given.pop(name) for name in names[: len(args)]]
-        found = self.original(*first, **given)
-        if not isinstance(found, tuple) or len(found) < 2 or (len(found) > 2 and not how.is_layer):
+            arguments[how.asks] = True
+        first = [arguments.pop(name) for name in names[: len(args)]]
+        outcome = self.original(*first, **arguments)
+        if not isinstance(outcome, tuple) or len(outcome) < 2 or (len(outcome) > 2 and not how.is_layer):
             raise TypeError(f"{self.name} returns no pair")
-        tokens, last = found[0], (found[1:] if how.is_layer else found[1])
+        tokens, last = outcome[0], (outcome[1:] if how.is_layer else outcome[1])
         states = (last,) if isinstance(last, Tensor) else tuple(last)
-        if not isinstance(tokens, Tensor) or not all(isinstance(one, Tensor) for one in states):
+        if not isinstance(tokens, Tensor) or not all(isinstance(part, Tensor) for part in states):
             raise TypeError(f"{self.name} returns other things than tensors")
         return tokens, states
 
@@ -134,17 +134,17 @@ def _scan_from(original: Any, args: Any, kwargs: Any, state: State | None) -> tu
     if state is None:
         return tokens, (last,)
     names = [*_signature(original).parameters]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    steps = given[names[1]]
-    a, c = given["A"], given["C"]
-    gate, bias, is_softplus = (given.get(name) for name in _SCAN[4:])
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    steps = arguments[names[1]]
+    a, c = arguments["A"], arguments["C"]
+    gate, bias, is_softplus = (arguments.get(name) for name in _SCAN[4:])
     steps = steps if bias is None else steps + bias.to(steps.dtype)[..., None]
     steps = F.softplus(steps) if is_softplus else steps
     decays = torch.exp(a[None, :, None, :] * steps.cumsum(-1)[..., None])  # [B, D, T, N]
-    kept = decays * state[0].to(decays.dtype)[:, :, None, :]
-    more = torch.einsum("bdtn,bnt->bdt", kept, c.to(kept.dtype))
+    decayed = decays * state[0].to(decays.dtype)[:, :, None, :]
+    more = torch.einsum("bdtn,bnt->bdt", decayed, c.to(decayed.dtype))
     more = more if gate is None else more * F.silu(gate)
-    return tokens + more.to(tokens.dtype), (last + kept[:, :, -1].to(last.dtype),)
+    return tokens + more.to(tokens.dtype), (last + decayed[:, :, -1].to(last.dtype),)
 
 
 _LAYERS = frozenset(getattr(torch, name) for name in ("rnn_tanh", "rnn_relu", "gru", "lstm"))
@@ -207,24 +207,24 @@ def convention_of(function: Any) -> Convention | None:
 
 def functions_of(model: nn.Module) -> list[tuple[Any, str]]:
     """Return the files and classes of a model's modules that name such a function, with its name; torch for its recurrent layers."""
-    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    functions: dict[tuple[int, str], tuple[Any, str]] = {}
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        found[id(torch), ""] = torch, ""
+        functions[id(torch), ""] = torch, ""
     for kind in {type(module) for module in model.modules()}:
         if kind.__module__.partition(".")[0] == "torch":
             continue
-        methods = [one for one in vars(kind).values() if inspect.isfunction(one)]
+        methods = [member for member in vars(kind).values() if inspect.isfunction(member)]
         file = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
         used = {name for method in methods for name in method.__code__.co_names}
-        for one in methods:  # decorated ones name what they wrap
-            used |= set(getattr(inspect.unwrap(one), "__code__", one.__code__).co_names)
+        for method in methods:  # decorated ones name what they wrap
+            used |= set(getattr(inspect.unwrap(method), "__code__", method.__code__).co_names)
         for name in used & file.keys():
             if inspect.isfunction(file[name]) and convention_of(file[name]):
-                found[id(file), name] = sys.modules[kind.__module__], name
-        for one in methods:
-            if convention_of(one) and _is_method(kind, one.__name__):
-                found[id(kind), one.__name__] = kind, one.__name__
-    return [found[key] for key in sorted(found, key=lambda key: found[key][1])]
+                functions[id(file), name] = sys.modules[kind.__module__], name
+        for method in methods:
+            if convention_of(method) and _is_method(kind, method.__name__):
+                functions[id(kind), method.__name__] = kind, method.__name__
+    return [functions[key] for key in sorted(functions, key=lambda key: functions[key][1])]
 
 
 def _is_method(kind: type, name: str) -> bool:
@@ -234,16 +234,16 @@ def _is_method(kind: type, name: str) -> bool:
 @contextmanager
 def intercepting(functions: Sequence[tuple[Any, str]], receive: Callable[[StateCall], Any]) -> Iterator[None]:
     """Hand each call of these functions inside to a receiver, which returns `NotImplemented` for the function to compute it."""
-    before = [(owner, name, vars(owner)[name]) for owner, name in functions if owner is not torch]
-    for owner, name, now in before:
-        setattr(owner, name, _wrapped(name, inspect.unwrap(now, stop=lambda one: not hasattr(one, _OURS)), receive))
+    originals = [(owner, name, vars(owner)[name]) for owner, name in functions if owner is not torch]
+    for owner, name, now in originals:
+        setattr(owner, name, _wrapped(name, inspect.unwrap(now, stop=lambda f: not hasattr(f, _OURS)), receive))
     try:
         with ExitStack() as stack:
-            if len(before) < len(functions):
+            if len(originals) < len(functions):
                 stack.enter_context(_Layers(receive))
             yield
     finally:
-        for owner, name, now in before:
+        for owner, name, now in originals:
             setattr(owner, name, now)
 
 
@@ -258,8 +258,8 @@ class _Layers(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         call = None if kwargs else layer_call(func, args)
-        found = NotImplemented if call is None else self._receive(call)
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+        outcome = NotImplemented if call is None else self._receive(call)
+        return func(*args, **(kwargs or {})) if outcome is NotImplemented else outcome
 
 
 _OURS = "_samestep_receives_states"
@@ -271,8 +271,8 @@ def _wrapped(name: str, original: Callable[..., Any], receive: Callable[[StateCa
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = receive(StateCall(name, convention, original, args, kwargs))
-        return original(*args, **kwargs) if found is NotImplemented else found
+        outcome = receive(StateCall(name, convention, original, args, kwargs))
+        return original(*args, **kwargs) if outcome is NotImplemented else outcome
 
     setattr(call, _OURS, True)
     return call

@@ -101,8 +101,8 @@ def replay(tape: Recorded, part: Slice, ref: Ref, device: torch.device, keys: di
         if ref.memory not in storages:
             memory = tape.memories[ref.memory]
             if memory.constant is not None:
-                held = torch.empty(0, dtype=torch.uint8, device=memory.constant.device).set_(memory.constant)
-                storages[ref.memory] = held.to(device, copy=True).untyped_storage()
+                constant_bytes = torch.empty(0, dtype=torch.uint8, device=memory.constant.device).set_(memory.constant)
+                storages[ref.memory] = constant_bytes.to(device, copy=True).untyped_storage()
             else:  # torch.empty guarantees no values, but every rank must get the same ones
                 zeros = torch.zeros(memory.meta.nbytes(), dtype=torch.uint8, device=device)
                 storages[ref.memory] = zeros.untyped_storage()
@@ -163,9 +163,9 @@ def drawing(device: torch.device, key: int) -> Iterator[torch.Generator]:
         module = torch.get_device_module(device)
         index = module.current_device() if device.index is None else device.index
         generator = module.default_generators[index]
-    before = generator.get_state()
+    state = generator.get_state()
     generator.manual_seed(key)
     try:
         yield generator
     finally:
-        generator.set_state(before)
+        generator.set_state(state)

@@ -76,15 +76,15 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.conv1 = Stem(channels, width, stem)
-        self.num_stages, given = len(blocks), width
+        self.num_stages, c_in = len(blocks), width
         for stage, count in enumerate(blocks):
             inner = width * 2**stage
-            made = inner * (4 if bottleneck else 1)
+            c_out = inner * (4 if bottleneck else 1)
             strides = [2 if stage else 1, *[1] * (count - 1)]
-            stage_blocks = [Block(given if index == 0 else made, inner, made, s) for index, s in enumerate(strides)]
+            stage_blocks = [Block(c_in if index == 0 else c_out, inner, c_out, s) for index, s in enumerate(strides)]
             setattr(self, f"layer{stage + 1}", nn.Sequential(*stage_blocks))
-            given = made
-        self.fc = nn.Linear(given, classes)
+            c_in = c_out
+        self.fc = nn.Linear(c_in, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of images."""

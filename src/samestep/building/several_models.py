@@ -82,11 +82,11 @@ def as_one(
             f"model = {{{', '.join(map(repr, model))}}} has several models, and no forward passes a batch through them. "
             "Use forward=lambda models, batch: ..., with models[name] for each",
         )
-    for name, one in model.items():
-        if not isinstance(name, str) or not name or "." in name or not callable(one):
+    for name, member in model.items():
+        if not isinstance(name, str) or not name or "." in name or not callable(member):
             raise ModelError(
                 "several-models",
-                f"model[{name!r}] = {short_repr(one)}. Use a name without dots, with a module or a function that builds one",
+                f"model[{name!r}] = {short_repr(member)}. Use a name without dots, with a module or a function that builds one",
             )
     for name, source in follows.items():
         if source not in model or source == name or source in follows:
@@ -94,22 +94,22 @@ def as_one(
                 "ema-follows",
                 f"ema: {name!r} follows {source!r}, which is not one of the trained models {', '.join(map(repr, model))}",
             )
-    if all(isinstance(one, nn.Module) for one in model.values()):
-        found = {name: one for name, one in model.items() if isinstance(one, nn.Module)}
-        return Models(_with_followers(found, follows), forward, follows)
+    if all(isinstance(member, nn.Module) for member in model.values()):
+        modules = {name: member for name, member in model.items() if isinstance(member, nn.Module)}
+        return Models(_with_followers(modules, follows), forward, follows)
     return functools.partial(_build, dict(model), forward, follows)
 
 
 def _with_followers(models: dict[str, nn.Module], follows: Mapping[str, str]) -> dict[str, nn.Module]:
     """Return the models with those that follow others, frozen."""
     copies = {name: copy_module(models.get(name, models[source])) for name, source in follows.items()}
-    return {**models, **{name: one.requires_grad_(False) for name, one in copies.items()}}
+    return {**models, **{name: copied.requires_grad_(False) for name, copied in copies.items()}}
 
 
 def _build(models: Mapping[str, Built], forward: Forward, follows: Mapping[str, str]) -> Models:
     """Build each model that is a function; an instance is copied, so that each call gives other parameters."""
     built = {
-        name: copy_module(one) if isinstance(one, nn.Module) else _called(name, one) for name, one in models.items()
+        name: copy_module(part) if isinstance(part, nn.Module) else _called(name, part) for name, part in models.items()
     }
     return Models(_with_followers(built, follows), forward, follows)
 
@@ -143,15 +143,15 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward. A forward
     that the instance holds, as one that was replaced and one of `torch.compile`, would hide the outer one: it is put aside.
     """
-    given = type(model)
+    kind = type(model)
     kinds: set[type] = set()
 
-    class Inner(given):  # type: ignore[misc, valid-type]
+    class Inner(kind):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            held = vars(self).get(_HELD)
-            return given.forward(self, *args, **kwargs) if held is None else held(*args, **kwargs)
+            holder = vars(self).get(_HELD)
+            return kind.forward(self, *args, **kwargs) if holder is None else holder(*args, **kwargs)
 
-    class Outer(given):  # type: ignore[misc, valid-type]
+    class Outer(kind):  # type: ignore[misc, valid-type]
         takes_batch = True
 
         def forward(self, batch: Any, *carried: Any, **more: Any) -> Any:
@@ -167,8 +167,8 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
             super().__init__(*args)
             put_aside(self)
 
-    for made in (Inner, Outer):
-        made.__name__, made.__qualname__, made.__module__ = given.__name__, given.__qualname__, given.__module__
+    for cls in (Inner, Outer):
+        cls.__name__, cls.__qualname__, cls.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     outer = copy.copy(model)
     outer.__class__ = Outer
     put_aside(outer)
@@ -180,9 +180,9 @@ _HELD = "_forward_of_instance"
 
 def put_aside(module: nn.Module) -> None:
     """Rename the forward that an instance holds in its attributes, if it holds one and a user's forward is around it."""
-    held = vars(module)
-    if "forward" in held and _is_around(module):
-        held[_HELD] = held.pop("forward")
+    attributes = vars(module)
+    if "forward" in attributes and _is_around(module):
+        attributes[_HELD] = attributes.pop("forward")
 
 
 def as_given(module: nn.Module) -> nn.Module:

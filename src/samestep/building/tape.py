@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ class Tape(DispatchMode):
         self.record(func, args, kwargs, outcome, written, overwrites=traits.overwrites, random=traits.random)
         if follows:
             self.mark_placeless(
-                [leaf for leaf in pytree.tree_leaves(outcome) if all(leaf is not one for one in written)]
+                [leaf for leaf in pytree.tree_leaves(outcome) if all(leaf is not target for target in written)]
             )
         return outcome
 
@@ -172,15 +173,15 @@ class Tape(DispatchMode):
         for leaf in pytree.tree_leaves(outcome):
             fresh = isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._number
             outputs.append(self.ref(leaf, fresh=True) if fresh else None)
-        made = {output.memory for output in outputs if output}
-        writes = made | {target.memory for target in targets}
+        new = {output.memory for output in outputs if output}
+        writes = new | {target.memory for target in targets}
         if not writes or getattr(getattr(func, "_schema", None), "name", None) in EMPTY:
             return
         for memory in writes:
             self.memories[memory].writers.append(len(self.entries))
         reads = frozenset(seen) - kills
         self.entries.append(
-            Entry(func, args, kwargs, tuple(outputs), reads, frozenset(writes), frozenset(kills | made), random)
+            Entry(func, args, kwargs, tuple(outputs), reads, frozenset(writes), frozenset(kills | new), random)
         )
 
     def ref(self, tensor: Tensor, fresh: bool = False, copies: bool = True) -> Ref:
@@ -224,12 +225,13 @@ class Tape(DispatchMode):
         """Return arguments with tensors and storages replaced by their counterparts on meta, as for `set_` to a
         file's content."""
         args = pytree.tree_map_only(Tensor, self.twin, args)
-        whole = [
-            torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) if _is_real(one) else one for one in args
+        tensors = [
+            torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument) if _is_real(argument) else argument
+            for argument in args
         ]
         return tuple(
-            self.twin(one).untyped_storage() if one is not given else given
-            for one, given in zip(whole, args, strict=True)
+            self.twin(tensor).untyped_storage() if tensor is not argument else argument
+            for tensor, argument in zip(tensors, args, strict=True)
         )
 
     def _follows_placeless(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -243,9 +245,9 @@ class Tape(DispatchMode):
         number = self._number.get(tensor.untyped_storage()._cdata)
         return number is not None and self.memories[number].placeless
 
-    def mark_placeless(self, made: Any) -> None:
+    def mark_placeless(self, outcome: Any) -> None:
         """Note that the code itself asked for these tensors on the meta device."""
-        for leaf in pytree.tree_leaves(made):
+        for leaf in pytree.tree_leaves(outcome):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self.memories[self.ref(leaf, fresh=True).memory].placeless = self._any_placeless = True
 
@@ -297,11 +299,11 @@ class Tape(DispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let operations on real tensors through."""
-        before, self._paused = self._paused, True
+        was_paused, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = was_paused
 
     def slice(self, memory: int) -> Slice:
         """Return the entries from which a memory descends: each needed memory's writers since its last whole write."""
@@ -325,6 +327,25 @@ class Tape(DispatchMode):
             else:
                 bases.add(memory)
         return Slice(tuple(sorted(chosen)), frozenset(bases))
+
+    def random_keys(self, seed: int, named: Sequence[tuple[str, Slice]]) -> dict[int, int]:
+        """Key every random entry by (seed, first name that descends from it, its index among that name's random entries).
+
+        The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would collide: the second is hashed once more.
+        """
+        keys: dict[int, int] = {}
+        used: set[int] = set()
+        for name, part in named:
+            for ordinal, entry in enumerate(entry for entry in part.entries if self.entries[entry].random):
+                attempt = 0
+                while entry not in keys:
+                    text = f"{seed}\0{name}\0{ordinal}\0{attempt}"
+                    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+                    if key % 2**32 not in used:
+                        used.add(key % 2**32)
+                        keys[entry] = key
+                    attempt += 1
+        return keys
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real values; the tensors that it returns are constants."""
@@ -352,8 +373,8 @@ class Tape(DispatchMode):
 
     def _covers(self, ref: Ref) -> bool:
         """Return whether a tensor fills its memory, each element once."""
-        whole = math.prod(ref.size) * ref.dtype.itemsize == self.memories[ref.memory].meta.nbytes()
-        return whole and ref.offset == 0 and ref.stride == contiguous(ref.size)
+        fills = math.prod(ref.size) * ref.dtype.itemsize == self.memories[ref.memory].meta.nbytes()
+        return fills and ref.offset == 0 and ref.stride == contiguous(ref.size)
 
     def _stand_in(self, storage: torch.UntypedStorage, copies: bool) -> Memory:
         """Return the memory that represents a real storage; numpy may write to the storage unseen, hence the copy."""

@@ -153,7 +153,7 @@ class TorchLoss:
         """
         inputs = _inputs(self.form, outputs, batch)
         device = inputs[self.form.predictions[0]].device
-        options = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in self.options.items()}
+        options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.options.items()}
         losses = self.form.function(**inputs, **{**options, "reduction": "none"})
         total, count = self.form.mean(losses, inputs, options)
         if self.is_plain_sum:
@@ -179,12 +179,12 @@ def torch_loss(loss: Callable[..., Any]) -> Loss:
         if home.startswith(("torch.nn.", "torch._C._nn")):
             _reject(loss, "a loss of torch whose count is not known")
         return loss
-    found = TorchLoss(loss, form)
-    if legacy := [name for name in _LEGACY if name in found.options]:
+    wrapped = TorchLoss(loss, form)
+    if legacy := [name for name in _LEGACY if name in wrapped.options]:
         _reject(loss, f"an option {legacy[0]} that torch has replaced by reduction")
-    if found.options["reduction"] == "none":
+    if wrapped.options["reduction"] == "none":
         _reject(loss, "reduction='none', which gives no number to minimize. Use reduction='mean' or 'sum'")
-    return found
+    return wrapped
 
 
 def _reject(loss: Any, reason: str) -> None:
@@ -206,7 +206,7 @@ def _inputs(form: _Form, outputs: Any, batch: Any) -> dict[str, Tensor]:
         inputs = {form.predictions[0]: prediction_of(outputs)}
     else:
         inputs = _by_name(outputs, form.predictions, f"F.{name}: the outputs")
-    inputs = {name: at_least_float32(one) for name, one in inputs.items()}
+    inputs = {name: at_least_float32(tensor) for name, tensor in inputs.items()}
     if form.targets:
         first, *others = form.targets
         inputs[first] = target_of(batch)
@@ -219,7 +219,7 @@ def _inputs(form: _Form, outputs: Any, batch: Any) -> dict[str, Tensor]:
             f"F.{name}: the model gives {list(first_prediction.shape)} and the target is {list(inputs['target'].shape)}, so torch would "
             "pair each sample with all others. Use equal shapes, for example labels[:, None]",
         )
-    return {name: one.to(first_prediction.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+    return {name: x.to(first_prediction.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def _by_name(values: Any, names: tuple[str, ...] | list[str], what: str) -> dict[str, Tensor]:

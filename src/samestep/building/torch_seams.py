@@ -187,18 +187,18 @@ def flash_attention_backward(
     Where output and log-sum-exp are those of more keys than these, the gradients are the parts that these keys have in them.
     """
     aten = torch.ops.aten
-    found: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor, Tensor]
     if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             given, query, key, value, output, log_sum_exp, 0.0, is_causal, scale=scale
         )
-        return found
+        return gradients
     no_numbers = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which draws none
-    found = aten._scaled_dot_product_flash_attention_backward(
+    gradients = aten._scaled_dot_product_flash_attention_backward(
         given, query, key, value, output, log_sum_exp, None, None, query.shape[2], key.shape[2], 0.0, is_causal,
         no_numbers, no_numbers, scale=scale,
     )  # fmt: skip
-    return found
+    return gradients
 
 
 _abandoned: list[Any] = []
@@ -231,12 +231,12 @@ def disable_current_modes() -> AbstractContextManager[Any]:
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
     """Let torch's distributions take values without checking them, inside; no result depends on these checks."""
-    before = Distribution._validate_args
+    was_checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(before)
+        Distribution.set_default_validate_args(was_checked)
 
 
 def graph_is_made() -> bool:
@@ -279,20 +279,20 @@ class Replaced:
         self._before: list[list[Any]] = []
 
     def __enter__(self) -> None:
-        before = []
+        originals = []
         for place, (owner, name, make) in enumerate(self.attributes):
-            before.append(vars(owner).get(name))  # None where it is inherited
-            if self._made[place][0] is not before[-1]:
-                self._made[place] = before[-1], make(getattr(owner, name))
+            originals.append(vars(owner).get(name))  # None where it is inherited
+            if self._made[place][0] is not originals[-1]:
+                self._made[place] = originals[-1], make(getattr(owner, name))
             setattr(owner, name, self._made[place][1])
-        self._before.append(before)
+        self._before.append(originals)
 
     def __exit__(self, *error: object) -> None:
-        for (owner, name, _), before in zip(self.attributes, self._before.pop(), strict=True):
-            if before is None:
+        for (owner, name, _), original in zip(self.attributes, self._before.pop(), strict=True):
+            if original is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, before)
+                setattr(owner, name, original)
 
 
 def transforms_beside_hooks() -> Replaced:

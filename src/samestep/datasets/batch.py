@@ -83,13 +83,13 @@ class Steps(Iterator[Any]):
         try:
             if self._stopped or self._next >= self._job.train.steps:
                 raise StopIteration
-            found = self._batch(self._next)
+            batch = self._batch(self._next)
         except StopIteration:
             self.stop()
             self.is_over = True
             raise
         self._next += 1
-        return found
+        return batch
 
     def _batch(self, step: int) -> Any:
         """Return the batch of a step, or raise StopIteration where there is none."""
@@ -178,8 +178,8 @@ class BatchStream(Steps):
         block, place = divmod(step, self._steps_at_once)
         if self._block is None or self._block[0] != block:
             train, size = self._job.train, self._steps_at_once
-            found = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
-            self._block = block, found
+            indices = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
+            self._block = block, indices
         return self._block[1][place].copy()
 
 
@@ -355,8 +355,8 @@ def shares(
 def _places(count: int, rank: int, num_ranks: int, num_microbatches: int, by_microbatch: bool) -> list[slice]:
     """Return where the samples of each micro-batch of a rank are, which every step asks for."""
     parts = Shares(count, num_ranks, num_microbatches, by_microbatch)
-    mine = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
-    return [slice(where.start, where.stop) for where in mine]
+    positions = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
+    return [slice(where.start, where.stop) for where in positions]
 
 
 @dataclass(frozen=True, eq=False)

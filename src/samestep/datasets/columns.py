@@ -86,23 +86,23 @@ def columns(origin: Origin, dtypes: Mapping[str, Any], pieces: Pieces) -> dict[s
 
 def stamps(files: Iterable[Path]) -> tuple[str, ...]:
     """Return a text for each file that changes when the file does: its name, size, time of change, beginning and end."""
-    found = []
+    texts = []
     for file in files:
         stat = file.stat()
         with file.open("rb") as opened:
             digest = xxhash.xxh3_64(opened.read(_ENDS_BYTES))
             opened.seek(max(0, stat.st_size - _ENDS_BYTES))
             digest.update(opened.read(_ENDS_BYTES))
-        found.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns} {digest.hexdigest()}")
-    return tuple(found)
+        texts.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns} {digest.hexdigest()}")
+    return tuple(texts)
 
 
 def _in_memory(dtypes: Mapping[str, Any], pieces: Iterator[tuple[int, Piece]]) -> dict[str, Array]:
-    held: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
+    arrays: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
     for _, piece in pieces:
         for name, part in piece.items():
-            held[name].append(part.astype(dtypes[name], copy=False))
-    return {name: np.concatenate(parts) for name, parts in held.items()}
+            arrays[name].append(part.astype(dtypes[name], copy=False))
+    return {name: np.concatenate(parts) for name, parts in arrays.items()}
 
 
 @contextmanager
@@ -173,11 +173,11 @@ class Shards:
         if isinstance(index, slice):
             first, last, _ = index.indices(len(self))
             begins = self._ends - [len(array) for array in self.arrays]
-            kept = [
+            inside = [
                 array[max(0, first - begin) : max(0, last - begin)]
                 for array, begin in zip(self.arrays, begins.tolist(), strict=True)
             ]
-            return Shards([array for array in kept if len(array)])
+            return Shards([array for array in inside if len(array)])
         which = np.searchsorted(self._ends, index, side="right")
         tensor = np.empty(index.shape, np.result_type(*self.arrays))
         for shard in np.unique(which):

@@ -67,18 +67,18 @@ def of_process() -> tuple[Any, Any, Any]:
     return torch.default_generator, _PYTHON, _NUMPY
 
 
-def states_of(held: Iterable[Any] = ()) -> State:
-    """Return the states of the generators of the process on the host, and of those that are `held`."""
+def states_of(generators: Iterable[Any] = ()) -> State:
+    """Return the states of the generators of the process on the host, and of some `generators`."""
     of_torch = torch.default_generator.get_state().numpy().tobytes()
     # As `getstate` gives it, without a call of Python: this is done several times in every step.
     of_python = _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
     of_process = of_torch, of_python, _WORDS.state()
-    return (*of_process, *map(state_of, held)) if held else of_process
+    return (*of_process, *map(state_of, generators)) if generators else of_process
 
 
-def put_all_back(states: State, held: Iterable[Any] = ()) -> None:
+def put_all_back(states: State, generators: Iterable[Any] = ()) -> None:
     """Set the generators to the states that `states_of` gave for the same ones."""
-    for generator, state in zip((*of_process(), *held), states, strict=True):
+    for generator, state in zip((*of_process(), *generators), states, strict=True):
         put_back(generator, state)
 
 
@@ -116,8 +116,8 @@ def _legacy(state: Any) -> tuple[Any, ...]:
     if isinstance(state, bytes):
         words = np.frombuffer(state, np.uint32)
         return "MT19937", words[:_STATE], int(words[_STATE]), 0, 0.0
-    held = _arrays(state)
-    return held["bit_generator"], held["state"]["key"], held["state"]["pos"], held["has_gauss"], held["gauss"]
+    arrays = _arrays(state)
+    return arrays["bit_generator"], arrays["state"]["key"], arrays["state"]["pos"], arrays["has_gauss"], arrays["gauss"]
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ class Generators:
         finally:
             put_all_back(states, generators)
         both = zip(generators, own or states[3:], seeded_states[3:], strict=True)
-        kept = [now if isinstance(generator, torch.Generator) else drawn for generator, now, drawn in both]
-        return cls((*seeded_states[:3], *kept), generators)
+        states_of_held = [now if isinstance(generator, torch.Generator) else drawn for generator, now, drawn in both]
+        return cls((*seeded_states[:3], *states_of_held), generators)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -211,20 +211,20 @@ def states_of_plain(stored: list[Any]) -> State:
     return of_torch.numpy().tobytes(), of_python, _plain(random_state.get_state(legacy=False))
 
 
-def _seed(key: int, held: tuple[Any, ...]) -> None:
+def _seed(key: int, generators: tuple[Any, ...]) -> None:
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
-    for number, one in enumerate(held):
-        own = key + number + 1 & 2**64 - 1
-        if isinstance(one, torch.Generator):
-            one.manual_seed(own)
-        elif isinstance(one, random.Random):
-            one.seed(own)
-        elif isinstance(one, np.random.RandomState):
-            one.seed([own & 0xFFFFFFFF, own >> 32])
+    for number, generator in enumerate(generators):
+        seed = key + number + 1 & 2**64 - 1
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed([seed & 0xFFFFFFFF, seed >> 32])
         else:
-            one.bit_generator.state = type(one.bit_generator)(own).state
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
 def generators_in(owner: Any, depth: int = 3) -> Iterator[Any]:

@@ -123,13 +123,13 @@ def loaded_sources() -> dict[str, str]:
 
     These are the user's code. The files of samestep have one digest together.
     """
-    own, folders = Path(__file__).resolve().parent.parent, installed_folders()
-    found = {"samestep": own_sources()}
+    package, folders = Path(__file__).resolve().parent.parent, installed_folders()
+    digests = {"samestep": own_sources()}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         path = Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
-        if path is None or path.is_relative_to(own) or any(path.is_relative_to(folder) for folder in folders):
+        if path is None or path.is_relative_to(package) or any(path.is_relative_to(folder) for folder in folders):
             continue
         if path.is_file():
-            found[name] = xxhash.xxh3_128_hexdigest(path.read_bytes())
-    return found
+            digests[name] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    return digests

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,14 +58,14 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
                 'this source gives labels of the next token, and data.labels = "aligned". Use "next"',
             )
         return said
-    seen = _LabelComparison()
+    comparison = _LabelComparison.of_none()
     for count in (LOOKED_AT, MOST_LOOKED_AT):
         places = np.unique(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
-        for place in places:
-            seen = seen.joined(_LabelComparison.of(read_samples(dataset, places[places == place]), word))
-        if seen.counted:
+        each = [_LabelComparison.of(read_samples(dataset, places[places == place]), word) for place in places]
+        comparison = _LabelComparison(*map(torch.cat, zip(*each, strict=True)))
+        if comparison.counted.any():
             break
-    return seen.convention(word)
+    return comparison.convention(word)
 
 
 def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
@@ -74,71 +74,66 @@ def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
 
 
 def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
-    found = {convention_of(part, word) for part in dataset.parts}
-    if len(found) == 1:
-        return found.pop()
+    conventions = {convention_of(part, word) for part in dataset.parts}
+    if len(conventions) == 1:
+        return conventions.pop()
     raise DataError(
         "labels-shift",
         "the labels of some sources in data.mixture are the inputs at their own place, and the labels of others are the next tokens. Use sources of one kind, for example a data set of your own with the next tokens as labels",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _LabelComparison:
-    """The comparison of labels with inputs: how many are compared, and whether one of them differs."""
+class _LabelComparison(NamedTuple):
+    """The comparison of the labels of some samples with their inputs, each [samples]."""
 
-    counted: int = 0
+    counted: Tensor
     """Labels that count."""
-    has_next: int = 0
+    has_next: Tensor
     """Labels that count and whose next token is in the sample and the document."""
-    has_previous: int = 0
+    has_previous: Tensor
     """Labels that count and whose token before is in the sample and the document."""
-    is_own: bool = True
+    is_own: Tensor
     """Whether every label that counts is the input at the same position."""
-    is_next: bool = True
+    is_next: Tensor
     """Whether every label that counts and has a next token is that token."""
-    is_previous: bool = True
+    is_previous: Tensor
     """Whether every label that counts and has a token before is that token."""
 
     @classmethod
+    def of_none(cls) -> _LabelComparison:
+        """Return the comparison of no samples."""
+        return cls(*[torch.zeros(0, dtype=torch.int64)] * 3, *[torch.zeros(0, dtype=torch.bool)] * 3)
+
+    @classmethod
     def of(cls, samples: Any, word: Convention | None) -> _LabelComparison:
-        """Compare the labels of some samples with their inputs.
+        """Compare the labels of some samples with their inputs, where they have one for each token.
 
         Raises:
             DataError: they are batches of one sample, or have no `input_ids` of the labels' shape and there is no word.
         """
         if labels_of_tokens(samples) is None:
             _refuse_batches(samples)
-            return cls()
-        if (found := inputs_and_labels(samples)) is None:
-            if word is not None:
-                return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
+            return cls.of_none()
+        if (pair := inputs_and_labels(samples)) is None and word is None:
             raise DataError(
                 "labels-shift",
                 "the samples have no input_ids of the labels' shape, which would show whether they are the next tokens. Set "
                 'data.labels = "next", or "aligned" if labels[t] is the token at t',
             )
-        inputs, labels = found
+        return cls.of_none() if pair is None else cls.of_pair(samples, *pair)
+
+    @classmethod
+    def of_pair(cls, samples: Any, inputs: Tensor, labels: Tensor) -> _LabelComparison:
+        """Compare the inputs and labels [samples, T] of some samples."""
         counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
         has_next, has_previous = counts[:, :-1] & same_document, counts[:, 1:] & same_document
         return cls(
-            counted=int(counts.sum()),
-            has_next=int(has_next.sum()),
-            has_previous=int(has_previous.sum()),
-            is_own=not bool((counts & (labels != inputs)).any()),
-            is_next=not bool((has_next & (labels[:, :-1] != inputs[:, 1:])).any()),
-            is_previous=not bool((has_previous & (labels[:, 1:] != inputs[:, :-1])).any()),
-        )
-
-    def joined(self, other: _LabelComparison) -> _LabelComparison:
-        """Return the comparison of both objects' samples together."""
-        return _LabelComparison(
-            self.counted + other.counted,
-            self.has_next + other.has_next,
-            self.has_previous + other.has_previous,
-            self.is_own and other.is_own,
-            self.is_next and other.is_next,
-            self.is_previous and other.is_previous,
+            counted=counts.sum(1),
+            has_next=has_next.sum(1),
+            has_previous=has_previous.sum(1),
+            is_own=~(counts & (labels != inputs)).any(1),
+            is_next=~(has_next & (labels[:, :-1] != inputs[:, 1:])).any(1),
+            is_previous=~(has_previous & (labels[:, 1:] != inputs[:, :-1])).any(1),
         )
 
     def convention(self, word: Convention | None) -> Convention:
@@ -147,20 +142,21 @@ class _LabelComparison:
         Raises:
             DataError: they show neither and there is no word, or they contradict it.
         """
-        shows_next = self.is_next and self.has_next > 0
-        shows_own = self.is_own and self.counted > 0 and not shows_next
+        is_own, is_next = bool(self.is_own.all()), bool(self.is_next.all())
+        shows_next = is_next and bool(self.has_next.any())
+        shows_own = is_own and bool(self.counted.any()) and not shows_next
         if word == "next" and shows_own:
             raise DataError(
                 "labels-shift",
                 'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to copy its input. Set data.labels = "aligned", which pairs the output at t with labels[t + 1]',
             )
-        if word == "aligned" and not self.is_own:
+        if word == "aligned" and not is_own:
             if shows_next:
                 raise DataError(
                     "labels-shift",
                     'data.labels = "aligned", and the labels are the next tokens already. Set data.labels = "next"',
                 )
-            if self.is_previous and self.has_previous > 0:
+            if self.is_previous.all() and self.has_previous.any():
                 raise DataError(
                     "labels-shift",
                     'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy its input. Use labels[t] = input_ids[t]',
@@ -169,7 +165,7 @@ class _LabelComparison:
             return word
         if shows_own:
             return "aligned"
-        if self.is_next:
+        if is_next:
             return "next"
         raise DataError(
             "labels-shift",
@@ -190,10 +186,10 @@ def inputs_and_labels(samples: Any) -> tuple[Tensor, Tensor] | None:
 
 def labels_of_tokens(samples: Any) -> Tensor | None:
     """Return the labels of samples that have one for each token: whole numbers [samples, T]; else None."""
-    found = samples.get("labels") if isinstance(samples, Mapping) else None
+    labels = samples.get("labels") if isinstance(samples, Mapping) else None
     if isinstance(samples, (tuple, list)) and len(samples) > 1:
-        found = samples[1]
-    return found if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point() else None
+        labels = samples[1]
+    return labels if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point() else None
 
 
 def _refuse_batches(samples: Any) -> None:
@@ -243,19 +239,15 @@ def check_samples(
     both = inputs_and_labels(samples)
     if both is None or both[1].device.type != "cpu":  # a look at what a device holds would wait for it
         return
-    inputs, labels = both
-    counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
-    has_next = counts[:, :-1] & same_document
-    are_own = ~(counts & (labels != inputs)).any(1)
-    are_next = ~(has_next & (labels[:, :-1] != inputs[:, 1:])).any(1)
+    rows = _LabelComparison.of_pair(samples, *both)
     if convention == "aligned":
-        are_bad = ~are_own if word is None else are_next & ~are_own & (has_next.sum(1) >= _SHOWN)
+        are_bad = ~rows.is_own if word is None else rows.is_next & ~rows.is_own & (rows.has_next >= _SHOWN)
     else:
-        are_bad = ~are_next if word is None else are_own & ~are_next & (counts.sum(1) >= _SHOWN)
+        are_bad = ~rows.is_next if word is None else rows.is_own & ~rows.is_next & (rows.counted >= _SHOWN)
     if not bool(are_bad.any()):
         return
     row = int(are_bad.nonzero()[0])
-    here = "the input_ids at their own place" if are_own[row] else "the next tokens" if are_next[row] else "neither"
+    here = _MEANT["aligned"] if rows.is_own[row] else _MEANT["next"] if rows.is_next[row] else "neither"
     known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[convention]}"
     raise DataError(
         "labels-shift",
@@ -296,9 +288,9 @@ class LabelBatch:
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> Any:
         """Return the samples of the given indices, with labels of the next token."""
-        given = self.batch.samples(indices)
-        check_samples(given, indices, self.found, self.word)
-        return with_next_labels(given) if self.found == "aligned" else given
+        samples = self.batch.samples(indices)
+        check_samples(samples, indices, self.found, self.word)
+        return with_next_labels(samples) if self.found == "aligned" else samples
 
     def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
         """Begin to read a data rank's micro-batches before `samples` is asked for them."""

@@ -110,12 +110,12 @@ def _drops_last(loader: DataLoader[Any]) -> bool:
 
 def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
     ranks = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
-    given, wanted = _batch_size(loader) * ranks, job.train.global_batch
-    if given != wanted:
+    size, wanted = _batch_size(loader) * ranks, job.train.global_batch
+    if size != wanted:
         of_ranks = f" on each of the {ranks} ranks of its DistributedSampler" if ranks > 1 else ""
         raise DataError(
             "batch-size-differs",
-            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {given}, or a loader with batches of {wanted}",
+            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {size}, or a loader with batches of {wanted}",
         )
 
 
@@ -229,20 +229,20 @@ class _Replayed(_Order):
             self._sampler.set_epoch(epoch)
         items: Iterator[Any] | None = None
         item: Any
-        held: list[int] = []
+        indices: list[int] = []
         while True:
             with generators.in_place():
                 items = iter(self._sampler) if items is None else items
                 item = next(items, _END)
             if item is _END:
                 break
-            held += [_index(index) for index in item] if self._by_batch else [_index(item)]
-            if self._by_batch or len(held) == self._size:
-                yield np.array(held, dtype=np.int64)
-                held = []
+            indices += [_index(index) for index in item] if self._by_batch else [_index(item)]
+            if self._by_batch or len(indices) == self._size:
+                yield np.array(indices, dtype=np.int64)
+                indices = []
         self._own = generators.state[3:]
-        if held and not self._drops_last:
-            yield np.array(held, dtype=np.int64)
+        if indices and not self._drops_last:
+            yield np.array(indices, dtype=np.int64)
 
 
 _END = object()
@@ -251,13 +251,13 @@ _OF_EPOCHS = -2
 _NO_BATCH = "the DataLoader has no batch in an epoch. Use a sampler that yields as many indices as a batch has, and drop_last=False"
 
 
-def _index(given: Any) -> int:
+def _index(index: Any) -> int:
     try:
-        return int(given)
+        return int(index)
     except (TypeError, ValueError):
         raise DataError(
             "dataloader-sampler",
-            f"the DataLoader's sampler yields a {type(given).__name__} and not indices. Use whole numbers",
+            f"the DataLoader's sampler yields a {type(index).__name__} and not indices. Use whole numbers",
         ) from None
 
 
@@ -277,11 +277,11 @@ def _order_of(loader: DataLoader[Any], size: int, seed: int) -> _Order:
     if isinstance(sampler, DistributedSampler):
         return _of_one_rank(sampler, size, drops)
     if type(sampler) in _OF_TORCH:
-        own = copy.copy(sampler)
+        copied = copy.copy(sampler)
 
         def drawn(epoch: int) -> list[int]:
-            own.generator = seeded(draw_key(seed, epoch, _OF_EPOCHS))
-            return list(own)
+            copied.generator = seeded(draw_key(seed, epoch, _OF_EPOCHS))
+            return list(copied)
 
         return _Computed(len(sampler), _of_whole_epochs(drawn), size, drops)
     return _Replayed(sampler, size, drops, seed, by_batch=False)
@@ -292,19 +292,19 @@ _OF_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 
 def _following(loader: DataLoader[Any], sampler: Any) -> Callable[[int], list[int]]:
     """Return what draws an epoch of a sampler as a loop over the loader does, from a copy of the generator that it was given."""
-    own, states = copy.copy(sampler), [sampler.generator.get_state()]
-    own.generator = torch.Generator(sampler.generator.device)
+    copied, states = copy.copy(sampler), [sampler.generator.get_state()]
+    copied.generator = torch.Generator(sampler.generator.device)
     is_shared = loader.generator is sampler.generator
 
     def drawn(epoch: int) -> list[int]:
-        known, found = min(epoch, len(states) - 1), list[int]()
-        own.generator.set_state(states[known])
+        known, indices = min(epoch, len(states) - 1), list[int]()
+        copied.generator.set_state(states[known])
         for number in range(known, epoch + 1):
             if is_shared and not (number and loader.persistent_workers):
-                draw_base_seed(own.generator)
-            found = list(own)
-            states[number + 1 :] = states[number + 1 :] or [own.generator.get_state()]
-        return found
+                draw_base_seed(copied.generator)
+            indices = list(copied)
+            states[number + 1 :] = states[number + 1 :] or [copied.generator.get_state()]
+        return indices
 
     return drawn
 
@@ -317,25 +317,25 @@ def draw_base_seed(generator: torch.Generator | None) -> None:
 
 def _of_one_rank(sampler: DistributedSampler[Any], size: int, drops: bool) -> _Order:
     """Return the order that a sampler which divides samples among ranks has on one rank, by its seed."""
-    own = copy.copy(sampler)
-    own.num_replicas, own.rank = 1, 0
-    own.num_samples = own.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    copied = copy.copy(sampler)
+    copied.num_replicas, copied.rank = 1, 0
+    copied.num_samples = copied.total_size = len(sampler.dataset)  # type: ignore[arg-type]
 
     def drawn(epoch: int) -> list[int]:
-        own.set_epoch(epoch)
-        return list(own)
+        copied.set_epoch(epoch)
+        return list(copied)
 
-    return _Computed(own.num_samples, _of_whole_epochs(drawn), size, drops)
+    return _Computed(copied.num_samples, _of_whole_epochs(drawn), size, drops)
 
 
 def _of_whole_epochs(drawn: Callable[[int], list[int]]) -> Callable[[int, int, int], Integers]:
-    held: dict[int, Integers] = {}
+    epochs: dict[int, Integers] = {}
 
     def take(epoch: int, start: int, stop: int) -> Integers:
-        if epoch not in held:
-            held[epoch] = np.array(drawn(epoch), dtype=np.int64)
-            for old in [one for one in held if one < epoch - 1]:
-                del held[old]
-        return held[epoch][start:stop].copy()
+        if epoch not in epochs:
+            epochs[epoch] = np.array(drawn(epoch), dtype=np.int64)
+            for old in [e for e in epochs if e < epoch - 1]:
+                del epochs[old]
+        return epochs[epoch][start:stop].copy()
 
     return take

@@ -20,12 +20,12 @@ from samestep.job import Job
 from samestep.trees import parts_of, tensors_in
 
 
-def check_batch(given: Any, method: str) -> str:
-    """Return why `given`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
-    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or is_values(given):
+def check_batch(batch: Any, method: str) -> str:
+    """Return why `batch`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
+    if batch is None or (hasattr(batch, "shares") and hasattr(batch, "samples")) or is_values(batch):
         return ""
-    is_dataset = hasattr(given, "__getitem__") and not isinstance(given, str | bytes)
-    what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
+    is_dataset = hasattr(batch, "__getitem__") and not isinstance(batch, str | bytes)
+    what = "a data set itself" if is_dataset else f"a {type(batch).__name__}"
     return (
         f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses, and was "
         f"given {what}. Use `for batch in samestep.batches(dataset, job): {method}(batch)`, with a data set whose items are single samples"
@@ -59,27 +59,27 @@ def batch_to_evaluate(batch: Any, method: str, global_batch: int, trained: Mappi
     return Batch(0, np.arange(len(batch), dtype=np.int64), batch)
 
 
-def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
+def _of_list(values: list[Any], trained: Mapping[str, int]) -> Any:
     """Return the values of all samples of a list of samples or of whole batches; a list that is the values of a batch as it is.
 
     Samples of different sizes are a batch of the list as a data set.
     """
-    items = [tensors_of_arrays(item) for item in given]
+    items = [tensors_of_arrays(item) for item in values]
     dims = [dims_of(item) for item in items]
     has_one_size = len({tuple(tensor.shape for tensor in tensors_in(item)) for item in items}) == 1
     if (
-        not trained and has_one_size and isinstance(given[0], Mapping | tuple)
+        not trained and has_one_size and isinstance(values[0], Mapping | tuple)
     ):  # a batch of such items needs a step first
         trained = {place: number + 1 for place, number in dims[0].items()}
-    if not given or dims_of(given) == trained or any(not dim or dim.keys() - trained.keys() for dim in dims):
-        return given
+    if not values or dims_of(values) == trained or any(not dim or dim.keys() - trained.keys() for dim in dims):
+        return values
     more = {trained[place] - number for dim in dims for place, number in dim.items()}
     if more == {0}:
         return joined(items, [num_samples(item) or 0 for item in items])
     if more != {1}:
-        return given
-    indices = np.arange(len(given), dtype=np.int64)
-    return read_samples(given, indices) if has_one_size else Batch(0, indices, given)
+        return values
+    indices = np.arange(len(values), dtype=np.int64)
+    return read_samples(values, indices) if has_one_size else Batch(0, indices, values)
 
 
 _WORKS = (
@@ -88,9 +88,9 @@ _WORKS = (
 _VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
 
 
-def is_values(given: Any) -> bool:
+def is_values(values: Any) -> bool:
     """Return whether something is the values of samples, as torch's loaders yield them, and neither their indices nor a data set."""
-    return isinstance(given, _VALUES) or (bool(parts_of(given)) and not hasattr(given, "__getitem__"))
+    return isinstance(values, _VALUES) or (bool(parts_of(values)) and not hasattr(values, "__getitem__"))
 
 
 @calls.checked

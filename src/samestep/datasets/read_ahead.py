@@ -180,10 +180,10 @@ class _InProcesses:
         )
         # torch raises an error wherever the main thread is when a worker dies, which may be in a forward; here `take`
         # raises it.
-        before, is_main = signal.getsignal(signal.SIGCHLD), threading.current_thread() is threading.main_thread()
+        handler, is_main = signal.getsignal(signal.SIGCHLD), threading.current_thread() is threading.main_thread()
         self._iterator: Iterator[Any] | None = iter(loader)
-        if is_main and before is not None:
-            signal.signal(signal.SIGCHLD, before)
+        if is_main and handler is not None:
+            signal.signal(signal.SIGCHLD, handler)
 
     def take(self) -> tuple[Any, Wanted | None]:
         """Return the next micro-batch, and the samples of the one after it.
@@ -282,10 +282,10 @@ def _has_position(part: Any) -> bool:
 
 def _open_files(owner: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
     """Yield the open files among the attributes of a data set, of what it holds, and of what its functions have around them."""
-    held = dict(getattr(owner, "__dict__", {}))
+    variables = dict(getattr(owner, "__dict__", {}))
     with suppress(TypeError, ValueError):  # it is no function, or a variable around it has no value yet
-        held |= inspect.getclosurevars(owner).nonlocals
-    for name, value in held.items():
+        variables |= inspect.getclosurevars(owner).nonlocals
+    for name, value in variables.items():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         for part in itertools.islice(parts, 1000):
             if _has_position(part):

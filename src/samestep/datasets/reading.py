@@ -106,13 +106,13 @@ class SampleReader:
                 self._looks_at_items = True
                 return self._together(read, rows, draw)
             self.draws_together = True
-        whole = draw.whole_of(draw.step) if draw is not None and draw.whole_of is not None else None
-        if draw is None or whole is None or not {*rows.tolist()} <= {*whole.tolist()}:
+        indices = draw.whole_of(draw.step) if draw is not None and draw.whole_of is not None else None
+        if draw is None or indices is None or not {*rows.tolist()} <= {*indices.tolist()}:
             return self._one_by_one(read, rows, draw or _EVALUATION)
         if self._whole is None or self._whole[0] != draw.step:
             with drawing_from(draw.key(_WHOLE)):
-                self._whole = draw.step, read(whole)
-        values, count = self._whole[1], len(whole)
+                self._whole = draw.step, read(indices)
+        values, count = self._whole[1], len(indices)
         if num_samples(values) != count:
             raise DataError(
                 "data-form",
@@ -120,7 +120,7 @@ class SampleReader:
                 "at once, and its result is not divided by samples. Use tensors with the samples first, or numbers of the "
                 "generator that sample(index, generator) is given",
             )
-        place = {index: number for number, index in reversed([*enumerate(whole.tolist())])}
+        place = {index: number for number, index in reversed([*enumerate(indices.tolist())])}
         return rows_of(values, [place[row] for row in rows.tolist()], count)
 
     def _one_by_one(self, read: Callable[[Integers], Any], rows: Integers, draw: SampleDraw) -> Any:
@@ -152,11 +152,11 @@ class SampleReader:
             put_all_back(states)
             _refuse_thread()
             self.draws = True
-        found = []
+        read_items = []
         for index in wanted:
             with drawing_from((draw or _EVALUATION).key(index)):
-                found.append(item(index))
-        return found
+                read_items.append(item(index))
+        return read_items
 
     def _stacked(self, rows: Integers, samples: list[Any]) -> Any:
         """Return samples collated by the data set's `collate`, or by torch's `default_collate`."""
@@ -217,8 +217,8 @@ def _first_other(rows: Integers, samples: list[Any]) -> str:
     """Return as text which sample differs in shapes from the first one; empty if none does."""
 
     def shapes(sample: Any) -> list[Any]:
-        whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
-        return [list(leaf.shape) for leaf in whole]
+        leaves = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
+        return [list(leaf.shape) for leaf in leaves]
 
     first = shapes(samples[0])
     other = next((place for place, sample in enumerate(samples) if shapes(sample) != first), None)

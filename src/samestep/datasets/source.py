@@ -245,12 +245,12 @@ def token_ranges(dataset: Dataset, count: int) -> list[TokenRange]:
     tokens = dataset.tokens
     arrays = [array for array in (tokens.arrays if isinstance(tokens, Shards) else (tokens,)) if len(array)]
     files = [getattr(array, "filename", None) for array in arrays]  # numpy's mapped arrays know theirs
-    found = []
+    ranges = []
     for array, file in zip(arrays, files, strict=True):
         blocks = [(int(block.min()), int(block.max())) for _, block in looked_at(array, count // 2, count // 512)]
-        least, most = min(one for one, _ in blocks), max(one for _, one in blocks)
-        found.append(TokenRange(least, most, Path(file) if file else None))
-    return found
+        least, most = min(end for end, _ in blocks), max(end for _, end in blocks)
+        ranges.append(TokenRange(least, most, Path(file) if file else None))
+    return ranges
 
 
 def of_words(dataset: Dataset, words: int | None) -> Dataset:

@@ -48,12 +48,12 @@ def of_job(job: Job, dataset: Dataset) -> Stamp:
     data = job.data
     each = dataset.parts if isinstance(dataset, Mixture) else (dataset,)
     parts = dict(zip(data.mixture or (data.source,), each, strict=True))
-    found = [_of_source(source, part, job) for source, part in parts.items()]
+    stamp = [_of_source(source, part, job) for source, part in parts.items()]
     if data.is_text and data.tokenizer != "bytes":
         folder = place_of(job, data.tokenizer)
         files = sorted(file for file in folder.iterdir() if file.is_file())
-        found.append({"kind": "tokenizer", "name": data.tokenizer, **_of_files(files, folder)})
-    return found
+        stamp.append({"kind": "tokenizer", "name": data.tokenizer, **_of_files(files, folder)})
+    return stamp
 
 
 def of_dataset(dataset: Dataset, seed: int) -> Stamp:
@@ -76,20 +76,20 @@ def difference(saved: Stamp, now: Stamp) -> str:
     return ""
 
 
-def _other_samples(before: dict[str, Any], after: dict[str, Any]) -> str:
-    if before["length"] != after["length"]:
-        return f"has {after['length']:,} samples, and had {before['length']:,}"
-    both = before["digests"].keys() & after["digests"].keys()
-    other = sorted(int(index) for index in both if before["digests"][index] != after["digests"][index])
+def _other_samples(earlier: dict[str, Any], after: dict[str, Any]) -> str:
+    if earlier["length"] != after["length"]:
+        return f"has {after['length']:,} samples, and had {earlier['length']:,}"
+    both = earlier["digests"].keys() & after["digests"].keys()
+    other = sorted(int(index) for index in both if earlier["digests"][index] != after["digests"][index])
     return f"has another sample {other[0]} than it had" if other else ""
 
 
-def _other_files(before: dict[str, Any], after: dict[str, Any]) -> str:
-    if before["bytes"] != after["bytes"] or before["files"] != after["files"]:
-        return f"has {after['bytes']:,} bytes in {after['files']:,} files, and had {before['bytes']:,} in {before['files']:,}"
-    if before["names"] != after["names"]:
+def _other_files(earlier: dict[str, Any], after: dict[str, Any]) -> str:
+    if earlier["bytes"] != after["bytes"] or earlier["files"] != after["files"]:
+        return f"has {after['bytes']:,} bytes in {after['files']:,} files, and had {earlier['bytes']:,} in {earlier['files']:,}"
+    if earlier["names"] != after["names"]:
         return "has files of other names or sizes than it had"
-    return "has the size that it had, and other content" if before["content"] != after["content"] else ""
+    return "has the size that it had, and other content" if earlier["content"] != after["content"] else ""
 
 
 # -- one source ------------------------------------------------------------------------------------
@@ -166,12 +166,12 @@ def _of_samples(dataset: Dataset, seed: int) -> dict[str, Any]:
     digests: dict[str, str] = {}
     for index in dict.fromkeys([*first[:1], length - 1, 0, *first[1:]]):
         try:
-            found, again = (digest_of(read_samples(dataset, [index])) for _ in range(2))
+            digest, again = (digest_of(read_samples(dataset, [index])) for _ in range(2))
         except DataError:  # it is reported where a step reads it
             continue
-        if found != again:  # samples that are changed at random
+        if digest != again:  # samples that are changed at random
             return {"length": length, "digests": {}}
-        digests[str(index)] = found
+        digests[str(index)] = digest
         if len(digests) == _MOST_SAMPLES or time.monotonic() - began > _MOST_SECONDS:
             break
     return {"length": length, "digests": digests}

@@ -134,11 +134,11 @@ def check_size(source: Any, job: Job) -> None:
     Raises:
         DataError: they have.
     """
-    given, wanted = getattr(source, "batch_size", None), job.train.global_batch
-    if isinstance(source, DataLoader) and given is not None and given != wanted:
+    size, wanted = getattr(source, "batch_size", None), job.train.global_batch
+    if isinstance(source, DataLoader) and size is not None and size != wanted:
         raise DataError(
             "batch-size-differs",
-            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {given}, or a loader with batches of {wanted}",
+            f"the DataLoader has batch_size = {size}, and train.global_batch = {wanted} samples are one step of all ranks together. Set train.global_batch = {size}, or a loader with batches of {wanted}",
         )
 
 
@@ -258,22 +258,22 @@ class StreamSteps(Steps):
                 self._start()
             if is_first and not has_place and self._begins_at:
                 self._leave_out(self._begins_at)
-        if (found := self._waiting.pop() if self._waiting else self._take()) is None:
+        if (values := self._waiting.pop() if self._waiting else self._take()) is None:
             self._is_at_end = True
             if self.at_end is not None:
                 self.at_end(step)
             raise StopIteration
         by_microbatch = self._job.numerics.batch_norm_group is not None
         if self._batched:
-            count = num_samples(found)
+            count = num_samples(values)
             if not count:
                 raise DataError(
                     "batch-samples-unknown",
                     f"item {step} of {self._stream.name} is not a batch with a known number of samples. Use tensors with as "
                     "many rows as there are samples",
                 )
-            return GivenBatch(step, found, count, by_microbatch=by_microbatch, stream=self)
-        window = Window(found, step * self._job.train.global_batch, self._stream.collate)
+            return GivenBatch(step, values, count, by_microbatch=by_microbatch, stream=self)
+        window = Window(values, step * self._job.train.global_batch, self._stream.collate)
         self._windows = {number: reader for number, reader in self._windows.items() if number == step - 1}
         self._windows[step] = SampleReader(window)
         return Batch(step, window.indices, None, self, by_microbatch, self._job.train.seed)
@@ -305,8 +305,8 @@ class StreamSteps(Steps):
             self._pass = state["pass"]
             self._stream.holder.load_state_dict(state["stream"])
         key = draw_key(self._job.train.seed, self._pass, _OF_STREAMS)
-        own = () if self._generators is None else self._generators.state[3:]
-        self._generators = Generators.seeded_by(key, self._stream.drawing, own)
+        states = () if self._generators is None else self._generators.state[3:]
+        self._generators = Generators.seeded_by(key, self._stream.drawing, states)
         if state is not None:
             self._generators.state = (*states_of_plain(state["generators"]), *self._generators.state[3:])
         with self._generators.in_place(), failures_of(f"beginning {self._stream.name}", DataError):

@@ -152,10 +152,10 @@ def _other_format(head: bytes, size_bytes: int) -> str:
 
 def _is_text(head: bytes) -> bool:
     """Return whether a file begins like text in UTF-8: without the control characters that numbers have among them."""
-    whole = head[: max(head.rfind(b" "), head.rfind(b"\n"))]
+    lines = head[: max(head.rfind(b" "), head.rfind(b"\n"))]
     try:
-        return len(whole) >= _FEWEST_BYTES_OF_TEXT and not any(
-            ord(character) < 32 and character not in "\t\n\f\r" for character in whole.decode()
+        return len(lines) >= _FEWEST_BYTES_OF_TEXT and not any(
+            ord(character) < 32 and character not in "\t\n\f\r" for character in lines.decode()
         )
     except UnicodeDecodeError:
         return False
@@ -247,11 +247,11 @@ def read_indexed(index: Path) -> Array | Shards:
             f"tokens:{place} has {size_bytes:,} bytes, and its index {index.name} says that a sequence ends at byte "
             f"{max(ends.max(), pointers.max()):,}: copy both again",
         )
-    whole = np.memmap(place, dtype=dtype, mode="r", shape=(size_bytes // dtype.itemsize,))
+    tokens = np.memmap(place, dtype=dtype, mode="r", shape=(size_bytes // dtype.itemsize,))
     breaks = np.flatnonzero(pointers[1:] != ends[:-1]) + 1
     starts = pointers[np.concatenate([[0], breaks])] // dtype.itemsize
     stops = ends[np.concatenate([breaks - 1, [-1]])] // dtype.itemsize
-    runs = [whole[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    runs = [tokens[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
     return runs[0] if len(runs) == 1 else Shards([run for run in runs if len(run)])
 
 

@@ -275,11 +275,11 @@ def open_tokenizer(job: Job) -> Tokenizer:
 def _ids_before(encode: Callable[[str, bool], list[int]]) -> tuple[int, ...]:
     """Return the ids that are put before a text; `encode` returns those of a text, with the special ones or without."""
     for text in _PROBES:
-        own, whole = encode(text, False), encode(text, True)
-        starts = range(len(whole) - len(own) + 1) if own else ()
-        start = next((at for at in starts if whole[at : at + len(own)] == own), None)
+        plain, special = encode(text, False), encode(text, True)
+        starts = range(len(special) - len(plain) + 1) if plain else ()
+        start = next((at for at in starts if special[at : at + len(plain)] == plain), None)
         if start is not None:
-            return tuple(whole[:start])
+            return tuple(special[:start])
     return ()
 
 
@@ -348,9 +348,9 @@ def _auto_tokenizer(folder: Path) -> Any:
 
 def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mapping[str, Any]) -> str:
     try_template(auto)
-    given = copy.deepcopy([dict(message) for message in messages])  # a template may change its arguments
+    copies = copy.deepcopy([dict(message) for message in messages])  # a template may change its arguments
     try:
-        rendered = auto.apply_chat_template(given, **settings, tokenize=False, add_generation_prompt=reply_follows)
+        rendered = auto.apply_chat_template(copies, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
         text = " ".join(str(error).split()) or type(error).__name__
         raise DataError("chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
@@ -407,8 +407,8 @@ def _wait_for(child: int) -> int:
     """Return the exit status of a child, or -1 if it had to be ended."""
     end_s = time.monotonic() + MOST_SECONDS
     while time.monotonic() < end_s:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
     os.kill(child, signal.SIGKILL)

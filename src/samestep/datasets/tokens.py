@@ -107,12 +107,12 @@ class TokenStream:
 def _named_place(tokens: npt.NDArray[Any] | Shards, index: int) -> str:
     """Return the file and the place of a token, and its id, as text."""
     array, at = tokens.found(index) if isinstance(tokens, Shards) else (tokens, index)
-    whole = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    if (file := getattr(whole, "filename", None)) is None:
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if (file := getattr(base, "filename", None)) is None:
         return f"token {index} of the data is {array[at]}"
-    place = (array.ctypes.data - whole.ctypes.data) // array.itemsize + at
+    place = (array.ctypes.data - base.ctypes.data) // array.itemsize + at
     return f"{file} has the token id {array[at]} at token {place}"
 
 
@@ -203,8 +203,8 @@ def stdlib() -> Iterator[str]:
     """Yield the source files of the standard library in the order of their names, without its tests."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted_files(folder, "*.py"):
-        own = path.name.startswith("_sysconfigdata")  # written when Python was built; holds this machine's paths
-        if not own and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+        of_build = path.name.startswith("_sysconfigdata")  # written when Python was built; holds this machine's paths
+        if not of_build and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
             yield path.read_text(encoding="utf-8", errors="replace")
 
 

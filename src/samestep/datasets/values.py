@@ -105,8 +105,8 @@ def are_by_sample(parts: Sequence[Any], counts: Sequence[int]) -> bool:
         return False
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return True
-    held = [parts_of(part) for part in parts]
-    return any(are_by_sample([part.get(key) for part in held], counts) for key in held[0])
+    tables = [parts_of(part) for part in parts]
+    return any(are_by_sample([part.get(key) for part in tables], counts) for key in tables[0])
 
 
 def _are_lists_by_sample(parts: Sequence[list[Any]], counts: Sequence[int]) -> bool:
@@ -178,12 +178,12 @@ class Parted:
         ends = np.cumsum(self.counts)
         where = np.searchsorted(ends, rows, side="right")
         runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(where)) + 1)
-        found = []
+        runs_of_parts = []
         for run in runs:
             part = where[run[0]]
-            before = ends[part] - self.counts[part]
-            found.append(rows_of(self.parts[part], np.asarray(rows)[run] - before, self.counts[part]))
-        return joined(found, [len(run) for run in runs], lacking=True)
+            first = ends[part] - self.counts[part]
+            runs_of_parts.append(rows_of(self.parts[part], np.asarray(rows)[run] - first, self.counts[part]))
+        return joined(runs_of_parts, [len(run) for run in runs], lacking=True)
 
 
 def together(parts: Sequence[Any], counts: Sequence[int]) -> Any:
@@ -195,8 +195,8 @@ def together(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     pairs = [pair for pair in zip(parts, counts, strict=True) if pair[1]]
     parts, counts = [part for part, _ in pairs], [count for _, count in pairs]
     lack = any(_keys_of(part) != _keys_of(parts[0]) for part in parts)
-    whole = joined(parts, counts, lacking=lack)
-    return Parted(parts, counts) if lack else whole
+    values = joined(parts, counts, lacking=lack)
+    return Parted(parts, counts) if lack else values
 
 
 def _keys_of(values: Any) -> Any:
@@ -233,10 +233,10 @@ def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False
             ) from None
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]
-    held = [parts_of(part) for part in parts]
-    if any(part.keys() != held[0].keys() for part in held) and not (lacking and isinstance(first, Mapping)):
+    tables = [parts_of(part) for part in parts]
+    if any(part.keys() != tables[0].keys() for part in tables) and not (lacking and isinstance(first, Mapping)):
         what = "numbers of parts" if isinstance(first, tuple | list) else "keys"
         raise DataError("batches-not-parts", f"the batches of ranks have different {what}. Use equal ones")
-    keys = dict.fromkeys(key for part in held for key in part)
-    each = {key: joined([part.get(key) for part in held], counts, lacking=lacking) for key in keys}
+    keys = dict.fromkeys(key for part in tables for key in part)
+    each = {key: joined([part.get(key) for part in tables], counts, lacking=lacking) for key in keys}
     return with_parts(first, each) if each else first

@@ -20,7 +20,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -238,6 +238,21 @@ def counters_of(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[V
         after = first.variables.get(name)
         if after and _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
             yield variable
+
+
+def acts_by_calls(holder: Callable[..., Any], is_alike: Callable[[], bool]) -> bool:
+    """Return whether a function comes to compute something else by the number of its calls, which `holder` counts.
+
+    `is_alike` calls it, and returns whether its result is the one at first.
+    """
+    states = [Snapshot(holder) for _ in range(3) if is_alike()]
+    counters = list(counters_of(*states)) if len(states) == 3 else []
+    for count in jumps_of(states[0], counters) if counters else ():
+        for counter in counters:
+            counter.put(count - 1)
+        if not (is_alike() and is_alike()):
+            return True
+    return len(states) < 3
 
 
 def _is_number(value: Any) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
+from samestep.building.loss_result import OF_SLICE
+from samestep.building.model_loss import RETURNS_LOGITS
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
@@ -40,8 +42,6 @@ WHOLE = -1
 """The dimension of tokens of an argument that has none."""
 
 WORKS = "Use scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none"
-
-RETURNS_LOGITS = "Use a forward that returns the logits, and samestep.whole_batch(loss) of these"
 
 
 class SliceProver(Prover):
@@ -87,6 +87,8 @@ class SliceProver(Prover):
         self.parts = PartCalls(self.tracer.places)
         self.is_in_function = False
         """Whether a recurrence runs that needs the state of the rank before."""
+        self._others = ""
+        """The shape of hidden states that have other rows than one for each token, as text."""
         self._part = ""
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
@@ -147,6 +149,8 @@ class SliceProver(Prover):
             self.passed.add(argument)
             return leaf
         dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
+        if not self.slices and leaf.dim() == 3 and leaf.is_floating_point() and self.whole not in leaf.shape[:2]:
+            self._others = f", but {list(leaf.shape)}"
         if self.slices.setdefault(argument, dim) != dim:
             self.refuse(f"{argument} has rows of tokens in one block and not in another")
         if dim is None:
@@ -313,8 +317,8 @@ class SliceProver(Prover):
                 self.refuse(f"the attention in {self.where} has no dimension of heads")
             elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
                 reason = f"; {self._mixed}" if self._mixed else ""
-                if all(dim is None for dim in self.slices.values()):
-                    reason = f"; the blocks are not given a row for each of the {self.whole} tokens of a sample"
+                if self._others or all(dim is None for dim in self.slices.values()):
+                    reason = f"; the blocks are not given a row for each of the {self.whole} tokens of a sample{self._others}"
                 self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
             elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
                 self.refuse(alone)
@@ -344,16 +348,18 @@ class SliceProver(Prover):
             self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def check_outputs(self, outputs: Any) -> None:
-        """Check that the logits have a row for each token of the slice."""
-        self.tracer.places.reach(tensors_in(outputs))
+        """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
+        self.tracer.places.reach(every := tensors_in(outputs))
+        of_loss = next((vars(one)[OF_SLICE][0] for one in every if OF_SLICE in vars(one)), None)
         try:
-            logits = token_rows_of(outputs)
+            logits = token_rows_of(outputs) if of_loss is None else of_loss
         except InputError as error:
             self.refuse(str(error))
             return
         with disable_current_modes():
             self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
-            if logits.dim() != 3 or not self.known.has_rows(logits, 1):
+            dims = (0, 2) if of_loss is not None else (1,) if logits.dim() == 3 else ()
+            if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
                 )

@@ -7,8 +7,10 @@ adapted where blocks run on slices: in the proof (`token_slices.py`) and in a ra
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import multi_head_attention
+from samestep.building.loss_result import IGNORED_LABEL, OF_SLICE
 from samestep.building.model_loss import target_in
-from samestep.building.predictions import prediction_of, target_of
+from samestep.building.predictions import at_least_float32, prediction_of, target_of
 from samestep.errors import InputError
 from samestep.tracing.flow import reads_shape_alone
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
@@ -127,6 +130,37 @@ def slice_whole_operands(
     return found
 
 
+_LOSS = inspect.signature(F.cross_entropy)
+
+
+def loss_of_slice(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    length: int,
+    size: int,
+    slice_of: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    """Return torch's mean cross entropy of the logits [N, V] or [B, V, N] of slices, of which the code gives the labels of all tokens,
+    with its sum and count; None for another call.
+    """
+    if func is not F.cross_entropy:
+        return None
+    given = _LOSS.bind(*args, **kwargs).arguments
+    logits, labels = at_least_float32(given.pop("input")), given.pop("target")
+    shape = logits.shape[:1] + logits.shape[2:]
+    is_plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+    is_mean = given.pop("reduction", "mean") == "mean" and is_plain and logits.dim() > 1
+    if not is_mean or labels.is_floating_point() or labels.numel() * size != math.prod(shape) * length:
+        return None
+    mine = slice_of(labels.reshape(-1, length)).reshape(shape)
+    total = F.cross_entropy(logits, mine, **given, reduction="sum")
+    count = (mine != given.get("ignore_index", IGNORED_LABEL)).sum()
+    mean = total / count
+    setattr(mean, OF_SLICE, (logits, total, count))
+    return mean
+
+
 class Reshaping(TorchFunctionMode):
     """A function mode that adapts the code between blocks to slices of `size` of a sequence's `length` tokens.
 
@@ -153,6 +187,9 @@ class Reshaping(TorchFunctionMode):
             return multi_head_attention(self, *args, **(kwargs or {}))
         if not self._has_begun():
             return func(*args, **(kwargs or {}))
+        loss = loss_of_slice(func, args, kwargs or {}, self._length, self._size, self._slice_of)
+        if loss is not None:
+            return loss
         given = fit_reshape(func, args, self._length, self._size)
         given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
         outcome = func(*given, **(kwargs or {}))

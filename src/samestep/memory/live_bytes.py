@@ -53,8 +53,8 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
 def levels_of(program: Program, arriving: dict[str, int]) -> Iterator[tuple[Task, Peak]]:
     """Yield, op after op of a step, its task and what is held at it."""
-    for task, look, sums in _followed(program, arriving, _Levels):
-        for level in look.found:
+    for task, followed, sums in _followed(program, arriving, _Levels):
+        for level in followed.of_ops:
             yield task, sums.added_to(level)
 
 
@@ -62,8 +62,8 @@ def found_by(
     program: Program, arriving: dict[str, int], follower: Callable[..., LiveBytes]
 ) -> Iterator[tuple[Task, list[Any]]]:
     """Yield, task after task of a step, what a follower of its ops finds."""
-    for task, one, _ in _followed(program, arriving, follower):
-        yield task, one.found
+    for task, followed, _ in _followed(program, arriving, follower):
+        yield task, followed.of_ops
 
 
 class _KeptSoFar(NamedTuple):
@@ -86,9 +86,9 @@ class _Followed(NamedTuple):
     """What following one body from some buffers has found."""
 
     peak: Peak
-    kept: _KeptSoFar
+    sums: _KeptSoFar
     buffers: frozenset[Buffer]
-    found: list[Any]
+    of_ops: list[Any]
     """What the follower has kept of it, op after op."""
     most_host: int
 
@@ -110,7 +110,7 @@ def _followed(
             known[key] = _Followed(live.peak, kept_here, left, live.found, live.most_host)
         followed = known[key]
         yield task, followed, sums
-        sums, buffers = _KeptSoFar(*map(sum, zip(sums, followed.kept, strict=True))), followed.buffers
+        sums, buffers = _KeptSoFar(*map(sum, zip(sums, followed.sums, strict=True))), followed.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,14 +234,14 @@ class LiveBytes:
 
     def _compute(self, op: Op, saved: Saved) -> None:
         if op.kind is OpKind.FORWARD and not self.keeps:
-            self._look(op, activations=saved.kept + self._unpacked(op))
+            self._look(op, activations=saved.after_forward + self._unpacked(op))
         elif op.kind is OpKind.FORWARD:
-            self._keep(op.layer, saved.kept)
+            self._keep(op.layer, saved.after_forward)
             self._keep_logits(op.layer, saved.loss)
             self._look(op, logits=saved.loss_made)
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.RECOMPUTE:
-            self._keep(op.layer, saved.whole - saved.kept)
+            self._keep(op.layer, saved.in_backward - saved.after_forward)
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.BACKWARD and op.layer is not None:
             self._backward(op, saved, self.sizes.gradients[op.layer])
@@ -249,10 +249,11 @@ class LiveBytes:
         else:
             self._look(op)
         if op.kind is self.sizes.last_kind:
-            self._drop(op.layer, saved.whole)
+            self._drop(op.layer, saved.in_backward)
 
     def _backward(self, op: Op, saved: Saved, gradients: LayerGradients) -> None:
         self._keep_logits(op.layer, -saved.loss)
+        left = saved.boundaries - max(0, saved.in_backward - saved.boundaries)
         if self.sizes.unit_gradients:
             # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
             # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
@@ -260,14 +261,12 @@ class LiveBytes:
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
             self._leave(op.layer)
             self._allocate(op.allocates, op)
-            self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
+            self._look(op, activations=left)
         else:
             self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.most)
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
-            self._look(op, activations=saved.boundaries, gradients=gradients.before + gradients.largest)
-            self._look(
-                op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries), gradients=gradients.behind
-            )
+            self._look(op, activations=saved.boundaries, gradients=gradients.at_start + gradients.largest)
+            self._look(op, activations=left, gradients=gradients.behind)
 
     def _unpacked(self, op: Op) -> int:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
@@ -337,7 +336,7 @@ class LayerGradients(NamedTuple):
 
     largest: int
     """Of its largest weight."""
-    before: int
+    at_start: int
     """Those of buckets that are not full, when it begins."""
     most: int
     """The same, where it works on most."""
@@ -359,17 +358,17 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
     arrived, total = dict.fromkeys(missing, 0), 0
     stays = step.zero >= 2 or step.num_microbatches == 1
     for index in reversed(range(len(step.model.layers))):
-        layer, sizes, made, others = step.model.layers[index], gradient_bytes(step, index), 0, 0
+        layer, sizes, numel, others = step.model.layers[index], gradient_bytes(step, index), 0, 0
         params = [param for param in step.model.params_of(index) if param.trainable]
         alive = [(0, total)]
         for param, size in zip(reversed(params), reversed(sizes), strict=True):
             name = bucket_of.get(param.name)
-            made += param.numel
+            numel += param.numel
             if name is None:
                 others += size * stays
             else:
                 arrived[name], total, missing[name] = arrived[name] + size, total + size, missing[name] - 1
-            alive.append((made, total + others))
+            alive.append((numel, total + others))
             if name is not None and not missing[name]:
                 total -= arrived[name]
         most, norms = (
@@ -398,9 +397,9 @@ def gradient_bytes(step: StepSpec, layer: int) -> list[int]:
 class Saved(NamedTuple):
     """Bytes that a layer keeps and works on for a micro-batch."""
 
-    kept: int = 0
+    after_forward: int = 0
     """Activations after its forward."""
-    whole: int = 0
+    in_backward: int = 0
     """Activations that its backward reads."""
     working: int = 0
     """Peak working memory of its backward, without weight gradients."""
@@ -437,8 +436,8 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     working = layer.working.elements * element_bytes
     most = max((working, *_in_chunks(step, layer, element_bytes)))
     return Saved(
-        kept=saved * element_bytes,
-        whole=max(saved, elements) * element_bytes,
+        after_forward=saved * element_bytes,
+        in_backward=max(saved, elements) * element_bytes,
         working=most,
         working_fixed=most - working,
         in_norms=(layer.norm_working.elements + layer.norm_working.wide_elements * step.is_mixed) * element_bytes,
@@ -447,14 +446,14 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     )
 
 
-def _in_chunks(step: StepSpec, layer: LayerSpec, one: int) -> list[int]:
+def _in_chunks(step: StepSpec, layer: LayerSpec, element_bytes: int) -> list[int]:
     """Return the working memory of each part of a layer that is computed in chunks of tokens: the gradients of its input and output,
     what a chunk makes, and the gradients of its weights, which are added up over the chunks in master precision."""
     if not layer.chunk_tokens:
         return []
     size = BYTES_OF[step.compute_dtype]
     return [
-        part.boundary_elements * one
+        part.boundary_elements * element_bytes
         + min(layer.chunk_tokens, part.tokens * step.microbatch_samples) * part.elements_of_token * size
         + part.weights * BYTES_OF[step.master_dtype]
         for part in layer.token_parts

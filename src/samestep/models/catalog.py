@@ -61,8 +61,8 @@ def _own_spec(job: Job) -> ModelSpec:
     """Return the shape of a job's model, of a preset, from a cache, or traced."""
     if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
-        found = presets.preset(job.model.preset, length, job.model.config)
-        return found if job.model.lora is None else add_adapters(found, job.model.lora)
+        spec = presets.preset(job.model.preset, length, job.model.config)
+        return spec if job.model.lora is None else add_adapters(spec, job.model.lora)
     if ":" not in job.model.named():
         words = [f"{PRESET}{name}" for name in presets.PRESETS]
         if hint := did_you_mean(job.model.source.lower(), words):
@@ -128,19 +128,19 @@ def _trace_elsewhere(job: Job) -> str:
     if process.returncode == 0:
         return said
     if process.returncode == 2 and said.strip():
-        name, given = json.loads(said)
-        raise of_words(name, given)
+        name, text = json.loads(said)
+        raise of_words(name, text)
     words = complaint.strip().splitlines() or ["no message"]
     raise ModelError("trace-failed", f"tracing {job.model.source} failed: {words[-1]}")
 
 
 def _await_trace(process: subprocess.Popen[str], job: Job) -> tuple[str, str]:
     """Send a job to a process that traces its model, and return what it writes; say what takes so long meanwhile."""
-    waited_s, given = 0.0, job.model_dump_json()
+    waited_s, text = 0.0, job.model_dump_json()
     while True:
         pause_s = FIRST_WORD_S if not waited_s and sys.stderr.isatty() else LONG_S
         try:
-            return process.communicate(None if waited_s else given, timeout=pause_s)
+            return process.communicate(None if waited_s else text, timeout=pause_s)
         except subprocess.TimeoutExpired:
             waited_s += pause_s
             print(
@@ -169,7 +169,7 @@ def add_adapters(model: ModelSpec, lora: LoraTable) -> ModelSpec:
     """
     linear = [path for index, layer in enumerate(model.layers) for path in _linear_paths(model, layer, index)]
     known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
-    wanted = {own for name in lora.targets for own in _OWN_NAMES.get(name, (name,))}
+    wanted = {full for name in lora.targets for full in _OWN_NAMES.get(name, (name,))}
     saved = {path for name in lora.modules_to_save for path in _modules_called(model, name)}
     for name in sorted(wanted - {ALL_LINEAR}):
         if not any(is_called(path, name) for path in linear):
@@ -238,7 +238,7 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lor
     """Return a layer whose weights are frozen, with the products and other operations of its adapters."""
     products: list[Product] = []
     results = results_cut = 0
-    kept = flops = kernels = moved = moved_cut = 0
+    elements = flops = kernels = moved = moved_cut = 0
     for product in layer.products:
         path = f"{layer.name}.{product.owner}"
         is_trained = path in saved or product.owner in saved
@@ -249,7 +249,7 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lor
             products[-1] = replace(products[-1], is_repeated=True)
             more = _adapter_products(product, lora.r)
             products += more
-            kept += product.rows * lora.r
+            elements += product.rows * lora.r
             results += product.rows * product.columns
             results_cut += product.rows * product.columns * (product.cut == "columns")
             flops += sum(product.flops for product in more)
@@ -266,9 +266,9 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lor
         layer,
         products=tuple(products),
         forward_flops=layer.forward_flops + flops,
-        saved_elements=layer.saved_elements + kept - unread,
+        saved_elements=layer.saved_elements + elements - unread,
         saved_cut_elements=layer.saved_cut_elements - unread_cut,
-        saved_selective_elements=layer.saved_selective_elements + kept + results,
+        saved_selective_elements=layer.saved_selective_elements + elements + results,
         saved_selective_cut_elements=layer.saved_selective_cut_elements + results_cut,
         moved=layer.moved.plus(moved, moved_cut, kernels),
         has_backward=index > 0,
@@ -315,7 +315,7 @@ def _with_kept_scores(layer: LayerSpec, width: int) -> LayerSpec:
     attentions = [product for product in layer.products if product.is_attention]
     if not attentions:
         return layer
-    kept, kept_cut = _summed(attentions, lambda product: kept_elements(product) * width)
+    saved, kept_cut = _summed(attentions, lambda product: kept_elements(product) * width)
     working, working_cut = _summed(
         attentions[:1], lambda product: 2 * width * product.rows * product.columns * product.count
     )
@@ -326,7 +326,7 @@ def _with_kept_scores(layer: LayerSpec, width: int) -> LayerSpec:
     return replace(
         layer,
         products=products,
-        saved_elements=layer.saved_elements + kept,
+        saved_elements=layer.saved_elements + saved,
         saved_cut_elements=layer.saved_cut_elements + kept_cut,
         working=WorkingSet(working, working_cut, layer.working.wide_elements) if is_larger else layer.working,
         moved=layer.moved.plus(0, kernels=MATH_KERNELS * len(attentions)),
@@ -336,8 +336,8 @@ def _with_kept_scores(layer: LayerSpec, width: int) -> LayerSpec:
 def kept_elements(attention: Product) -> int:
     """Return the elements that the forward of a sample keeps: of weights, queries, keys and values."""
     rows, keys, sizes = attention.rows, attention.columns, attention.inner
-    own = rows * sizes // 2 + keys * sizes  # queries, and keys and values together
-    return attention.count * (rows * keys + own)
+    saved = rows * sizes // 2 + keys * sizes  # queries, and keys and values together
+    return attention.count * (rows * keys + saved)
 
 
 def _summed(attentions: Sequence[Product], elements: Callable[[Product], int]) -> tuple[int, int]:

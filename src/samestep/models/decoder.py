@@ -356,9 +356,9 @@ def _feed_forward(decoder: Decoder, counts: Counts, name: str = "mlp", width: in
     counts.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
     if separate:
         counts.spare(0, 2 * s * f, 1)
-    kept = 4 if separate else 3 if decoder.gated else 2
-    kept -= decoder.adapter_rank > 0  # frozen weights alone read the last of them
-    counts.save(0, kept * s * f)
+    num_saved = 4 if separate else 3 if decoder.gated else 2
+    num_saved -= decoder.adapter_rank > 0  # frozen weights alone read the last of them
+    counts.save(0, num_saved * s * f)
     # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
     counts.work(s * h, (1 + decoder.gated) * s * f)
     _linear(decoder, counts, f"{name}.down_proj", s, f, h, "inner")
@@ -368,7 +368,7 @@ def _feed_forward(decoder: Decoder, counts: Counts, name: str = "mlp", width: in
             owner=name,
             tokens=s,
             boundary_elements=2 * s * h,
-            saved_elements=kept * s * f,
+            saved_elements=num_saved * s * f,
             results=(1 + decoder.gated) * s * f + s * h,
             working_elements=2 * s * h + (1 + decoder.gated) * s * f,
             other_working_elements=s

@@ -83,7 +83,7 @@ def _prefix_names(layer: LayerSpec, path: str) -> LayerSpec:
 
     def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
         return tuple(
-            replace(part, owner=f"{path}.{part.owner}", beside=tuple(f"{path}.{one}" for one in part.beside))
+            replace(part, owner=f"{path}.{part.owner}", beside=tuple(f"{path}.{name}" for name in part.beside))
             for part in parts
         )
 
@@ -126,7 +126,7 @@ def _layer(decoder: Decoder, counts: Counts, name: str, modules: tuple[str, ...]
         forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
     elif is_head:
         backward = (PartialSum(owner="lm_head", elements=stream),)
-    given = 0 if is_embedding else stream
+    inputs = 0 if is_embedding else stream
     # A fused loss keeps 2-byte logits and writes their gradient in float32; else three float32 copies are alive.
     loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
     return LayerSpec(
@@ -141,9 +141,9 @@ def _layer(decoder: Decoder, counts: Counts, name: str, modules: tuple[str, ...]
         loss_elements=loss,
         loss_working_elements=2 * loss,
         head=_head_spec(decoder, counts) if is_head else None,
-        saved_selective_elements=round(min(given + counts.results, counts.saved)),
+        saved_selective_elements=round(min(inputs + counts.results, counts.saved)),
         saved_selective_cut_elements=round(min(counts.results_cut, counts.saved_cut)),
-        input_elements=given,
+        input_elements=inputs,
         backward_reads_weights=not is_embedding,
         forward_sums=forward,
         backward_sums=backward,
@@ -187,10 +187,10 @@ def _block_exchanges(
 
 def _separable(counts: Counts, part: str, inner: int) -> tuple[str, ...]:
     """Return the products of a part that are cut by columns and given what the part is given."""
-    mine = (product for product in counts.products if product.owner.rpartition(".")[0] == part)
+    products = (product for product in counts.products if product.owner.rpartition(".")[0] == part)
     return tuple(
         product.owner
-        for product in mine
+        for product in products
         if product.cut == "columns" and product.inner == inner and product.is_deferrable
     )
 

@@ -167,12 +167,12 @@ class LayerSpec:
         attentions = [
             product for product in self.products if product.is_attention and not self.is_gathered(product.owner)
         ]
-        kept = (
+        saved = (
             {id(attention) for attention in attentions[number : number + 1]}
             if self.num_sliced_attentions == len(attentions)
             else ()
         )
-        products = tuple(product for product in self.products if id(product) in kept or not product.is_attention)
+        products = tuple(product for product in self.products if id(product) in saved or not product.is_attention)
         return replace(self, products=products, exchanges=self.sliced_exchanges[4 * number : 4 * number + 4])
 
     @property
@@ -221,7 +221,7 @@ class LayerSpec:
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of the layer under a tensor cut: its work and what it keeps; partial sums stay."""
         products = tuple(product.cut_by(degree) for product in self.products)
-        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+        flops, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
 
         def elsewhere(elements: int) -> int:
             """Return the elements on the other ranks."""
@@ -229,7 +229,7 @@ class LayerSpec:
 
         return replace(
             self,
-            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
+            forward_flops=self.forward_flops * flops_cut // flops if flops else self.forward_flops // degree,
             products=products,
             head=self.head.cut_by(degree) if self.head else None,
             saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
@@ -310,11 +310,11 @@ class LayerSpec:
         as long as for those of all tokens."""
         weighing = {move.owner for move in self.token_moves if move.is_of_weights}
         products = tuple(
-            one if one.owner in weighing or (one.owner in serial and one.factors == "pair") else product
-            for one, product in zip(self.products, sliced.products, strict=True)
+            p if p.owner in weighing or (p.owner in serial and p.factors == "pair") else product
+            for p, product in zip(self.products, sliced.products, strict=True)
         )
-        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
-        flops = self.forward_flops * mine // whole if whole else sliced.forward_flops
+        flops_whole, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
+        flops = self.forward_flops * flops_cut // flops_whole if flops_whole else sliced.forward_flops
         return replace(sliced, products=products, forward_flops=flops)
 
     def _sliced_but_parts(
@@ -327,14 +327,14 @@ class LayerSpec:
         products = tuple(
             product if self.is_gathered(product.owner) else product.sliced_by(degree) for product in self.products
         )
-        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+        flops, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
         dispatches = tuple(
             dispatch if self.is_gathered(dispatch.owner) else replace(dispatch, rows=-(-dispatch.rows // degree))
             for dispatch in self.dispatches
         )
         return replace(
             self,
-            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops,
+            forward_flops=self.forward_flops * flops_cut // flops if flops else self.forward_flops,
             products=products,
             output_elements=-(-self.output_elements // degree),
             input_elements=-(-self.input_elements // degree),

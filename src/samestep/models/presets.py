@@ -63,8 +63,8 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Decoder:
 
 
 def _llama(base: Mapping[str, Any], layers: int, hidden: int, heads: int, intermediate: int, **more: Any) -> Decoder:
-    given = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": intermediate}
-    return Decoder(**{**base, **given, **more})
+    fields = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": intermediate}
+    return Decoder(**{**base, **fields, **more})
 
 
 DECODERS: dict[str, Decoder] = {
@@ -226,8 +226,8 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
             raise ModelError(
                 "preset-field", f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}"
             )
-    given: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
-    decoder = replace(DECODERS[name], **given)
+    values: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
+    decoder = replace(DECODERS[name], **values)
     for mistake in chain(_wrong_kinds(decoder), _misfits(decoder)):
         raise ModelError("preset-field", f"preset {name}: {mistake}")
     return spec(decoder, name)
@@ -238,16 +238,16 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
     kinds = get_type_hints(Decoder)
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
-        given = f"{field.name}={short_repr(value)}"
+        text = f"{field.name}={short_repr(value)}"
         least, most = 1 if field.default is MISSING else 0, MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
         if kind is int and (type(value) is not int or value < least):
-            yield f"{given} is not a whole number of at least {least}"
+            yield f"{text} is not a whole number of at least {least}"
         elif kind is int and value > most:
-            yield f"{given} is more than {most}, the largest number that is supported"
+            yield f"{text} is more than {most}, the largest number that is supported"
         elif kind is bool and type(value) is not bool:
-            yield f"{given} is neither true nor false"
+            yield f"{text} is neither true nor false"
         elif kind not in (int, bool) and value not in get_args(kind):
-            yield f"{given} must be one of {', '.join(map(repr, get_args(kind)))}"
+            yield f"{text} must be one of {', '.join(map(repr, get_args(kind)))}"
 
 
 _WHOLES = {
@@ -267,15 +267,15 @@ _NOT_LATENT = ("kv_heads", "qkv_bias", "query_norm", "sinks", "adapter_rank")
 def _misfits(decoder: Decoder) -> Iterator[str]:
     """Yield a message for each pair of fields that contradict each other."""
     for part, whole in (("kv_heads", "heads"), *(() if decoder.head_dim else (("heads", "hidden"),))):
-        given, total = getattr(decoder, part), getattr(decoder, whole)
-        if given and total % given:
-            divisors = (number for number in range(1, min(total, 8 * given) + 1) if total % number == 0)
-            near = sorted(sorted(divisors, key=lambda number: abs(number - given))[:6])
-            yield f"{part}={given} does not divide {whole}={total}. Use {', '.join(map(str, near))}"
+        size, total = getattr(decoder, part), getattr(decoder, whole)
+        if size and total % size:
+            divisors = (number for number in range(1, min(total, 8 * size) + 1) if total % number == 0)
+            near = sorted(sorted(divisors, key=lambda number: abs(number - size))[:6])
+            yield f"{part}={size} does not divide {whole}={total}. Use {', '.join(map(str, near))}"
     without = [(part, whole) for part, whole in _WHOLES.items() if not getattr(decoder, whole)]
     for part, other in (*without, *((part, "latent_rank") for part in _NOT_LATENT if decoder.latent_rank)):
-        if given := getattr(decoder, part):
-            yield f"{part}={given!r} has no effect with {other}={getattr(decoder, other)}. Use {part}={type(given)()!r}"
+        if size := getattr(decoder, part):
+            yield f"{part}={size!r} has no effect with {other}={getattr(decoder, other)}. Use {part}={type(size)()!r}"
     if decoder.experts and not 1 <= decoder.top_k <= decoder.experts:
         yield f"top_k={decoder.top_k} of experts={decoder.experts}. Use 1 to {decoder.experts}"
     if decoder.dense_layers > decoder.layers:
@@ -373,8 +373,8 @@ def resnet(
 
 def _norms_below(layer: LayerSpec, channels_of: Sequence[tuple[str, int]]) -> tuple[BatchNormCall, ...]:
     """Return the batch norms of a layer, in the order of its forward."""
-    mine = ((path, channels) for path, channels in channels_of if path.startswith(f"{layer.name}."))
-    return tuple(BatchNormCall(owner=path, channels=channels) for path, channels in mine)
+    norms = ((path, channels) for path, channels in channels_of if path.startswith(f"{layer.name}."))
+    return tuple(BatchNormCall(owner=path, channels=channels) for path, channels in norms)
 
 
 def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -397,17 +397,17 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
         for part in parts
     )
     touched = 3 * sum(part.elements for part in parts)  # the norm reads them twice and writes its result once
-    made = parts[2].elements if is_block else parts[-1].elements
+    elements = parts[2].elements if is_block else parts[-1].elements
     # A ReLU reads and writes what it is given; the sum of a block reads two and writes one, and a pooling reads once more.
-    bent = 2 * sum(part.elements for part in parts[:2]) + (5 if is_block else 1) * made
+    bent = 2 * sum(part.elements for part in parts[:2]) + (5 if is_block else 1) * elements
     return LayerSpec(
         name=path,
         modules=(path,),
         is_block=is_block,
         forward_flops=sum(product.flops for product in products),
-        output_elements=made,
+        output_elements=elements,
         saved_elements=touched,
-        working=WorkingSet(2 * max(given_elements, made)),
+        working=WorkingSet(2 * max(given_elements, elements)),
         saved_selective_elements=sum(part.elements for part in parts),
         input_elements=given_elements,
         products=products,

@@ -261,10 +261,10 @@ class ModelSpec:
 
     @cached_property
     def _params_by_layer(self) -> dict[int, tuple[ParamSpec, ...]]:
-        found: dict[int, list[ParamSpec]] = {}
+        by_layer: dict[int, list[ParamSpec]] = {}
         for param in self.params:
-            found.setdefault(param.layer, []).append(param)
-        return {layer: tuple(params) for layer, params in found.items()}
+            by_layer.setdefault(param.layer, []).append(param)
+        return {layer: tuple(params) for layer, params in by_layer.items()}
 
     def entered_before(self, start: int) -> Counter[str]:
         """Return the number of times that earlier layers enter the modules that several layers enter, by path."""

@@ -137,7 +137,7 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(file.read(8), "little")
             head: dict[str, Any] = durable_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
         tables = {name: entry for name, entry in head.items() if name != "__metadata__"}
-        found = {name: StoredTensor(path, tuple(table["shape"]), table["dtype"]) for name, table in tables.items()}
+        tensors = {name: StoredTensor(path, tuple(table["shape"]), table["dtype"]) for name, table in tables.items()}
         end = 8 + size + max((table["data_offsets"][1] for table in tables.values()), default=0)
     except FileNotFoundError:
         raise ModelError("model-folder-damaged", f"model.source: {path} is missing, and {INDEX} names it") from None
@@ -150,7 +150,7 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
             "model-folder-damaged",
             f"model.source: {path} has {path.stat().st_size} bytes and should have {end}: copy it again",
         )
-    return found
+    return tensors
 
 
 def _without_weights(folder: Path) -> ModelError:

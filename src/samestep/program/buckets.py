@@ -138,9 +138,9 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     def place_of(param: ParamSpec) -> tuple[object, ...]:
         """Return a key by which weights come one after the other: of one layer in the module's order, as on every stage that shares
         them, since the sort is stable."""
-        one = kinds[id(param)]
-        layer = -param.layer if one.chunk >= 0 else 0
-        return -one.chunk, one.holding.sort_key, one.is_updated_whole, -one.block, one.part, layer
+        kind = kinds[id(param)]
+        layer = -param.layer if kind.chunk >= 0 else 0
+        return -kind.chunk, kind.holding.sort_key, kind.is_updated_whole, -kind.block, kind.part, layer
 
     groups: list[list[ParamSpec]] = []
     size, full, last = 0, 0, None
@@ -163,11 +163,11 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
 def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
     """Return the elements at which a bucket of weights like this one is closed; stages of other sizes agree on a late one."""
     owners, itemsize = _owners(step, param), BYTES_OF[step.master_dtype]
-    whole = (BUCKET_BYTES * owners if owners > 1 else bucket_bytes(step.holding(param).num_shards)) // itemsize
+    numel = (BUCKET_BYTES * owners if owners > 1 else bucket_bytes(step.holding(param).num_shards)) // itemsize
     if is_late or step.sharing.codec == PLAIN or step.sharing.rank:  # factors are small, and an all_reduce fills a link
-        return whole
+        return numel
     part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
-    return min(whole, max(part, LEAST_CODED_BYTES // itemsize) * owners)
+    return min(numel, max(part, LEAST_CODED_BYTES // itemsize) * owners)
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
@@ -223,15 +223,15 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: boo
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
     if step.sharing.rank:
         params = sorted(params, key=lambda param: _shape_of_factors(step, param))
-    held = owners_of([param.numel for param in params], owners)
+    holders = owners_of([param.numel for param in params], owners)
     offsets, loads = [], [0] * owners
-    for param, owner in zip(params, held, strict=True):
+    for param, owner in zip(params, holders, strict=True):
         offsets.append(round_up(loads[owner], _alignment(step, param)))
         loads[owner] = offsets[-1] + param.numel
     chunk = round_up(max(loads), _chunk_multiple(step, params[0], multiple // owners))
     members = [
         Member(name=param.name, offset=owner * chunk + offset, numel=param.numel)
-        for param, owner, offset in zip(params, held, offsets, strict=True)
+        for param, owner, offset in zip(params, holders, offsets, strict=True)
     ]
     return Bucket(
         name=f"bucket.{index}",

@@ -114,8 +114,8 @@ class ExchangeTimes:
 
 def at_once(parts: Iterable[int]) -> tuple[ExchangeEvent, ...]:
     """Return all phases of the exchange of some parts, after a single step."""
-    found = [*parts]
-    return tuple(ExchangeEvent(phase, part) for phase in Phase for part in found)
+    together = [*parts]
+    return tuple(ExchangeEvent(phase, part) for phase in Phase for part in together)
 
 
 def parts_of(model: ModelSpec, number: int) -> dict[str, int]:

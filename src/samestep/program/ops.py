@@ -192,10 +192,10 @@ class Op:
 
     def but(self, **changes: Any) -> Op:
         """Return this op with some fields changed."""
-        found = changed(self, **changes)
+        op = changed(self, **changes)
         if "kind" in changes or "owner" in changes:
-            found.__post_init__()
-        return found
+            op.__post_init__()
+        return op
 
     @property
     def stream(self) -> str:

@@ -280,13 +280,13 @@ def host_modules(step: StepSpec, units: Sequence[Unit], chunks: tuple[range, ...
     """Yield the modules of a rank whose weights are on the host; without units they are those that units would have."""
     params = {param.name: param for param in step.model.params}
     for unit in units or make_units(step.hold(lambda _, held: held.zero_sharded(SHARDS, 1)), chunks):
-        mine = [params[name] for name in unit.params]
-        if unit.modules == ("",) or unit.is_read_by_loss or not all(is_named(step, param) for param in mine):
+        params_here = [params[name] for name in unit.params]
+        if unit.modules == ("",) or unit.is_read_by_loss or not all(is_named(step, param) for param in params_here):
             continue
         for path in unit.modules:
-            own = [one for one in mine if any(is_below(name, path) for name in (one.name, *one.aliases))]
-            goes_back = any(param.takes_gradient for param in own)
-            yield HostModule(path, tuple(param.name for param in own), unit.name, goes_back)
+            own_params = [p for p in params_here if any(is_below(name, path) for name in (p.name, *p.aliases))]
+            goes_back = any(param.takes_gradient for param in own_params)
+            yield HostModule(path, tuple(param.name for param in own_params), unit.name, goes_back)
 
 
 def units_on_host(units: Sequence[Unit], modules: Sequence[HostModule]) -> list[Unit]:

@@ -310,13 +310,13 @@ def read_kernels(path: Path) -> tuple[Mapping[int, StepKernels], str]:
             "record-unreadable",
             f"{path} holds no kernels that this samestep reads: its first line has no format {_KERNEL_FORMAT!r} of version {_KERNEL_VERSION}",
         )
-    found = {}
+    kernels = {}
     try:
         for number, line in lines:  # noqa: B007 - the message names the line
             step = StepKernels(**{**line, "kernels": [Kernel(*map(int, fields)) for fields in line["kernels"]]})
             if any(not 0 <= kernel.name < len(step.names) for kernel in step.kernels):
                 raise ValueError("a kernel without a name")
-            found[step.step] = step
+            kernels[step.step] = step
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RecordError("record-unreadable", f"{path}:{number}: damaged: {error}") from None
-    return found, str(head.get("missing", ""))
+    return kernels, str(head.get("missing", ""))

@@ -72,10 +72,10 @@ def repeated_products(step: StepSpec, layer: LayerSpec) -> tuple[Product, ...]:
 
 def repeated_flops(step: StepSpec, layer: LayerSpec) -> int:
     """Return the FLOPs of a sample's repeated forward, an estimate where the products are not known."""
-    whole, again = (sum(product.flops for product in part) for part in (layer.products, repeated_products(step, layer)))
-    if not whole:
+    first, again = (sum(product.flops for product in part) for part in (layer.products, repeated_products(step, layer)))
+    if not first:
         return {"selective": 0, "alternate": layer.forward_flops // 2}.get(step.layout.recompute, layer.forward_flops)
-    return layer.forward_flops * again // whole
+    return layer.forward_flops * again // first
 
 
 def dropped_elements(step: StepSpec, layer: LayerSpec) -> int:
@@ -107,12 +107,12 @@ def _dropped(step: StepSpec, layer: LayerSpec) -> list[bool]:
     recompute = step.layout.recompute
     if recompute not in KEEPS_PRODUCTS:
         return [True] * len(layer.products)
-    kept, number, found = kept_products(step, layer), 0, list[bool]()
+    products, number, flags = kept_products(step, layer), 0, list[bool]()
     for product in layer.products:
         if _is_counted(product):
-            found.append(not kept.keeps(number))
+            flags.append(not products.keeps(number))
             number += 1
         else:
             hidden = product.is_hidden or bool(product.chunk_rows)
-            found.append(hidden or (product.is_batched and recompute == "alternate"))
-    return found
+            flags.append(hidden or (product.is_batched and recompute == "alternate"))
+    return flags

@@ -71,12 +71,12 @@ class SlicePlacement(NamedTuple):
 
 def cut_runs(runs: tuple[range, ...], low: int, high: int) -> tuple[range, ...]:
     """Return the tokens at the positions from `low` up to `high` of what some runs hold."""
-    found, start = [], 0
+    parts, start = [], 0
     for run in runs:
         part = run[max(low - start, 0) : max(high - start, 0)]
-        found += [part] if part else []
+        parts += [part] if part else []
         start += len(run)
-    return tuple(found)
+    return tuple(parts)
 
 
 class RingVisit(NamedTuple):

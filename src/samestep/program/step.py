@@ -256,15 +256,15 @@ class StepSpec:
         numel = copied = 0
         for param in self.model.params:
             if param.trainable:
-                held = param.numel * (self.layout.num_shards // self.holding(param).num_shards) * self.replicas_each
-                numel += held
-                copied += held * (self.zero < 2 and self.working_dtype(param) != self.master_dtype)
+                elements = param.numel * (self.layout.num_shards // self.holding(param).num_shards) * self.replicas_each
+                numel += elements
+                copied += elements * (self.zero < 2 and self.working_dtype(param) != self.master_dtype)
         return numel, copied
 
     def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
         """Return the step with `part` applied to every weight of the model and its holding."""
-        held = {param.name: part(param, self.holding(param)) for param in self.model.params}
-        return self.but(holdings={**self.holdings, **held})
+        holdings = {param.name: part(param, self.holding(param)) for param in self.model.params}
+        return self.but(holdings={**self.holdings, **holdings})
 
     def cut_like(self, other: StepSpec) -> StepSpec:
         """Return this step with the local model and the holdings of another one."""
@@ -375,15 +375,15 @@ class SampleGroups:
 
     def runs(self, rank: int, microbatch: int) -> tuple[GroupPart, ...]:
         """Return the runs that a rank reads in a micro-batch; none where its place is empty."""
-        first, mine = self.shares.first(microbatch), self.shares.positions(rank, microbatch)
-        found = []
-        start = mine.start - first
-        while start < mine.stop - first:
+        first, positions = self.shares.first(microbatch), self.shares.positions(rank, microbatch)
+        parts = []
+        start = positions.start - first
+        while start < positions.stop - first:
             group = start // self.size
-            stop = min(mine.stop - first, (group + 1) * self.size)
-            found.append(GroupPart(group, stop - start))
+            stop = min(positions.stop - first, (group + 1) * self.size)
+            parts.append(GroupPart(group, stop - start))
             start = stop
-        return tuple(found)
+        return tuple(parts)
 
     def slots(self, microbatch: int) -> tuple[range, ...]:
         """Return for each group of a micro-batch its slots, counted over all ranks in their order."""

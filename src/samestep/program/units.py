@@ -81,10 +81,10 @@ class Unit:
 
 def by_layer(units: Iterable[Unit], layer_of: Callable[[Unit], int]) -> dict[int | None, list[Unit]]:
     """Return the units of each layer that has any, in the order given."""
-    found: dict[int | None, list[Unit]] = {}
+    by_index: dict[int | None, list[Unit]] = {}
     for unit in units:
-        found.setdefault(layer_of(unit), []).append(unit)
-    return found
+        by_index.setdefault(layer_of(unit), []).append(unit)
+    return by_index
 
 
 def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -96,7 +96,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}
-    own: dict[int, list[ParamSpec]] = {}
+    params_of: dict[int, list[ParamSpec]] = {}
     home: dict[str, int] = {}
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
@@ -124,9 +124,9 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             # A module's weights are gathered together, though a later call of it may be the first that uses some, such as adapters.
             layer = home.setdefault(roots[0], param.layer)
             members.setdefault(layer, {})[roots[0]] = None
-            own.setdefault(layer, []).append(param)
+            params_of.setdefault(layer, []).append(param)
             order.setdefault(roots[0], order[owners[0]])
-    for layer, params in own.items():
+    for layer, params in params_of.items():
         groups[tuple(members[layer])] = params
     units = [
         _unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps, roots_of, chunks)
@@ -196,27 +196,27 @@ def _weights_gathered_with_root(step: StepSpec) -> set[str]:
     }
     roots: set[str] = {""}
     while True:
-        found = outside | {name for name, above in places.items() if above & roots and above != {""}}
-        reached = roots | {root for name in found for root in places[name]}
+        gathered = outside | {name for name, above in places.items() if above & roots and above != {""}}
+        reached = roots | {root for name in gathered for root in places[name]}
         if reached == roots:
-            return found
+            return gathered
         roots = reached
 
 
 def _sharing(step: StepSpec, with_root: set[str]) -> list[tuple[str, ...]]:
     """Return the sets of modules that share weights: what is below one of them is gathered with it, at the same time."""
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     for param in step.model.params:
         if not param.shared or not param.numel or param.name in with_root or step.holding(param).data_axis != SHARDS:
             continue
         if _moves_with_layer(step, param.layer):
             continue
         modules = dict.fromkeys(_owners(step, param))
-        for known in [one for one in found if any(is_below(a, b) or is_below(b, a) for a in one for b in modules)]:
-            found.remove(known)
+        for known in [g for g in groups if any(is_below(a, b) or is_below(b, a) for a in g for b in modules)]:
+            groups.remove(known)
             modules = dict.fromkeys([*known, *modules])
-        found.append(tuple(m for m in modules if not any(m != other and is_below(m, other) for other in modules)))
-    return found
+        groups.append(tuple(m for m in modules if not any(m != other and is_below(m, other) for other in modules)))
+    return groups
 
 
 def _moves_with_layer(step: StepSpec, layer: int) -> bool:
@@ -336,11 +336,11 @@ def padded_rows(param: ParamSpec, multiple: int) -> int:
 
 def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
     """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
-    mine = {*unit.params}
+    names = {*unit.params}
     return {
         param.name: padded_rows(param, unit.num_shards) // unit.num_shards
         for param in step.model.params
-        if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
+        if param.name in names and param.trainable and param.numel and axis in step.holding(param).partial_over
     }
 
 

@@ -62,9 +62,9 @@ def _start(evidence: Evidence, first: Comparison) -> Found:
 
 def _is_elsewhere(reference: Sequence[HeldTensor], tensor: HeldTensor) -> bool:
     """Return whether every held element occurs in the whole tensor, in another place."""
-    whole = whole_of(reference)[tensor.name]
-    values, _, _ = match_places(tensor, whole)
-    return bool(torch.isin(values, whole).all()) and bool((values != values[0]).any())
+    weight = whole_of(reference)[tensor.name]
+    values, _, _ = match_places(tensor, weight)
+    return bool(torch.isin(values, weight).all()) and bool((values != values[0]).any())
 
 
 def _data(evidence: Evidence, first: Comparison) -> Found:
@@ -122,12 +122,12 @@ def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
     does."""
     path, expected = misfit.name, evidence.reference.steps[step - 1].outputs
     seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
-    given = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
-    wrong = [key for key in given if not _is_same(given[key], expected[key])]
+    calls = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
+    wrong = [key for key in calls if not _is_same(calls[key], expected[key])]
     for call in sorted({key[1] for key in wrong}):
         keys = [key for key in wrong if key[1] == call]
         for other in sorted({key[1] for key in expected if key[0] == path and key[1] != call}):
-            pairs = [(given[key], expected.get((path, other, key[2]))) for key in keys]
+            pairs = [(calls[key], expected.get((path, other, key[2]))) for key in keys]
             if all(right is not None and _is_same(output, right) for output, right in pairs):
                 return f"call {call + 1} of {path} gives what call {other + 1} gives on one device"
     return None
@@ -180,9 +180,9 @@ def _sum_over_copies(evidence: Evidence, path: str, step: int) -> str | None:
         for group in groups:
             members = [seen for seen in evidence.ranks if seen.rank in group]
             for key, right in expected.items():
-                given = [s.steps[step - 1].outputs[key] for s in members if key in s.steps[step - 1].outputs]
-                if key[0] == path and len(given) == len(members) > 1:
-                    totals.append((sum(one.projection for one in given), right.projection))
+                outputs = [s.steps[step - 1].outputs[key] for s in members if key in s.steps[step - 1].outputs]
+                if key[0] == path and len(outputs) == len(members) > 1:
+                    totals.append((sum(output.projection for output in outputs), right.projection))
         if totals and all(abs(total - right) <= CLOSE * max(1.0, abs(right)) for total, right in totals):
             return f"the {axis} ranks"
     return None
@@ -190,7 +190,7 @@ def _sum_over_copies(evidence: Evidence, path: str, step: int) -> str | None:
 
 def _output_ratio(evidence: Evidence, path: str, step: int) -> float | None:
     """Return the one factor between a module's outputs and the right ones; None where there is no such factor."""
-    pairs = [(given, right) for _, given, right in _projections(evidence, path, step) if abs(right) > SMALL_OUTPUT]
+    pairs = [(value, right) for _, value, right in _projections(evidence, path, step) if abs(right) > SMALL_OUTPUT]
     ratios = [value / right for value, right in pairs]
     if ratios and max(ratios) - min(ratios) <= CLOSE * abs(ratios[0]) and abs(ratios[0] - 1) > CLOSE:
         return round(ratios[0], 6)
@@ -201,13 +201,13 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     """Explain a wrong loss after a right forward: losses were summed or divided wrongly."""
     step = first.misfits[0].step or 1
     right = evidence.reference.steps[step - 1].loss
-    given = {seen.steps[step - 1].loss for seen in evidence.ranks}
-    if len(given) > 1 and max(given) - min(given) > CLOSE * abs(right):
+    losses = {seen.steps[step - 1].loss for seen in evidence.ranks}
+    if len(losses) > 1 and max(losses) - min(losses) > CLOSE * abs(right):
         return (
             Cause.MISSING_REDUCTION,
-            f"ranks report different losses in step {step}: {numbers(given)}; {right:g} is right",
+            f"ranks report different losses in step {step}: {numbers(losses)}; {right:g} is right",
         )
-    ours = given.pop()
+    ours = losses.pop()
     parts = evidence.parts(step - 1)
     if evidence.balances:
         ratio = (ours - _ratio(parts)) / (right - _ratio(parts))
@@ -215,16 +215,16 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
             Cause.AUXILIARY_LOSS,
             f"forwards agree, but the balancing loss of step {step} is {ratio:.6g} times the right one",
         )
-    coupled, whole = _explain_coupling(evidence, step), evidence.reference.steps[step - 1].count
-    is_mean = abs(sum(part.count for part in parts) - whole) >= 1  # which counts the same, however much it is given
+    coupled, count = _explain_coupling(evidence, step), evidence.reference.steps[step - 1].count
+    is_mean = abs(sum(part.count for part in parts) - count) >= 1  # which counts the same, however much it is given
     if coupled and not is_mean:
         return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean of {words}; {right:g} is right"
     last = max(part.microbatch for part in parts)
-    kept = [part for part in parts if part.microbatch == last]
-    if last and abs(_ratio(kept) - ours) <= CLOSE * abs(ours):
+    last_parts = [part for part in parts if part.microbatch == last]
+    if last and abs(_ratio(last_parts) - ours) <= CLOSE * abs(ours):
         return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
     times = f"the loss of step {step} is {ours / right:.6g} times the right one"
     if scales_of(
@@ -310,9 +310,9 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     skipped = {seen.rank for seen in evidence.ranks if seen.steps[step - 1].skipped}
     if skipped and len(skipped) < len(evidence.ranks):
         return Cause.SKIP, f"ranks {sorted(skipped)} skip step {step}, and the others take it"
-    before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
+    weights_before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
     tensor = held_part(evidence, misfit, lambda seen: seen.steps[step - 1].weights)
-    values, wanted, _ = match_places(tensor, whole_of(before)[misfit.name])
+    values, wanted, _ = match_places(tensor, whole_of(weights_before)[misfit.name])
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
     if (idle := _explain_idle_move(evidence, misfit.name, step)) is not None:
@@ -327,8 +327,8 @@ def _explain_idle_move(evidence: Evidence, name: str, step: int) -> str | None:
     """Return a text that shows that the layout moves a weight without a gradient, and one device does not; None
     otherwise."""
     right = evidence.reference.steps[step - 1]
-    before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
-    if not torch.equal(whole_of(right.weights)[name], whole_of(before)[name]):
+    weights_before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
+    if not torch.equal(whole_of(right.weights)[name], whole_of(weights_before)[name]):
         return None
     gradient = whole_of(right.gradients).get(name)
     if gradient is not None and bool(gradient.any()):
@@ -354,10 +354,10 @@ def _optimizer(evidence: Evidence, first: Comparison) -> Found:
 def _stays(evidence: Evidence, name: str, step: int) -> bool:
     """Return whether the job's optimizer leaves a weight without a gradient unchanged on one device."""
     reference = evidence.reference
-    before = reference.start if step == 1 else reference.updated[step - 2]
+    weights_before = reference.start if step == 1 else reference.updated[step - 2]
     gradient = whole_of(reference.steps[step - 1].gradients).get(name)
     is_without = gradient is None or not bool(gradient.any())
-    return is_without and torch.equal(whole_of(reference.updated[step - 1])[name], whole_of(before)[name])
+    return is_without and torch.equal(whole_of(reference.updated[step - 1])[name], whole_of(weights_before)[name])
 
 
 def _buffers(evidence: Evidence, first: Comparison) -> Found:
@@ -372,16 +372,16 @@ def _explain_held_out(evidence: Evidence, first: Comparison) -> Found:
 def find_checkpoint_cause(reference: Observation, loaded: Observation, first: Comparison) -> Found:
     """Return the cause of a difference in a checkpoint: one device loads wrong values from the layout's checkpoint."""
     kind = "optimizer state" if first.what == "checkpoint state" else "weights"
-    whole = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])
+    expected = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])
     came = whole_of(loaded.state if kind == "optimizer state" else loaded.updated[-1])
     for name in (misfit.name for misfit in first.misfits):
-        given = came.get(name)
-        if given is None or given.numel() < 2:
+        value = came.get(name)
+        if value is None or value.numel() < 2:
             continue
-        others = [n for n, t in whole.items() if n != name and t.shape == given.shape and torch.equal(t, given)]
+        others = [n for n, t in expected.items() if n != name and t.shape == value.shape and torch.equal(t, value)]
         if others:
             return Cause.STATE_SWAPPED, f"{name} is loaded with the values of {others[0]}"
-        if torch.allclose(given.sort().values, whole[name].sort().values, rtol=1e-9, atol=1e-12):
+        if torch.allclose(value.sort().values, expected[name].sort().values, rtol=1e-9, atol=1e-12):
             return Cause.STATE_SWAPPED, f"{name} is loaded with its elements in other places"
     return (
         Cause.CHECKPOINT,

@@ -78,11 +78,11 @@ Limit = Callable[[str, str, int], float]
 
 def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
     """Return every comparison of the ranks with one device, in the order in which a step computes the values."""
-    found = [_starts(reference, ranks), _data(reference, ranks)]
+    comparisons = [_starts(reference, ranks), _data(reference, ranks)]
     for index in range(len(reference.steps)):
-        found.append(_outputs(reference, ranks, index, limit))
-        found.append(_numbers("loss", reference, ranks, index, limit))
-        found.append(
+        comparisons.append(_outputs(reference, ranks, index, limit))
+        comparisons.append(_numbers("loss", reference, ranks, index, limit))
+        comparisons.append(
             compare_held(
                 "gradients",
                 index + 1,
@@ -91,8 +91,8 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
                 limit,
             )
         )
-        found.append(_numbers("gradient norm", reference, ranks, index, limit))
-        found.append(
+        comparisons.append(_numbers("gradient norm", reference, ranks, index, limit))
+        comparisons.append(
             compare_held(
                 "weights",
                 index + 1,
@@ -101,13 +101,13 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
                 limit,
             )
         )
-    found.append(
+    comparisons.append(
         compare_held("buffers", None, reference.buffers, [(r.rank, r.buffers) for r in ranks], limit, partly=True)
     )
     held_out = Comparison("held-out loss", None, allowance=limit("loss", "loss", len(reference.steps)))
     for seen in ranks:
         held_out.note("held-out loss", relative(seen.held_out, reference.held_out), seen.rank)
-    return [*found, held_out]
+    return [*comparisons, held_out]
 
 
 def compare_updates(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
@@ -164,10 +164,10 @@ def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
         places: dict[tuple[int, int, int], list[int]] = {}  # dp index, stage, chunk
         for seen in ranks:
             step = seen.steps[index]
-            mine: dict[int, list[int]] = {}
+            of_place: dict[int, list[int]] = {}
             for _, chunk, samples in step.shares:
-                mine.setdefault(chunk, []).extend(samples)
-            for chunk, read in mine.items():
+                of_place.setdefault(chunk, []).extend(samples)
+            for chunk, read in of_place.items():
                 place = (seen.indices["dp"], seen.indices["stage"], chunk)
                 agrees = places.setdefault(place, read) == read
                 comparison.note(f"samples of step {index + 1}", float(not agrees), seen.rank)
@@ -175,7 +175,7 @@ def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
                 if sample in expected.digests and expected.digests[sample] != digest:
                     comparison.note(f"content of sample {sample}", 1.0, seen.rank)
         for stage, chunk in sorted({place[1:] for place in places}):
-            everyone = sorted(s for place, mine in places.items() if place[1:] == (stage, chunk) for s in mine)
+            everyone = sorted(s for place, of_place in places.items() if place[1:] == (stage, chunk) for s in of_place)
             comparison.note(f"samples of step {index + 1}", float(everyone != wanted), ranks[0].rank)
     return comparison
 
@@ -189,9 +189,9 @@ def _outputs(reference: Observation, ranks: Sequence[Observation], index: int, l
     comparison = Comparison("forward", index + 1, allowance=limit("forward", "", index + 1))
     for key, output in expected.items():
         for seen in ranks:
-            given = seen.steps[index].outputs.get(key)
-            if given is not None and given.numel == output.numel:
-                error = _output_error(given, output, largest[key[0]])
+            seen_output = seen.steps[index].outputs.get(key)
+            if seen_output is not None and seen_output.numel == output.numel:
+                error = _output_error(seen_output, output, largest[key[0]])
                 comparison.note(key[0], error, seen.rank, limit("forward", key[0], index + 1))
     return comparison
 
@@ -241,22 +241,22 @@ def compare_held(
 ) -> Comparison:
     """Compare tensors of one kind, of which each rank holds parts; unless `partly`, some rank must hold each element."""
     comparison = Comparison(what, step, allowance=limit(what, "", step or 1))
-    whole = whole_of(reference)
-    most = max((_largest(tensor) for tensor in whole.values()), default=0.0)
-    held: dict[str, list[tuple[int, HeldTensor]]] = {name: [] for name in whole}
-    for rank, mine in ranks:
-        for one in mine:
-            held.setdefault(one.name, []).append((rank, one))
-    for name, copies in held.items():
-        expected = whole.get(name)
+    right = whole_of(reference)
+    most = max((_largest(tensor) for tensor in right.values()), default=0.0)
+    copies_by_name: dict[str, list[tuple[int, HeldTensor]]] = {name: [] for name in right}
+    for rank, tensors in ranks:
+        for piece in tensors:
+            copies_by_name.setdefault(piece.name, []).append((rank, piece))
+    for name, copies in copies_by_name.items():
+        expected = right.get(name)
         if expected is None:
             comparison.note(name, math.inf, copies[0][0], 0.0)
             continue
         scale = max(_largest(expected), SMALL * most) or 1.0
         seen = torch.zeros(expected.numel(), dtype=torch.bool)
         worst, at = 0.0, ranks[0][0]
-        for rank, one in copies:
-            values, wanted, index = match_places(one, expected)
+        for rank, piece in copies:
+            values, wanted, index = match_places(piece, expected)
             seen[index] = True
             error = _difference(values, wanted) / scale
             if not error <= worst:
@@ -302,10 +302,10 @@ def _wide(values: Tensor) -> Tensor:
 def copies_of(ranks: Sequence[tuple[int, Sequence[HeldTensor]]], name: str) -> Iterator[list[tuple[int, Tensor]]]:
     """Yield, for each set of elements of a tensor, the (rank, values) of all ranks that hold it."""
     groups: dict[object, list[tuple[int, Tensor]]] = {}
-    for rank, mine in ranks:
-        for held in mine:
-            if held.name == name:
-                groups.setdefault(held.key, []).append((rank, held.values))
+    for rank, tensors in ranks:
+        for tensor in tensors:
+            if tensor.name == name:
+                groups.setdefault(tensor.key, []).append((rank, tensor.values))
     yield from groups.values()
 
 

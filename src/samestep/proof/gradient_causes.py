@@ -111,14 +111,14 @@ def scales_of(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) ->
     """Return the factor by which each rank scales all its gradients; an empty dict where a rank has no single factor."""
     scales = {}
     for seen in evidence.ranks:
-        held = [
+        pairs = [
             match_places(gradient, right[gradient.name].values)[:2]
             for gradient in unclip_gradients(seen, step - 1)
             if gradient.name in right
         ]
-        if not held:
+        if not pairs:
             continue
-        ours, wanted = (torch.cat([pair[i].flatten().double() for pair in held]) for i in (0, 1))
+        ours, wanted = (torch.cat([pair[i].flatten().double() for pair in pairs]) for i in (0, 1))
         scale = float(ours @ wanted / (wanted @ wanted))
         if float((ours - scale * wanted).norm()) > CLOSE * float(ours.norm()):
             return {}
@@ -130,11 +130,11 @@ def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, Held
     """Return text that names a pipeline stage, or experts, whose gradients alone are one factor times the right ones."""
     factors = _factors(evidence, step, right)
     wrong = {key: factor for key, factor in factors.items() if factor is None or abs(factor - 1) > CLOSE}
-    found = [factor for factor in wrong.values() if factor is not None]
-    if not found or len(found) < len(wrong) or max(found) - min(found) > CLOSE * abs(found[0]) or abs(found[0]) < CLOSE:
+    all_ = [factor for factor in wrong.values() if factor is not None]
+    if not all_ or len(all_) < len(wrong) or max(all_) - min(all_) > CLOSE * abs(all_[0]) or abs(all_[0]) < CLOSE:
         return None
     names = {name for name, _ in wrong}
-    times = f"{found[0]:.6g} times the right gradients{_degree(evidence, found[0])}"
+    times = f"{all_[0]:.6g} times the right gradients{_degree(evidence, all_[0])}"
     for number, stage in enumerate(evidence.stages):
         if names == {name for name, _ in factors if name in stage}:
             return f"those of pipeline stage {number + 1} of {len(evidence.stages)} are {times}"
@@ -149,19 +149,19 @@ def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, Held
 def _factors(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> dict[tuple[str, str], float | None]:
     """Return the factor of each gradient, by weight and expert: None where it has no single one on all ranks that hold it."""
     factors: dict[tuple[str, str], float | None] = {}
-    for held in (
+    for piece in (
         gradient for seen in evidence.ranks for gradient in unclip_gradients(seen, step - 1) if gradient.name in right
     ):
-        whole = right[held.name].values
-        values, wanted, index = match_places(held, whole)
-        stacked, own = evidence.experts(held.name)
-        places = torch.arange(len(whole))[index]
-        rows = places // (len(whole) // stacked) if stacked else torch.zeros_like(places)
+        right_values = right[piece.name].values
+        values, wanted, index = match_places(piece, right_values)
+        stacked, expert = evidence.experts(piece.name)
+        places = torch.arange(len(right_values))[index]
+        rows = places // (len(right_values) // stacked) if stacked else torch.zeros_like(places)
         for row in rows.unique().tolist():
             ours, theirs = values[rows == row].double(), wanted[rows == row].double()
             if not theirs.any() and not ours.any():
                 continue
-            key = (held.name, str(row) if stacked else own)
+            key = (piece.name, str(row) if stacked else expert)
             size = float(theirs @ theirs)
             factor = float(ours @ theirs) / size if size else math.inf
             fits = math.isfinite(factor) and float((ours - factor * theirs).norm()) <= CLOSE * float(ours.norm())
@@ -237,17 +237,17 @@ def _elsewhere(evidence: Evidence, misfit: Misfit, step: int) -> Found | None:
     """Explain a rank's gradient as a combination of this rank's elements and another rank's; None where none fits."""
     parts = evidence.parts(step - 1)
     total = sum(part.count for part in parts)
-    held = {
+    by_rank = {
         seen.rank: [h for h in unclip_gradients(seen, step - 1) if h.name == misfit.name] for seen in evidence.ranks
     }
-    for mine in held.get(misfit.rank, ()):
-        for rank, others in held.items():
+    for gradient in by_rank.get(misfit.rank, ()):
+        for rank, others in by_rank.items():
             for other in others:
-                if other.key == mine.key or len(other.values) != len(mine.values):
+                if other.key == gradient.key or len(other.values) != len(gradient.values):
                     continue
-                whole = [part.gradients[misfit.name].flatten() / total for part in parts]
-                columns = [match_places(place, one)[1] for place in (mine, other) for one in whole]
-                fit = _fit(mine.values, columns)
+                gradients = [part.gradients[misfit.name].flatten() / total for part in parts]
+                columns = [match_places(place, values)[1] for place in (gradient, other) for values in gradients]
+                fit = _fit(gradient.values, columns)
                 if fit is not None and any(abs(c) > CLOSE for c in fit[len(parts) :]):
                     return Cause.WRONG_GROUP, f"rank {misfit.rank} holds a sum with elements that belong to rank {rank}"
     return None
@@ -259,28 +259,28 @@ def _name_cause(
     """Return the cause that the coefficients of each rank's fit show; `everywhere` if every gradient differs."""
     by_rank = {seen.rank: seen for seen in evidence.ranks}
     last = max(part.microbatch for part in parts)
-    kept = {rank: {i for i, c in enumerate(fit) if abs(c) > CLOSE} for rank, fit in fits.items()}
-    if any(len(mine) < len(parts) for mine in kept.values()):
-        microbatches = {parts[i].microbatch for mine in kept.values() for i in mine}
+    counted = {rank: {i for i, c in enumerate(fit) if abs(c) > CLOSE} for rank, fit in fits.items()}
+    if any(len(indices) < len(parts) for indices in counted.values()):
+        microbatches = {parts[i].microbatch for indices in counted.values() for i in indices}
         if last and microbatches != set(range(last + 1)):
             listed = ", ".join(str(m + 1) for m in sorted(microbatches))
             return (
                 Cause.LAST_MICROBATCH,
                 f"of {last + 1} micro-batches only {listed} count{'s' * (len(microbatches) == 1)}",
             )
-        seen_by = {rank: {parts[i].dp_index for i in mine} for rank, mine in kept.items()}
-        if all(by_rank[rank].indices["dp"] in mine for rank, mine in seen_by.items()):
-            rank, mine = min(seen_by.items(), key=lambda item: len(item[1]))
-            if len(mine) == len({part.dp_index for part in parts}):
-                return Cause.MISSING_REDUCTION, f"{_lacking(parts, kept)}: it was not ready when the sum was taken"
+        seen_by = {rank: {parts[i].dp_index for i in indices} for rank, indices in counted.items()}
+        if all(by_rank[rank].indices["dp"] in indices for rank, indices in seen_by.items()):
+            rank, indices = min(seen_by.items(), key=lambda item: len(item[1]))
+            if len(indices) == len({part.dp_index for part in parts}):
+                return Cause.MISSING_REDUCTION, f"{_lacking(parts, counted)}: it was not ready when the sum was taken"
             return (
                 Cause.MISSING_REDUCTION,
-                f"rank {rank} holds the sum over data ranks {sorted(mine)} alone{_axis_lacking(evidence, mine)}",
+                f"rank {rank} holds the sum over data ranks {sorted(indices)} alone{_axis_lacking(evidence, indices)}",
             )
-        rank, mine = min(seen_by.items(), key=lambda item: len(item[1]))
+        rank, indices = min(seen_by.items(), key=lambda item: len(item[1]))
         return (
             Cause.WRONG_GROUP,
-            f"rank {rank} holds the sum over data ranks {sorted(mine)}, and is not one of them",
+            f"rank {rank} holds the sum over data ranks {sorted(indices)}, and is not one of them",
         )
     fit = max(fits.values(), key=lambda fit: max(abs(c - 1) for c in fit))
     if max(fit) - min(fit) <= CLOSE * abs(fit[0]):
@@ -302,10 +302,10 @@ def _name_cause(
     return Cause.WRONG_GROUP, f"parts of the batch have the weights {listed}, where each has weight 1"
 
 
-def _lacking(parts: Sequence[BatchPart], kept: Mapping[int, set[int]]) -> str:
+def _lacking(parts: Sequence[BatchPart], counted: Mapping[int, set[int]]) -> str:
     """Name the rank whose sum lacks the most parts, and the micro-batches and data ranks of those parts."""
-    rank, mine = min(kept.items(), key=lambda item: len(item[1]))
-    lacking = [part for index, part in enumerate(parts) if index not in mine]
+    rank, indices = min(counted.items(), key=lambda item: len(item[1]))
+    lacking = [part for index, part in enumerate(parts) if index not in indices]
     microbatches = ", ".join(str(m + 1) for m in sorted({part.microbatch for part in lacking}))
     return f"rank {rank} lacks micro-batch {microbatches} of data ranks {sorted({part.dp_index for part in lacking})}"
 
@@ -327,9 +327,9 @@ def _degree(evidence: Evidence, ratio: float) -> str:
 
 def _fit(tensor: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     """Return the coefficients c of the least-squares fit held = sum c_i column_i; None where it does not fit."""
-    kept = torch.linspace(0, tensor.numel() - 1, min(_SAMPLED, tensor.numel())).long()
-    target = tensor.flatten()[kept].double()
-    matrix = torch.stack([column.flatten()[kept].double() for column in columns], dim=1)
+    places = torch.linspace(0, tensor.numel() - 1, min(_SAMPLED, tensor.numel())).long()
+    target = tensor.flatten()[places].double()
+    matrix = torch.stack([column.flatten()[places].double() for column in columns], dim=1)
     size = float(target.norm())
     if not math.isfinite(size) or not torch.isfinite(matrix).all() or len(target) <= len(columns):
         return None
@@ -349,13 +349,13 @@ def _copies_add_up(
         checked = 0
         for copies in copies_of(holders, name):
             for group in groups:
-                mine = [values for rank, values in copies if rank in group]
-                if len(mine) < 2:
+                parts = [values for rank, values in copies if rank in group]
+                if len(parts) < 2:
                     continue
-                held = next(h for rank, all_held in holders for h in all_held if h.name == name and rank in group)
-                _, wanted, _ = match_places(held, right)
+                tensor = next(h for rank, all_held in holders for h in all_held if h.name == name and rank in group)
+                _, wanted, _ = match_places(tensor, right)
                 if not torch.allclose(
-                    sum(mine[1:], mine[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())
+                    sum(parts[1:], parts[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())
                 ):
                     break
                 checked += 1

@@ -54,43 +54,43 @@ def held_gradients(run: Run) -> list[HeldTensor]:
     them."""
     ended = run.replicas.ended
     is_moved = run.program.step.sharing.part_of
-    found: list[tuple[str, Tensor, Tensor | range]] = [
+    gradients: list[tuple[str, Tensor, Tensor | range]] = [
         (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
         for whose, assembly in replicas_of(run)
         for piece in assembly.weights.updater.pieces
         if is_moved(piece.name) not in ended
     ]
-    found += [(p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces if is_moved(p.name) in ended]
-    return _copy_to_host(found)
+    gradients += [(p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces if is_moved(p.name) in ended]
+    return _copy_to_host(gradients)
 
 
 def held_weights(run: Run) -> list[HeldTensor]:
     """Return a copy of the weights that this rank updates, as the forward uses them; of replicas the outer ones too."""
-    found: list[tuple[str, Tensor, Tensor | range]] = [
+    weights: list[tuple[str, Tensor, Tensor | range]] = [
         (f"{piece.name}{whose}", piece.master(), places_of(run, piece))
         for whose, assembly in replicas_of(run)
         for piece in assembly.weights.updater.pieces
     ]
     if run.replicas.are_apart:
-        found += [
+        weights += [
             (p.name, run.replicas.value_of(index), places_of(run, p)) for index, p in enumerate(run.replicas.pieces)
         ]
-    return _copy_to_host(found)
+    return _copy_to_host(weights)
 
 
 def held_state(run: Run) -> list[HeldTensor]:
     """Return a copy of the optimizer's state: tensors shaped like their weights, and others, such as a number of steps."""
-    held: list[tuple[str, Tensor, Tensor | range]] = []
+    states: list[tuple[str, Tensor, Tensor | range]] = []
     if run.updater.optimizer is None:
         return []
     for whose, piece, key, value in _states(run):
         name = f"{piece.name}{whose}/{key}"
         if isinstance(value, Tensor) and value.shape == piece.value.shape:
-            held.append((name, value, places_of(run, piece)))
+            states.append((name, value, places_of(run, piece)))
         elif isinstance(value, Tensor | int | float):
             number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
-            held.append((name, number, range(number.numel())))
-    return _copy_to_host(held)
+            states.append((name, number, range(number.numel())))
+    return _copy_to_host(states)
 
 
 def _states(run: Run) -> Iterator[tuple[str, Piece, str, Any]]:
@@ -110,17 +110,17 @@ def held_buffers(run: Run) -> list[HeldTensor]:
     )
 
 
-def _copy_to_host(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
+def _copy_to_host(rows: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
     """Copy tensors to the CPU, all of one dtype into one storage: thousands of small tensors would be slow to write and read."""
-    names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
+    names, tensors, places = zip(*rows, strict=True) if (rows := list(rows)) else ((), (), ())
     flat = [tensor.detach().flatten().cpu() for tensor in tensors]
-    kept = list(flat)
+    copies = list(flat)
     for dtype in {tensor.dtype for tensor in flat}:
         members = [index for index, tensor in enumerate(flat) if tensor.dtype == dtype]
         parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
-            kept[index] = part
-    return [HeldTensor(*fields) for fields in zip(names, kept, places, strict=True)]
+            copies[index] = part
+    return [HeldTensor(*fields) for fields in zip(names, copies, places, strict=True)]
 
 
 def places_of(run: Run, piece: Piece) -> Tensor | range:

@@ -184,9 +184,9 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook whose operations are invisible to the modes of the run."""
 
     @functools.wraps(hook)
-    def apart(*given: Any) -> None:
+    def apart(*arguments: Any) -> None:
         with DisableTorchFunction():
-            hook(*given)
+            hook(*arguments)
 
     return apart
 
@@ -196,9 +196,9 @@ def _hook(method: Callable[..., None], path: str) -> Callable[..., None]:
     copied with its hooks."""
     of_observer = weakref.WeakMethod(method)
 
-    def hook(*given: Any) -> None:
-        if (found := of_observer()) is not None:
-            found(path, *given)
+    def hook(*arguments: Any) -> None:
+        if (observer := of_observer()) is not None:
+            observer(path, *arguments)
 
     return hook
 
@@ -310,11 +310,11 @@ class ObservedRun(StepObserver):
         if not self._samples:
             return
         call = self._calls[path] = self._calls.get(path, self._called.get(path, 0) - 1) + 1
-        found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         # Logits that are computed with their loss in chunks are nowhere whole: their input, loss and gradients are
         # recorded.
-        if found is not None and found.is_floating_point() and not isinstance(found, PendingLogits):
-            self._project(path, call, found)
+        if tensor is not None and tensor.is_floating_point() and not isinstance(tensor, PendingLogits):
+            self._project(path, call, tensor)
 
     @torch.no_grad()
     @_unseen
@@ -341,8 +341,8 @@ class ObservedRun(StepObserver):
         signs, slicing = None, self.run.assembly.parallel.slicing
         is_part = bool(slicing.block) and tensor.shape[1] * slicing.degree == slicing.length
         if is_part:
-            whole = _signs(rows.shape[1] * slicing.degree, rows.device)
-            signs = slicing.rows_of(whole.view(1, slicing.length, -1)).reshape(-1)
+            all_signs = _signs(rows.shape[1] * slicing.degree, rows.device)
+            signs = slicing.rows_of(all_signs.view(1, slicing.length, -1)).reshape(-1)
         projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
             self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)
@@ -360,9 +360,9 @@ def join_slices(ranks: Sequence[Observation]) -> None:
     for group in {seen.axes["cp"] for seen in ranks if "cp" in seen.axes}:
         members = [seen for seen in ranks if seen.rank in group]
         for steps in zip(*(seen.steps for seen in members), strict=True):
-            for key, mine in list(steps[0].outputs.items()):
+            for key, first in list(steps[0].outputs.items()):
                 parts = [step.outputs[key] for step in steps if key in step.outputs]
-                if mine.is_part and len(parts) == len(members):
+                if first.is_part and len(parts) == len(members):
                     norm = math.sqrt(sum(part.norm**2 for part in parts))
                     output = Output(sum(p.projection for p in parts), norm, sum(p.numel for p in parts))
                     for step in steps:
@@ -417,7 +417,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
         gradients=held_gradients(run),
         weights=held_weights(run),
         routes=observed.routes[batch.step] if observed.routes else {},
-        unused=[f"{name}{whose}" for whose, one in replicas_of(run) for name in sorted(one.weights.updater.unused)],
+        unused=[f"{name}{whose}" for whose, part in replicas_of(run) for name in sorted(part.weights.updater.unused)],
     )
 
 
@@ -436,9 +436,9 @@ def feed(
             updater = assembly.weights.updater
             for piece in updater.pieces:
                 # In a step with an exchange after it, each replica is given the averaged move.
-                given = gradient.get(f"{piece.name}{whose}", gradient.get(piece.name))
-                assert given is not None
-                _give(run, piece, given)
+                value = gradient.get(f"{piece.name}{whose}", gradient.get(piece.name))
+                assert value is not None
+                _give(run, piece, value)
             left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
             updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
             updater.set_lr(assembly.weights.lr_factor(step))
@@ -455,11 +455,11 @@ def _give(run: Run, piece: Piece, tensor: Tensor) -> None:
     """Set the gradient of a piece to the piece's part of a whole one."""
     places = places_of(run, piece)
     index = slice(places.start, places.stop) if isinstance(places, range) else places
-    given = piece.gradient()
-    values = tensor.flatten()[index].to(given)
+    value = piece.gradient()
+    values = tensor.flatten()[index].to(value)
     if isinstance(places, Tensor):
         values = values * (places >= 0).to(values)
-    given.copy_(values.view_as(given))
+    value.copy_(values.view_as(value))
 
 
 @torch.no_grad()

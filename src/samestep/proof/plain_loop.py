@@ -200,9 +200,9 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
     """Return the sum of the loss over samples, and their count: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
     # A reentrant checkpoint would repeat its forward outside of the mode that draws the masks.
-    checkpoints = replaced_checkpoint(lambda begin, own: begin(own), without_reentry)
+    checkpoints = replaced_checkpoint(lambda begin, function: begin(function), without_reentry)
     moved = cast_floating(map_tensors(samples, lambda tensor: tensor.to(device)), torch.float64)
-    found, balances = [], []
+    numbers, balances = [], []
     size = run.job.numerics.batch_norm_group if run.assembly.model.spec.couples_samples else None
     for start in range(0, len(indices), size or len(indices)):
         rows = slice(start, start + (size or len(indices)))
@@ -210,11 +210,11 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
         with precision.RaiseIslands(), DropoutMode(model, draw), checkpoints:
             outputs = call_model(model, part, plainly=True)
-            found.append(loss_result(source.loss(outputs, part)))
+            numbers.append(loss_result(source.loss(outputs, part)))
             none = torch.zeros((), dtype=torch.float64, device=device)
-            count = found[-1].only[1] if len(found[-1].terms) == 1 else len(indices[rows])
+            count = numbers[-1].only[1] if len(numbers[-1].terms) == 1 else len(indices[rows])
             balances.append(run.assembly.objective.balance.added_to(none, outputs, count, 1.0))
-    total, counted = whole_loss(found, len(indices))
+    total, counted = whole_loss(numbers, len(indices))
     if is_plain_sum(source.loss):
         total = total * len(indices)
     return total + torch.stack(balances).sum(), counted
@@ -242,9 +242,9 @@ def _update(
         params[name].copy_(value)
     optimizer = source.optimizer(list(params.items()))
     for index in range(len(seen.updated)):
-        given = comparison.whole_of(comparison.unclip_gradients(seen, index))
+        gradients = comparison.whole_of(comparison.unclip_gradients(seen, index))
         for name, param in params.items():
-            param.grad = None if name in unused[index] else given[name].view_as(param).to(param, copy=True)
+            param.grad = None if name in unused[index] else gradients[name].view_as(param).to(param, copy=True)
         optimizer.step()
         _round_states(run, source, optimizer, params, index)
         steps.updated.append(copy_whole(params))
@@ -270,19 +270,19 @@ def compare(observation: Observation, limit: Limit) -> list[Comparison]:
     steps = observation.plain
     if steps is None or steps.hindrance:
         return []
-    found = []
+    errors = []
     for index, seen in enumerate(observation.steps):
         numbers = Comparison(WHAT, index + 1, allowance=limit(WHAT, "", index + 1))
-        for what, mine, theirs in (("loss", seen.loss, steps.losses[index]), ("norm", seen.norm, steps.norms[index])):
-            numbers.note(what, comparison.relative(mine, theirs), 0)
+        for what, ours, theirs in (("loss", seen.loss, steps.losses[index]), ("norm", seen.norm, steps.norms[index])):
+            numbers.note(what, comparison.relative(ours, theirs), 0)
         gradients = comparison.unclip_gradients(observation, index)
-        found.append(numbers)
-        found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
-        found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
+        errors.append(numbers)
+        errors += _tensors("gradient", index, steps.gradients[index], gradients, limit)
+        errors += _tensors("weight", index, steps.weights[index], seen.weights, limit)
     # The job's optimizer is compared with the loop where one model is trained.
     for index, updated in enumerate(observation.updated if steps.updated else ()):
-        found += _tensors("update", index, steps.updated[index], updated, limit)
-    return found
+        errors += _tensors("update", index, steps.updated[index], updated, limit)
+    return errors
 
 
 def _tensors(
@@ -359,14 +359,14 @@ class PlainContributions:
     def _projected(self, name: str, total: Tensor) -> Tensor:
         """Return the projection of a sum of contributions, and keep the remainder."""
         powersgd = required("slow_links", "powersgd")
-        whole = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
+        rows = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
         if name not in self._directions:
-            drawn = powersgd.first_directions(self._canonical[name], self._rank, whole.shape[1])
-            self._directions[name] = drawn.to(whole)
-        left = self._directions[name] @ whole.T
+            drawn = powersgd.first_directions(self._canonical[name], self._rank, rows.shape[1])
+            self._directions[name] = drawn.to(rows)
+        left = self._directions[name] @ rows.T
         powersgd.orthonormalise([left[None]])
-        right = left @ whole
+        right = left @ rows
         decoded = left.T @ right
-        self._lost[name, self.number] = whole - decoded
+        self._lost[name, self.number] = rows - decoded
         powersgd.next_directions([right[None]], [self._directions[name][None]])
         return decoded.view_as(total)

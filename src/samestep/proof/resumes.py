@@ -67,10 +67,10 @@ def _copy_held(run: Run) -> list[HeldTensor]:
 
 def _errors(tensors: Sequence[HeldTensor], right: Sequence[HeldTensor], when: str) -> Iterator[tuple[str, float]]:
     """Yield the error of each tensor, over its largest element."""
-    found = {tensor.name: tensor.values.double() for tensor in tensors}
+    by_name = {tensor.name: tensor.values.double() for tensor in tensors}
     for tensor in right:
         wanted = tensor.values.double()
-        values = found.get(tensor.name)
+        values = by_name.get(tensor.name)
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
         apart = float("inf") if values is None else float((values - wanted).abs().max()) if wanted.numel() else 0.0
         yield f"{tensor.name} {when}", apart / (largest or 1.0)

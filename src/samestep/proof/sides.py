@@ -151,21 +151,21 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
     notes.write(subject.note(f"rank-{place.rank}"), seen)
 
 
-def _observe_steps(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
+def _observe_steps(observed: ObservedRun, subject: Subject, base: Observation | None) -> Observation:
     """Take the steps with SGD, then the job's optimizer on one device's gradients; return the observation of both."""
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    observed.learning_rate = one.learning_rate if one else None
+    observed.learning_rate = base.learning_rate if base else None
     if subject.job.numerics.precision != "float64" and any(layer.dispatches for layer in subject.spec.layers):
-        observed.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
+        observed.routes = [step.routes for step in base.steps] if base else [{} for _ in range(subject.job.train.steps)]
     seen = observation.observe(observed, subject.dataset)
     if subject.job.numerics.precision != "float64":
         return seen
     observation.restart(run, start, buffers)
     run.adopt(lambda assembly: _with_optimizer(assembly, subject.source.optimizer, subject.job.numerics))
-    given = [comparison.whole_of(comparison.unclip_gradients(one or seen, i)) for i in range(len(seen.steps))]
-    seen.updated = list(observation.feed(run, given, [step.unused for step in (one or seen).steps]))
+    gradients = [comparison.whole_of(comparison.unclip_gradients(base or seen, i)) for i in range(len(seen.steps))]
+    seen.updated = list(observation.feed(run, gradients, [step.unused for step in (base or seen).steps]))
     seen.state = held_tensors.held_state(run)
     return seen
 
@@ -194,37 +194,37 @@ Judgement = tuple[tuple[Check, ...], Cause | None, str]
 
 def judge(place: RankInfo, subject: Subject) -> Judgement:
     """Compare the observations, read the layout's checkpoint on one device, and find the cause of the first difference."""
-    one, ranks = _observations(subject)
+    base, ranks = _observations(subject)
     run = Run(subject.source, Layout(), subject.job_of_one_device, place)
     run.prepare(subject.example)
     start = [piece.master().clone() for piece in run.updater.pieces]
     limit = comparison.constant(FLOAT64_ALLOWANCE)
-    steps = comparison.compare(one, ranks, limit)
-    updates = comparison.compare_updates(one, ranks, limit)
+    steps = comparison.compare(base, ranks, limit)
+    updates = comparison.compare_updates(base, ranks, limit)
     loaded, refusal = _load_on_one_device(run, subject)
     given_back = [
-        comparison.compare_held("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
-        comparison.compare_held("checkpoint state", None, one.state, [(0, loaded.state)], limit),
+        comparison.compare_held("checkpoint", None, base.updated[-1], [(0, loaded.updated[-1])], limit),
+        comparison.compare_held("checkpoint state", None, base.state, [(0, loaded.state)], limit),
     ]
     resumed = resumes.compare(ranks, FLOAT64_ALLOWANCE)
-    plainly = plain_loop.compare(one, limit)
+    plainly = plain_loop.compare(base, limit)
     everything = [*steps, *updates, *given_back, *resumed, *plainly]
     checks = comparison.checks_of(everything)
     first = next((one_kind for one_kind in everything if one_kind.misfits), None)
     if first is None:
         return checks, None, ""
     if first in plainly:
-        return checks, *plain_loop.cause(one, first)
+        return checks, *plain_loop.cause(base, first)
     if first in resumed:
         return checks, *resumes.cause(first)
     if run.replicas.are_apart and first not in plainly:
         cause = Cause.CHECKPOINT if first in given_back else Cause.REPLICAS
         return checks, cause, refusal or f"{first.what}: {first.misfits[0].name} is off by {first.misfits[0].error:.1e}"
     if first in given_back:
-        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
-    found = causes.find_cause(_evidence(run, subject, one, ranks, [*steps, *updates], start))
-    assert found is not None
-    return checks, *found
+        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(base, loaded, first))
+    diagnosis = causes.find_cause(_evidence(run, subject, base, ranks, [*steps, *updates], start))
+    assert diagnosis is not None
+    return checks, *diagnosis
 
 
 def _load_on_one_device(run: Run, subject: Subject) -> tuple[Observation, str]:
@@ -242,7 +242,7 @@ def _load_on_one_device(run: Run, subject: Subject) -> tuple[Observation, str]:
 def _evidence(
     run: Run,
     subject: Subject,
-    one: Observation,
+    reference: Observation,
     ranks: Sequence[Observation],
     comparisons: Sequence[Comparison],
     start: Sequence[Tensor],
@@ -255,7 +255,7 @@ def _evidence(
     buffers = [buffer.clone() for buffer in model.buffers()]
 
     def before(step: int) -> None:
-        weights = comparison.whole_of(one.steps[step - 1].weights) if step else None
+        weights = comparison.whole_of(reference.steps[step - 1].weights) if step else None
         values = start if weights is None else [weights[piece.name] for piece in run.updater.pieces]
         observation.restart(run, values, buffers)
 
@@ -273,7 +273,7 @@ def _evidence(
 
     aliases = {param.name: param.aliases for param in spec.params}
     return Evidence(
-        reference=one,
+        reference=reference,
         ranks=ranks,
         comparisons=comparisons,
         layers={param.name: param.layer for param in spec.params},
@@ -307,16 +307,16 @@ def _stages(spec: ModelSpec, programs: Sequence[Program]) -> list[set[str]]:
     """Return the parameters of each pipeline stage, each with the first stage that uses it; none without a pipeline."""
     if len(programs) == 1:
         return []
-    mine = [{layer for chunk in program.chunks for layer in chunk} for program in programs]
-    return [{param.name for param in spec.params if param.layer in layers} for layers in mine]
+    indices = [{layer for chunk in program.chunks for layer in chunk} for program in programs]
+    return [{param.name for param in spec.params if param.layer in layers} for layers in indices]
 
 
 def _experts(spec: ModelSpec, name: str) -> tuple[int, str]:
     """Return how many experts a parameter holds along its first dimension, or the index of its only one."""
     stacked = next((param.experts for param in spec.params if param.name == name), 0)
     owners = (dispatch.owner for layer in spec.layers for dispatch in layer.dispatches)
-    own = next((name.removeprefix(f"{owner}.").split(".")[0] for owner in owners if name.startswith(f"{owner}.")), "")
-    return stacked, own if own.isdigit() else ""
+    leaf = next((name.removeprefix(f"{o}.").split(".")[0] for o in owners if name.startswith(f"{o}.")), "")
+    return stacked, leaf if leaf.isdigit() else ""
 
 
 def _batch(subject: Subject, step: int) -> Batch:
@@ -326,10 +326,10 @@ def _batch(subject: Subject, step: int) -> Batch:
 def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
     """Return an assembly with another optimizer over the same weights; its state is empty."""
     weights = assembly.weights
-    whole = weights.updater.whole.weights
+    weights_whole = weights.updater.whole.weights
     updater = Updater.over(
         weights.store.pieces,
-        WholeOptimizer(source, whole, member_of_weight(source, whole)),
+        WholeOptimizer(source, weights_whole, member_of_weight(source, weights_whole)),
         numerics,
         codes=weights.store.codes,
         packing=weights.updater.packing,
@@ -361,16 +361,16 @@ def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[T
     """Return the gradient of each use of a tied weight, from a run in which every use has a separate weight."""
     model = run.model
     tied = model.get_parameter(names[0])
-    single = [nn.Parameter(tied.detach().clone()) for _ in names]
+    base = [nn.Parameter(tied.detach().clone()) for _ in names]
     homes = [name.rpartition(".")[::2] for name in names]
     try:
-        for (path, leaf), param in zip(homes, single, strict=True):
+        for (path, leaf), param in zip(homes, base, strict=True):
             setattr(model.get_submodule(path), leaf, param)
         run.forward_backward(_batch(subject, step))
     finally:
         for path, leaf in homes:
             setattr(model.get_submodule(path), leaf, tied)
-    return [torch.zeros_like(param) if param.grad is None else param.grad for param in single]
+    return [torch.zeros_like(param) if param.grad is None else param.grad for param in base]
 
 
 def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
@@ -396,9 +396,9 @@ def _of_rows(head: nn.Module, rows: slice) -> Iterator[None]:
     """Give only these rows of the logits a gradient inside."""
 
     def masked(gradient: Tensor) -> Tensor:
-        kept = torch.zeros(gradient.shape[:-1], dtype=gradient.dtype, device=gradient.device).flatten()
-        kept[rows] = 1.0
-        return gradient * kept.view(*gradient.shape[:-1], 1)
+        mask = torch.zeros(gradient.shape[:-1], dtype=gradient.dtype, device=gradient.device).flatten()
+        mask[rows] = 1.0
+        return gradient * mask.view(*gradient.shape[:-1], 1)
 
     handle = head.register_forward_hook(lambda _, args, logits: logits.register_hook(masked) and None)
     try:
@@ -439,9 +439,9 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
         compared = comparison.compare(seen, [observation.observe(observed, subject.dataset)], comparison.constant(-1.0))
         deviations: dict[tuple[str, str, int], float] = {}
-        for one in compared:
-            for misfit in one.misfits:  # of a module, one for each sample
-                key = one.what, misfit.name, one.step or 1
+        for check in compared:
+            for misfit in check.misfits:  # of a module, one for each sample
+                key = check.what, misfit.name, check.step or 1
                 deviations[key] = max(deviations.get(key, 0.0), misfit.error)
         notes.write(subject.note(f"off-{seed}"), deviations)
 
@@ -463,7 +463,7 @@ def _claim_seeds(subject: Subject) -> Iterator[int]:
 
 def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     """Compare the layout in the job's precision, with limits from the perturbed runs."""
-    one, ranks = _observations(subject)
+    reference, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
     for seed in range(NUM_PERTURBED):
@@ -477,7 +477,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
         measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
         return allowance(rounding, measured)
 
-    compared = [one_kind for one_kind in comparison.compare(one, ranks, limit) if one_kind.what != "start"]
+    compared = [check for check in comparison.compare(reference, ranks, limit) if check.what != "start"]
     checks = tuple(
         dataclasses.replace(check, what=f"{check.what} in {subject.job.numerics.precision}")
         for check in comparison.checks_of(compared)
@@ -485,7 +485,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     skipped = [tuple(step.skipped for step in seen.steps) for seen in ranks]
     if len(set(skipped)) > 1:
         return checks, Cause.SKIP, f"ranks skip different steps: {', '.join(map(str, sorted(set(skipped))))}"
-    first = next((one_kind for one_kind in compared if one_kind.misfits), None)
+    first = next((check for check in compared if check.misfits), None)
     if first is None:
         return checks, None, ""
     misfit = first.misfits[0]

@@ -98,19 +98,19 @@ def verify(
     job, notes = _on_device(job, device, steps)
     where = Layout(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
-    given = (model, loss, optimizer, dataset)
+    inputs = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()
     try:
-        subject, found = _subject(job, where, given, steps, folder)
+        subject, from_job = _subject(job, where, inputs, steps, folder)
         subject.programs()  # refuses a layout that the model or the job rules out
         try:
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
             raise WorkerError("layout-could-not-tried", f"layout {str(where)!r} could not be tried: {error}") from error
-        notes = (*notes, *found, *verdict.notes)
+        notes = (*notes, *from_job, *verdict.notes)
         verdict = dataclasses.replace(verdict, notes=notes, seconds=time.perf_counter() - began)
         if verdict.proven and all(
-            verdict is None for verdict in given
+            verdict is None for verdict in inputs
         ):  # otherwise the job does not describe the proven run
             record.keep(record.record_of(job, verdict))
         return verdict
@@ -132,21 +132,21 @@ def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str
 
 
 def _subject(
-    job: Job, where: Layout, given: tuple[Any, Any, Any, Any], steps: int, folder: Path
+    job: Job, where: Layout, inputs: tuple[Any, Any, Any, Any], steps: int, folder: Path
 ) -> tuple[Subject, tuple[str, ...]]:
     """Return the run to be proven, in float64 where its model can be, and smaller where it is the job's; and notes on both."""
     notes: tuple[str, ...] = ()
     proving = _proving(job, steps)
     try:
-        source, data, example = _prepare_inputs(proving, where, *given)
+        source, data, example = _prepare_inputs(proving, where, *inputs)
     except ModelError as error:
         if job.numerics.precision == "float64":
             raise
         proving = _proving(job, steps, job.numerics.precision)
-        source, data, example = _prepare_inputs(proving, where, *given)  # raises if that is no reason
+        source, data, example = _prepare_inputs(proving, where, *inputs)  # raises if that is no reason
         notes = (_without_float64(error, job),)
     subject = Subject(source, data, example, proving, where, folder)
-    if given[0] is None and (smaller := shrunk(subject)):
+    if inputs[0] is None and (smaller := shrunk(subject)):
         subject, note = smaller
         notes = (*notes, note)
     return subject, notes
@@ -296,10 +296,10 @@ def _free_bytes(device: str) -> int:
 
 def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     """Run one device and the layout, in float64 and in the job's precision, and return the verdict."""
-    layout, own = subject.layout, job.numerics.precision
+    layout, precision_of_job = subject.layout, job.numerics.precision
     notes: list[str] = []
     exact = subject if subject.job.numerics.precision == "float64" else None
-    rounded = _in_precision(subject, own) if own != "float64" else None
+    rounded = _in_precision(subject, precision_of_job) if precision_of_job != "float64" else None
     if exact is None:
         precision = "job"
     try:
@@ -310,7 +310,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
         exact, precision = None, "job"
         _on_one_device(None, rounded)  # which raises in its turn where float64 is not the reason
         notes.append(_without_float64(error, job))
-    subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
+    subjects = [judged for judged in (exact, rounded if precision == "job" else None) if judged]
     _launch(subject, layout.world_size, _in_layout, subjects)
     checks, cause, explanation = _judge_all(subjects)
     if exact and (why := sides.hindrance(exact)):
@@ -324,7 +324,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
         layout=str(layout),
         job=subject.source.name,
         steps=subject.job.train.steps,
-        precision="float64" if exact else own,
+        precision="float64" if exact else precision_of_job,
         checks=checks,
         cause=cause,
         explanation=explanation,
@@ -332,9 +332,9 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     )
 
 
-def _in_precision(subject: Subject, own: str) -> Subject:
+def _in_precision(subject: Subject, precision: str) -> Subject:
     """Return the same subject in the job's precision, with a separate copy of the traced model."""
-    numerics = subject.job.numerics.model_copy(update={"precision": own})
+    numerics = subject.job.numerics.model_copy(update={"precision": precision})
     job = subject.job.model_copy(update={"numerics": numerics})
     source = dataclasses.replace(subject.source, prepared=with_new_blueprint(subject.source, job))
     return dataclasses.replace(subject, source=source, job=job)

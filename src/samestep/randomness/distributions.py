@@ -34,9 +34,9 @@ _BITS = {torch.bfloat16: 8, torch.float16: 11}
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers in [0, 1), none of which the dtype rounds up to 1."""
-    kept = _BITS.get(dtype, 24)
-    whole = ((bits >> 8) + 2**23) >> (24 - kept)
-    return (whole.to(_compute_dtype(dtype)) * 2.0**-kept).to(dtype)
+    num_bits = _BITS.get(dtype, 24)
+    number = ((bits >> 8) + 2**23) >> (24 - num_bits)
+    return (number.to(_compute_dtype(dtype)) * 2.0**-num_bits).to(dtype)
 
 
 def _centred_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,17 +83,17 @@ def _new_integers(mode: MaskSource, func: Any, /, *args: Any, **named: Any) -> T
 
 def _range(mode: MaskSource, func: Any, bounds: Sequence[Any], named: dict[str, Any]) -> tuple[int, int]:
     """Return the bounds of integers, given as ([low,] high) or by name."""
-    given = [*bounds]
-    high = int(named.pop("high") if "high" in named else given.pop())
-    low = int(named.pop("low", given.pop() if given else 0))
+    limits = [*bounds]
+    high = int(named.pop("high") if "high" in named else limits.pop())
+    low = int(named.pop("low", limits.pop() if limits else 0))
     if not low < high <= low + 2**31:
         raise mode.refuse(f"{func.__name__} of integers from {low} to below {high}. Use 1 to 2^31 different ones")
     return low, high
 
 
 def _size_of(size: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, ...]:
-    given = named.pop("size", size)
-    return tuple(given[0]) if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
+    shape = named.pop("size", size)
+    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
 
 
 def _draw_new(
@@ -149,7 +149,7 @@ def _normal_of(
         return _draw_new(mode, func, tuple(size), lambda bits, dtype: _normal(bits, dtype) * std + mean, named)
     _check_others(mode, func, named)
     with torch.no_grad():
-        both = torch.broadcast_tensors(*(one for one in (mean, std) if isinstance(one, Tensor)))[0]
+        both = torch.broadcast_tensors(*(tensor for tensor in (mean, std) if isinstance(tensor, Tensor)))[0]
         bits = mode.hashes(like if like.shape == both.shape else both, both.shape, like.device, func.__name__)
         return (_normal(bits, like.dtype) * std + mean).to(like.dtype)
 

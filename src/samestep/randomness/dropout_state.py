@@ -101,20 +101,22 @@ class _Recompute:
 
     def __init__(self, mode: DropoutMode) -> None:
         self._mode = mode
-        self._then = mode._snapshot()
+        self._then = _copies(mode._frames, mode._entries)
         self._now: list[tuple[list[RunningForward], dict[str, int]]] = []
 
     def __enter__(self) -> None:
         mode = self._mode
         self._now.append((mode._frames, mode._entries))
-        frames, entries = self._then
-        # Copies: with retain_graph the same block is recomputed several times.
-        mode._frames, mode._entries = [dataclasses.replace(frame) for frame in frames], dict(entries)
+        mode._frames, mode._entries = _copies(*self._then)  # with retain_graph a block is recomputed several times
         mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
         self._mode._frames, self._mode._entries = self._now.pop()
+
+
+def _copies(frames: list[RunningForward], entries: dict[str, int]) -> tuple[list[RunningForward], dict[str, int]]:
+    return [dataclasses.replace(frame) for frame in frames], dict(entries)
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

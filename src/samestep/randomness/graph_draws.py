@@ -58,19 +58,19 @@ def running(path: str, source: MaskSource | None) -> Iterator[None]:
 def report_uncompiled(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
     """Let the forward of a module whose calls a graph contains be reported where it runs uncompiled, by functions that are hooks of
     other modules: hooks would be part of the graph."""
-    own = vars(module).get("forward")
-    if isinstance(own, MethodType) and own.__self__ is module:
-        forward, takes_module = own.__func__, True
+    forward_here = vars(module).get("forward")
+    if isinstance(forward_here, MethodType) and forward_here.__self__ is module:
+        forward, takes_module = forward_here.__func__, True
     else:
-        forward, takes_module = own or type(module).forward, own is None
+        forward, takes_module = forward_here or type(module).forward, forward_here is None
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = (module, *args) if takes_module else args
+        arguments = (module, *args) if takes_module else args
         if torch.compiler.is_compiling():
-            return forward(*given, **kwargs)
+            return forward(*arguments, **kwargs)
         enter(module, args)
         try:
-            return forward(*given, **kwargs)
+            return forward(*arguments, **kwargs)
         finally:
             leave(module, args, None)
 
@@ -135,12 +135,12 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
         within = "" if not key else names.get(int(module) if module.isdigit() else 0)
         if within is None or isinstance(p, torch.fx.Node):
             return f"it is not seen which module calls {node.target.__name__} with which probability"
-        one = (key, stack[key][0])  # a module that has two names in a block is called by one of them
-        draw = draws[one] = draws.get(one, -1) + 1
-        mine = calls.setdefault(within, [])
-        if one not in mine:
-            mine.append(one)
-        node.target = _drawing(node.target, _GraphSource(within, mine.index(one), draw))
+        caller = (key, stack[key][0])  # a module that has two names in a block is called by one of them
+        draw = draws[caller] = draws.get(caller, -1) + 1
+        callers = calls.setdefault(within, [])
+        if caller not in callers:
+            callers.append(caller)
+        node.target = _drawing(node.target, _GraphSource(within, callers.index(caller), draw))
     return ""
 
 
@@ -178,9 +178,9 @@ def _probability(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     """Return the probability with which a call of a dropout drops; 0 where it does not train."""
     if function is F.scaled_dot_product_attention:
         return AttentionCall(*args, **kwargs).dropout_p
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
-    is_training = given.get("training", given.get("train", True))
-    return given.get("p", 0.5) if is_training else 0
+    arguments = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
+    is_training = arguments.get("training", arguments.get("train", True))
+    return arguments.get("p", 0.5) if is_training else 0
 
 
 def _mask(x: Tensor, shape: Sequence[int], p: float, within: str, call: int, draw: int, what: str) -> Tensor:

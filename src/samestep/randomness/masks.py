@@ -94,12 +94,12 @@ class MaskSlice:
         if whole == shape:
             return ()
         owner, what = mask[0] or "the model itself", "random numbers" if mask[2] < 0 else "a dropout mask"
-        one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
+        waiver = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
-            raise LayoutError("random-numbers", f"{owner} draws {what} that the traced forward did not. Use {one}")
-        found: list[MaskCut] = []
+            raise LayoutError("random-numbers", f"{owner} draws {what} that the traced forward did not. Use {waiver}")
+        cuts: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
-        differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
+        differs = [dim for dim, (all_, size) in enumerate(zip(whole, shape, strict=False)) if all_ != size]
         # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
         is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
         # Under cp they are an interval of a slice's.
@@ -107,18 +107,18 @@ class MaskSlice:
         if is_sequence and whole[1] == shape[1] * parts and len(whole) == len(shape):
             return ((1, parts, self.cp_index * self.degree + self.index),)
         if self.cp_heads > 1 and len(differs) == 2 and len(whole) == len(shape):
-            found += self._cut_by_groups(differs, whole, shape)
-        for dim in differs if len(whole) == len(shape) and not found else []:
+            cuts += self._cut_by_groups(differs, whole, shape)
+        for dim in differs if len(whole) == len(shape) and not cuts else []:
             run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
-            found += [] if run is None else [(dim, *run)]
-        if found and len(found) == len(differs):
-            return tuple(found)
+            cuts += [] if run is None else [(dim, *run)]
+        if cuts and len(cuts) == len(differs):
+            return tuple(cuts)
         layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
             "random-numbers",
             f"{owner} draws {what} of shape {list(shape)} for a sample, and "
             f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank. Use a "
-            f"tensor where they have a dimension of their own, or {one}",
+            f"tensor where they have a dimension of their own, or {waiver}",
         )
 
     def _cut_by_groups(self, dims: list[int], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[MaskCut]:
@@ -135,17 +135,17 @@ class MaskSlice:
                 ]
         return []
 
-    def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+    def _cut_by_axis(self, owner: str, size: int, size_here: int, unused: set[str]) -> tuple[int, int] | None:
         """Return the number of intervals of a dimension, and this rank's index; None where no unused axis cuts it."""
-        if "cp" in unused and size == mine * self.cp == self.model.length:
+        if "cp" in unused and size == size_here * self.cp == self.model.length:
             unused.remove("cp")
             return self.cp, self.cp_index
-        if "tp" in unused and size == mine * self.degree and size in _cut_sizes(self.model, owner):
+        if "tp" in unused and size == size_here * self.degree and size in _cut_sizes(self.model, owner):
             unused.remove("tp")
             return self.degree, self.index
         for exchange in (e for layer in self.model.layers for e in layer.exchanges if "cp" in unused):
             tp, index = (self.degree, self.index) if exchange.is_cut else (1, 0)
-            if size == exchange.query_heads == mine * tp * self.cp:
+            if size == exchange.query_heads == size_here * tp * self.cp:
                 unused.clear()
                 return tp * self.cp, index * self.cp + self.cp_index
         return None

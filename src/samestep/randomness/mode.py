@@ -18,7 +18,6 @@ a recomputation (`dropout_state.py`), which `recompute.in_our_modes` gives to ev
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -295,9 +294,6 @@ class DropoutMode(MaskSource):
         """Count earlier calls of modules, by name, that run elsewhere."""
         for name, count in entries.items():
             self._entries[name] = self._entries.get(name, 0) + count
-
-    def _snapshot(self) -> tuple[list[RunningForward], dict[str, int]]:
-        return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
 
     def refuse(self, reason: str) -> ModelError:
         """Return the error that refuses an operation of the innermost module."""

@@ -66,8 +66,8 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
     if kind.channels:
         drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
     if not kind.alpha:
-        kept = x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
-        return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+        undropped = x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
+        return undropped.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
     if p >= 1.0:
         return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
     a = 1.0 / math.sqrt((_SELU_ALPHA**2 * p + 1.0) * (1.0 - p))
@@ -136,10 +136,10 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any
     states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
     ends = []
     for layer in range(num_layers):
-        own = [part.chunk(num_layers)[layer] for part in states]
-        given = own if isinstance(state, list | tuple) else own[0]
+        states_here = [part.chunk(num_layers)[layer] for part in states]
+        first_state = states_here if isinstance(state, list | tuple) else states_here[0]
         each = len(weights) // num_layers
-        x, *end = func(x, given, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
+        x, *end = func(x, first_state, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
         ends.append(end)
         if layer + 1 < num_layers:
             x = _drop_elements(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)

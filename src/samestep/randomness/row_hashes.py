@@ -162,8 +162,8 @@ class ForwardRows:
         if self._mine is None:
             self._begin(draw, samples)
         assert self._mine is not None
-        self._mine[draw] = mine = Drawn(at, p)
-        if self._layout is None or self._layout.draws.get(draw) != mine:
+        self._mine[draw] = positions = Drawn(at, p)
+        if self._layout is None or self._layout.draws.get(draw) != positions:
             return self._alone(draw, samples, at), None
         dropped = self._dropped.get(draw)
         if dropped is not None:
@@ -215,9 +215,9 @@ class ForwardRows:
 
 def _windows(layout: _Layout, group: _Alike, dropped: Tensor, num_samples: int) -> dict[Hashable, Tensor]:
     """Return the mask of each draw of a group, in whose order they are."""
-    mine = [draw for draw, start in layout.starts.items() if group.start <= start < group.stop]
-    each = layout.draws[mine[0]].at.rows.numel() * num_samples
-    return dict(zip(mine, dropped.split(each), strict=True))
+    draws = [draw for draw, start in layout.starts.items() if group.start <= start < group.stop]
+    each = layout.draws[draws[0]].at.rows.numel() * num_samples
+    return dict(zip(draws, dropped.split(each), strict=True))
 
 
 def part_of(dropped: Tensor, start: int, stop: int, num_columns: int) -> Tensor:

@@ -328,7 +328,7 @@ class KeptValues:
 
     def changed(self) -> str:
         """Return the name of something that is another value now, in a function; empty if nothing is."""
-        written = {id(tensor) for tensor, _, version in self._copies if version_of(tensor) != version}
+        written = {id(tensor) for tensor, copied, _ in self._copies if not have_same_values(tensor, copied)}
         slots = changed_slots(self.before, Snapshot(self._root))
         slots |= {slot for slot, value in self.before.values.items() if not written.isdisjoint(map(id, value.tensors))}
         return min((name for _, name in slots), default="")
@@ -375,12 +375,12 @@ def preserve_modules(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_function(function: Callable[..., Any]) -> Iterator[Snapshot]:
+def preserve_function(function: Callable[..., Any]) -> Iterator[KeptValues]:
     """Restore what a function reaches after calls inside, which print nothing: itself a module, a method, a partial, or variables around it."""
     kept_values = KeptValues(function, _LARGEST_COPY)
     try:
         with _unheard():
-            yield kept_values.before
+            yield kept_values
     finally:
         kept_values.restore()
 
@@ -416,8 +416,9 @@ def put_items(container: Any, items: Any) -> None:
         for key, item in items.items():
             kind.__setitem__(container, key, item)
     elif isinstance(container, set):
-        container.intersection_update(items)
-        container.update(items)
+        if container != items:  # one that is filled anew is gone through in another order
+            container.intersection_update(items)
+            container.update(items)
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)

@@ -201,9 +201,9 @@ class ProgramBuilder:
             cut = self._shared.get(key)
             if cut is None:
                 cut = self._shared[key] = _apply_all(_on_one_rank(step), _before(recompute))
-            mine = replace(cut, step=step.cut_like(cut.step))
+            program_here = replace(cut, step=step.cut_like(cut.step))
             between = _before(pipeline)[len(_before(recompute)) :]
-            program = self._shared[(*key, layout.recompute)] = _apply_all(mine, between)
+            program = self._shared[(*key, layout.recompute)] = _apply_all(program_here, between)
         return replace(program, step=step.cut_like(program.step))
 
 

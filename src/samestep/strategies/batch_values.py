@@ -63,8 +63,8 @@ def apply(program: Program) -> Program:
         return program
 
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
-        before, behind = _of_other_stages(program, key)
-        return (*before, *_with_values(ops, step), *behind)
+        front, behind = _of_other_stages(program, key)
+        return (*front, *_with_values(ops, step), *behind)
 
     return program.with_bodies(rewrite, axes={**program.axes, AXIS: step.layout.dp})
 

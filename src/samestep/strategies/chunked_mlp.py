@@ -107,8 +107,8 @@ def _chunked(layer: LayerSpec, parts: tuple[TokenPart, ...], chunk: int) -> Laye
     if not parts:
         return replace(layer, token_parts=())
 
-    def product(one: Product) -> Product:
-        return replace(one, chunk_rows=chunk) if any(_is_of(one, part) for part in parts) else one
+    def product(p: Product) -> Product:
+        return replace(p, chunk_rows=chunk) if any(_is_of(p, part) for part in parts) else p
 
     return replace(
         layer,

@@ -73,12 +73,6 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return LayoutError("forward-takes-gradients", f"cp={degree}: {gradients_within(model)}. Use cp=1")
     if model.slice_refusal:
         return LayoutError("cp-unsupported", f"cp={degree} slices sequences: {model.slice_refusal}. Use cp=1")
-    if not (step.cuts_loss or step.loss_over_batch):
-        return LayoutError(
-            "cp-loss-unknown",
-            f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices. Set "
-            "train.loss = 'cross_entropy', or samestep.whole_batch(loss) and cp=1",
-        )
     return _refuse_degree(model, step.layout) or _refuse_reach(model, degree)
 
 
@@ -197,8 +191,8 @@ def _most_by_heads(model: ModelSpec, tp: int) -> int:
 def _looks_on_slices(model: ModelSpec) -> str:
     """Return a module whose code looks at values and runs blocks, or is one; empty if none is."""
     blocks = [path for layer in model.layers if layer.is_block for path in layer.modules]
-    found = next((path for path in model.looks_in if any(is_below(block, path) for block in blocks)), None)
-    return "" if found is None else found or "the model itself"
+    looking = next((path for path in model.looks_in if any(is_below(block, path) for block in blocks)), None)
+    return "" if looking is None else looking or "the model itself"
 
 
 def apply(program: Program) -> Program:
@@ -236,19 +230,19 @@ def _with_ring(layer: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
     degree, hops, heads = placement.degree, placement.ring.degree - 1, placement.heads
     products = tuple(
         replace(
-            one,
-            rows=-(-one.rows // placement.ring.degree),
-            count=-(-one.count // heads),
-            factors=one.factors if placement.is_head_tail else "attention",
-            within=one.within if placement.is_head_tail else 1.0,
+            p,
+            rows=-(-p.rows // placement.ring.degree),
+            count=-(-p.count // heads),
+            factors=p.factors if placement.is_head_tail else "attention",
+            within=p.within if placement.is_head_tail else 1.0,
             is_hidden=True,
         )
-        if one.is_attention and not layer.is_gathered(one.owner)
+        if p.is_attention and not layer.is_gathered(p.owner)
         else product
-        for one, product in zip(layer.products, sliced.products, strict=True)
+        for p, product in zip(layer.products, sliced.products, strict=True)
     )
     # What `sliced_by` counts twice is sent by an exchange of heads alone.
-    kept = [
+    on_slices = [
         -(-sliced_exchange.elements // degree)
         for sliced_exchange in layer.sliced_exchanges
         if sliced_exchange.is_kept and heads == 1
@@ -283,7 +277,7 @@ def _with_ring(layer: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
         sliced,
         products=products,
         moved=sliced.moved.plus(added, added_cut, SUM_KERNELS * hops * outputs),
-        saved_elements=sliced.saved_elements - sum(kept),
+        saved_elements=sliced.saved_elements - sum(on_slices),
         saved_cut_elements=sliced.saved_cut_elements - sum(cut),
         working=sliced.working.plus(passing, passing_cut),
     )
@@ -316,14 +310,14 @@ def _with_others(
 ) -> Iterator[Op]:
     """Yield what the attentions of a layer send, and between them what its parts and its calls of neighbours do."""
     by_attention: dict[int, list[Op]] = {}
-    for before, ops in _by_place(layer, step, after, backward=backward):
-        by_attention.setdefault(before, []).extend(ops)
-    found = list(by_attention.get(0, ()))
+    for place, ops in _by_place(layer, step, after, backward=backward):
+        by_attention.setdefault(place, []).extend(ops)
+    exchanges = list(by_attention.get(0, ()))
     for number in range(layer.num_sliced_attentions):
         alone = layer.with_attention(number)
         ops = [*sent(alone, step, after, backward=backward)]
-        found += [*(reversed(ops) if backward else ops), *by_attention.get(number + 1, ())]
-    yield from reversed(found) if backward else found
+        exchanges += [*(reversed(ops) if backward else ops), *by_attention.get(number + 1, ())]
+    yield from reversed(exchanges) if backward else exchanges
 
 
 def _by_place(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[tuple[int, list[Op]]]:
@@ -377,8 +371,8 @@ def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *,
     )
     pairs = [*zip(calls, per_call, strict=True)]
     for call, beside in reversed(pairs) if backward else pairs:
-        *given, output = call
-        ends = (GIVEN, given), (output.role, [output])
+        *inputs, output = call
+        ends = (GIVEN, inputs), (output.role, [output])
         (first, of_first), (last, of_last) = reversed(ends) if backward else ends
         yield from _exchanged(ranks, layer, step, after, first, of_first, backward=backward)
         yield from _shifts(ranks, layer, step, after, call, beside, backward=backward)

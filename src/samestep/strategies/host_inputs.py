@@ -71,46 +71,46 @@ def _moved_bytes(program: Program) -> Mapping[int, int]:
     every = [index for blocks in _blocks(program) for index in blocks]
     stay = {roots[blocks[-1]] for blocks in _blocks(program) if blocks}
     stay |= {roots[index] for index in every if index in received or not layers[index].backward_reads_weights}
-    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    return {index: layers[index].moved_input_elements * one for index in every if roots[index] not in stay}
+    row_bytes = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    return {index: layers[index].moved_input_elements * row_bytes for index in every if roots[index] not in stay}
 
 
 def _to_host(ops: Ops, sizes: Mapping[int, int]) -> Iterator[Op]:
     """Copy each input once the layer before has computed it; the next block waits until it has left."""
-    made, leaving = "", None
+    computed, leaving = "", None
     for op in ops:
         if op.kind is OpKind.FORWARD and op.layer is not None and (leaving or op.layer in sizes):
             waits = (leaving.name,) if leaving else ()
             gone = tuple(op.name for op in leaving.allocates) if leaving else ()
             leaving = None
             if op.layer in sizes:
-                leaving = _copy(OpKind.OFFLOAD, op, sizes[op.layer]).but(after=(made,) if made else ())
+                leaving = _copy(OpKind.OFFLOAD, op, sizes[op.layer]).but(after=(computed,) if computed else ())
                 yield leaving
             op = op.but(after=(*op.after, *waits), frees_before=(*op.frees_before, *gone))
-        made = op.name if _is_computed(op) else made
+        computed = op.name if _is_computed(op) else computed
         yield op
 
 
 def _from_host(ops: Ops, sizes: Mapping[int, int], program: Program) -> Iterator[Op]:
     """Copy the input of the block before while a block repeats its forward."""
     repeated = [op for op in ops if op.kind is OpKind.RECOMPUTE]
-    before = {op.name: previous for op, previous in itertools.pairwise(repeated)}
+    previous_of = {op.name: previous for op, previous in itertools.pairwise(repeated)}
     done, coming = "", dict[int, Op]()
     for op in ops:
         if op.kind is OpKind.RECOMPUTE:
             assert op.layer is not None
-            own = coming.pop(op.layer, None)
-            if own is None and op.layer in sizes:
-                own = _copy(OpKind.FETCH, op, sizes[op.layer]).but(after=(done,) if done else ())
-                yield own
-            previous = before.get(op.name)
+            fetch = coming.pop(op.layer, None)
+            if fetch is None and op.layer in sizes:
+                fetch = _copy(OpKind.FETCH, op, sizes[op.layer]).but(after=(done,) if done else ())
+                yield fetch
+            previous = previous_of.get(op.name)
             if previous is not None and previous.layer is not None and previous.layer in sizes:
                 copy = _copy(OpKind.FETCH, previous, sizes[previous.layer]).but(after=(done,) if done else ())
                 coming[previous.layer] = copy
                 yield copy
-            if own is not None:
-                gone = tuple(op.name for op in own.allocates)
-                op = op.but(after=(*op.after, own.name), frees_before=(*op.frees_before, *gone))
+            if fetch is not None:
+                gone = tuple(op.name for op in fetch.allocates)
+                op = op.but(after=(*op.after, fetch.name), frees_before=(*op.frees_before, *gone))
         done = op.name if _is_computed(op) else done
         yield op
 

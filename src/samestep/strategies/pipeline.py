@@ -102,12 +102,12 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     if layout.virtual_stages > 1 and fewer:
         works = f"Use virtual_stages={fewer}" if fewer > 1 else "Use schedule=1f1b"
     stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
-    one, several = "block", "blocks"
+    single, several = "block", "blocks"
     if any(layer.begins_stage for layer in model.layers) or len(model.layers) == 1:
-        one, several = "call of a module", "calls of modules"
+        single, several = "call of a module", "calls of modules"
     if any(layer.begins_stage in ("named", "no") for layer in model.layers):
-        one, several = "part", "parts that model.stages names"
-    what = f"{several if starts > 1 else one} of {model.name}"
+        single, several = "part", "parts that model.stages names"
+    what = f"{several if starts > 1 else single} of {model.name}"
     beginning = (index for index, layer in enumerate(model.layers) if index and layer.is_beginning)
     closed = next((index for index in beginning if _why_no_stage(model, index, is_cut)), None)
     if closed is None:
@@ -125,18 +125,18 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
 @cache_by_model
 def _kept_over(model: ModelSpec) -> dict[int, str]:
     """Return the layers with which no stage can begin, each with the module that keeps statistics of calls before and after it."""
-    found: dict[int, str] = {}
+    by_layer: dict[int, str] = {}
     for path in model.coupled_modules:
         calls = [index for index, layer in enumerate(model.layers) if path in dict(layer.entered)]
-        found |= dict.fromkeys(range(calls[0] + 1, calls[-1] + 1), path) if calls else {}
-    return found
+        by_layer |= dict.fromkeys(range(calls[0] + 1, calls[-1] + 1), path) if calls else {}
+    return by_layer
 
 
 def _why_no_stage(model: ModelSpec, index: int, is_cut: bool) -> str:
     """Return why no stage can begin with a layer, under a tensor cut or without; empty if one can."""
-    kept = _kept_over(model).get(index, "")
-    if kept:
-        return f"{kept} keeps statistics (batch norm) of its calls before and behind it"
+    path = _kept_over(model).get(index, "")
+    if path:
+        return f"{path} keeps statistics (batch norm) of its calls before and behind it"
     return model.layers[index].why_no_stage(is_cut)
 
 
@@ -168,12 +168,12 @@ def starts(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[bool, ..
     The first beginning may always be the first.
     """
     first = next((index for index, layer in enumerate(model.layers) if layer.is_beginning), None)
-    found = [
+    may_begin = [
         index == first or (layer.is_beginning and not _why_no_stage(model, index, is_cut))
         for index, layer in enumerate(model.layers)
     ]
-    preferred = [may and layer.begins_stage != "if needed" for may, layer in zip(found, model.layers, strict=True)]
-    return tuple(preferred if sum(preferred) >= count else found)
+    preferred = [may and layer.begins_stage != "if needed" for may, layer in zip(may_begin, model.layers, strict=True)]
+    return tuple(preferred if sum(preferred) >= count else may_begin)
 
 
 def apply(program: Program) -> Program:
@@ -184,8 +184,8 @@ def apply(program: Program) -> Program:
         return program
     everywhere = chunks_of(step.model, layout.pp * layout.virtual_stages, layout.tp > 1)
     chunks = tuple(everywhere[step.stage :: layout.pp])
-    mine = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
-    local = step.but(model=replace(step.model, params=mine)).hold(_hold)
+    params = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
+    local = step.but(model=replace(step.model, params=params)).hold(_hold)
     followed = weights_sent(step.model.params, _stages_of(step.model, everywhere, layout.pp), layout)
     bodies: dict[BodyKey, Ops] = {
         UPDATE_BODY: (*program.bodies[UPDATE_BODY], *send_followed(followed, step.stage, step.master_dtype))
@@ -197,9 +197,9 @@ def apply(program: Program) -> Program:
             for index, chunk in enumerate(chunks):
                 splits = step.splits_backward and is_backward(key)
                 if (id(ops), index) not in known:
-                    whole = tuple(_chunk_ops(ops, local, chunk, is_backward(key)))
-                    deferred = tuple(deferred_gradients(whole, local)) if splits else ()
-                    rest = tuple(_without_weights(op, local) for op in whole) if splits else whole
+                    chunk_ops = tuple(_chunk_ops(ops, local, chunk, is_backward(key)))
+                    deferred = tuple(deferred_gradients(chunk_ops, local)) if splits else ()
+                    rest = tuple(_without_weights(op, local) for op in chunk_ops) if splits else chunk_ops
                     known[id(ops), index] = (rest, deferred)
                 rest, deferred = known[id(ops), index]
                 if splits:
@@ -302,17 +302,17 @@ def balance_chunks(
     because the first stages hold the most activations.
     """
     sent = sent or (0,) * len(costs)
-    before = (0, *itertools.accumulate(costs))
+    sums = (0, *itertools.accumulate(costs))
     blocks = [index for index, may_begin in enumerate(begins) if may_begin]
 
-    begun = [0, *(before[block] for block in blocks[1:])]
-    ended = [*begun[1:], before[-1]]
+    begun = [0, *(sums[block] for block in blocks[1:])]
+    ended = [*begun[1:], sums[-1]]
 
     def fewest(limit: int) -> tuple[list[int], int, int]:
         """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many. Then the cost of the
         costliest of the longest chunks within the limit, and that of the cheapest chunk beyond it."""
         needed, start = [0], 0  # first block of the longest chunk that ends before the next block
-        within, beyond = 0, before[-1]
+        within, beyond = 0, sums[-1]
         for number, end in enumerate(ended, 1):
             least = end - limit
             while start < number and begun[start] < least:
@@ -324,18 +324,16 @@ def balance_chunks(
                 beyond = end - begun[start - 1]
         return needed, within, beyond
 
-    low, high = max(max(costs), -(-before[-1] // count)), before[-1]
+    low, high = max(max(costs), -(-sums[-1] // count)), sums[-1]
     while low < high:
         needed, within, beyond = fewest((low + high) // 2)
         low, high = (low, max(low, within)) if needed[-1] <= count else (beyond, high)
     needed, _, _ = fewest(high)
     boundaries, end, last = [len(costs)], len(costs), len(blocks)
     for left in range(count - 1, 0, -1):
-        may = (
-            n for n in range(last - 1, left - 1, -1) if needed[n] <= left and before[end] - before[blocks[n]] <= high
-        )
-        rest = before[end] * left / (left + 1)
-        last = min(may, key=lambda n: (sent[blocks[n]], before[blocks[n]] > rest, abs(before[blocks[n]] - rest)))
+        may = (n for n in range(last - 1, left - 1, -1) if needed[n] <= left and sums[end] - sums[blocks[n]] <= high)
+        rest = sums[end] * left / (left + 1)
+        last = min(may, key=lambda n: (sent[blocks[n]], sums[blocks[n]] > rest, abs(sums[blocks[n]] - rest)))
         end = blocks[last]
         boundaries.append(end)
     return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(boundaries))))

@@ -140,21 +140,21 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     """Return one rank's part of a block; the output of the last block is gathered."""
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
-    kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
+    saved = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     whole_parts = layer.whole_parts
     # A product that is cut along its inner size is a summand of the whole sequence.
     summands = sum(p.result_elements for p in layer.products if p.cut == "inner" and not p.is_between)
     selective = min(layer.saved_selective_elements, layer.saved_selective_cut_elements + summands)
     passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
     products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
-    whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))
+    flops, flops_cut = (sum(product.flops for product in parts) for parts in (layer.products, products))
     dispatches = tuple(
         part if _is_within(part.owner, whole_parts) else replace(part, rows=-(-part.rows // degree))
         for part in layer.dispatches
     )
     passing = replace(
         layer,
-        forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
+        forward_flops=layer.forward_flops * flops_cut // flops if flops else layer.forward_flops,
         products=products,
         dispatches=dispatches,
         input_elements=layer.input_elements - passed + passed // degree,
@@ -164,7 +164,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         return passing
     return replace(
         passing,
-        saved_elements=kept + (layer.saved_elements - kept) // degree,
+        saved_elements=saved + (layer.saved_elements - saved) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
         input_norm_elements=layer.input_norm_elements // degree,
         working=layer.working.divided_by(degree),
@@ -237,8 +237,8 @@ def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, fi
         if boundary.kind == "split":
             yield from (op for op in sums if is_below(op.owner, boundary.owner))
     if first and any(param.trainable for param in _before_blocks(step)):
-        whole = layer.output_elements * (1 if last else step.layout.tp)
-        yield _exchange(OpKind.ALL_GATHER, layer.modules[0], whole, step, after)
+        elements = layer.output_elements * (1 if last else step.layout.tp)
+        yield _exchange(OpKind.ALL_GATHER, layer.modules[0], elements, step, after)
 
 
 def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:

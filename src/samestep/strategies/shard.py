@@ -219,9 +219,9 @@ def _scatter_in_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, r
     A unit whose input takes no gradient is scattered at the very end.
     """
     reached = {op.layer for op in ops if op.layer is not None}  # of several virtual stages a body has one's layers
-    mine = {unit.name: unit for unit in units if unit.first_layer in reached}
-    scattered = [unit for unit in mine.values() if reduces and unit.padded_grad_numel]
-    starting = by_layer(sorted(mine.values(), key=last_use, reverse=True), lambda unit: unit.last_layer)
+    by_name = {unit.name: unit for unit in units if unit.first_layer in reached}
+    scattered = [unit for unit in by_name.values() if reduces and unit.padded_grad_numel]
+    starting = by_layer(sorted(by_name.values(), key=last_use, reverse=True), lambda unit: unit.last_layer)
     ending = by_layer((unit for unit in scattered if unit.input_takes_gradient), lambda unit: unit.first_layer)
     issued: set[str] = set()
     waits: dict[int | None, tuple[str, ...]] = {None: ()}
@@ -235,7 +235,7 @@ def _scatter_in_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, r
         if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
             for unit in here:
                 if unit not in late:
-                    yield from _gathers(unit, mine, issued)
+                    yield from _gathers(unit, by_name, issued)
             waits[op.layer] = tuple(f"{OpKind.ALL_GATHER}:{unit.name}" for unit in here if unit.name in issued)
         yield op.but(after=(*op.after, *waits[op.layer])) if waits[op.layer] else op
         if op.kind is OpKind.BACKWARD:
@@ -243,7 +243,7 @@ def _scatter_in_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, r
             for unit in late:
                 while rest and _follows(rest[-1], unit):
                     behind.append(_scatter(rest.pop(), op, step))
-                behind.extend(_gathers(unit, mine, issued))
+                behind.extend(_gathers(unit, by_name, issued))
             behind.extend(_scatter(unit, op, step) for unit in reversed(rest))
     yield from behind
     last = next(op for op in reversed(ops) if op.kind is OpKind.BACKWARD)
@@ -298,7 +298,7 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
     """
     cut = [unit for unit in units if unit.num_shards > 1]
     starting, ending = by_layer(cut, lambda unit: unit.first_layer), by_layer(cut, lambda unit: unit.last_layer)
-    whole = {
+    unsharded = {
         unit.name: Buffer(f"gradient:{unit.name}", "gradients", unit.padded_grad_numel * BYTES_OF[step.master_dtype])
         for unit in cut
     }
@@ -312,11 +312,11 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
             leaving = {unit.name for unit in here if unit.is_freed_after_forward and not unit.is_called_again}
         elif op.kind is OpKind.BACKWARD and op.layer in starting:
             names = [unit.name for unit in starting[op.layer]]
-            changes["allocates"] = tuple(whole[name] for name in names if whole[name].size_bytes)
+            changes["allocates"] = tuple(unsharded[name] for name in names if unsharded[name].size_bytes)
             changes["frees"] = tuple(names) if step.zero == 3 else ()
         elif op.kind is OpKind.ALL_GATHER and op.implied:
             leaving = leaving - {op.owner}
-        elif op.implied and op.owner in whole:
-            changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
-            changes["frees"] = (whole[op.owner].name,)
+        elif op.implied and op.owner in unsharded:
+            changes["allocates"] = (unsharded[op.owner]._replace(name=_PENDING),)
+            changes["frees"] = (unsharded[op.owner].name,)
         yield op.but(**changes) if changes else op

@@ -156,8 +156,8 @@ def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
     """Return the holding of a weight, of which `param` is the local part: sharded, or replicated and maybe partial."""
     if param.cut is not None:
         return holding.sharded(AXIS, degree)
-    whole = holding.replicated(AXIS, degree)
-    return whole.partial(AXIS) if param.partial == "cut" else whole
+    replicated = holding.replicated(AXIS, degree)
+    return replicated.partial(AXIS) if param.partial == "cut" else replicated
 
 
 @cache_by_model
@@ -168,9 +168,9 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
     ranks share.
     """
     uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
-    whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
+    owners = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
     params = tuple(_cut_param(param, degree) for param in model.params)
-    layers = tuple(_cut_layer(layer, degree, whole, cuts_loss) for layer in model.layers)
+    layers = tuple(_cut_layer(layer, degree, owners, cuts_loss) for layer in model.layers)
     cuts_logits = model.logit_rows > 0 and any(p.cut and p.cut.style == "vocab" for p in params)
     if cuts_logits and cuts_loss:
         layers = (*layers[:-1], _with_cut_loss(layers[-1], degree))
@@ -179,10 +179,10 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
 
 def _with_cut_loss(last: LayerSpec, degree: int) -> LayerSpec:
     """Return the last layer with the memory of a loss on cut logits: at most two copies of a rank's logits."""
-    logits, kept, working = (
+    logits, saved, working = (
         -(-size // degree) for size in (last.output_elements, last.loss_elements, last.loss_working_elements)
     )
-    return replace(last, loss_elements=kept, loss_working_elements=min(working, 2 * logits - kept))
+    return replace(last, loss_elements=saved, loss_working_elements=min(working, 2 * logits - saved))
 
 
 def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
@@ -194,11 +194,11 @@ def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
     return replace(param, shape=shape)
 
 
-def _cut_layer(layer: LayerSpec, degree: int, whole: set[str], cuts_loss: bool) -> LayerSpec:
-    """Return one rank's part of a layer, without the sums of the modules in `whole`, which are not cut."""
-    mine = (part for part in layer.forward_sums if part.owner not in whole)
-    forward = tuple(part for part in mine if part.kind != "logits" or not cuts_loss)
-    backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
+def _cut_layer(layer: LayerSpec, degree: int, owners: set[str], cuts_loss: bool) -> LayerSpec:
+    """Return one rank's part of a layer, without the sums of the modules in `owners`, which are not cut."""
+    sums = (part for part in layer.forward_sums if part.owner not in owners)
+    forward = tuple(part for part in sums if part.kind != "logits" or not cuts_loss)
+    backward = tuple(part for part in layer.backward_sums if part.owner not in owners)
     cut = layer.cut_by(degree) if forward or backward else layer
     return replace(cut, forward_sums=forward, backward_sums=backward)
 
@@ -236,8 +236,8 @@ def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
     loss of one's own in chunks."""
     rows = step.model.logit_rows
     chunk_reduces = step.model.chunk_reduces if step.layout.loss_chunk is not None else ()
-    for held, numel in (chunk_reduces or (("largest", rows), ("sums", 2 * rows))) if rows and step.cuts_loss else ():
-        yield _sum(f"loss.{held}", step.master_dtype, after).sized(numel * step.microbatch_samples)
+    for name, numel in (chunk_reduces or (("largest", rows), ("sums", 2 * rows))) if rows and step.cuts_loss else ():
+        yield _sum(f"loss.{name}", step.master_dtype, after).sized(numel * step.microbatch_samples)
 
 
 def _sum(owner: str, dtype: str, after: Op) -> Op:

@@ -59,23 +59,23 @@ def apply(program: Program) -> Program:
 def _over_data(step: StepSpec, params: list[ParamSpec]) -> Iterator[Owners]:
     """Yield, for each data axis that shards such weights by rows, who gathers them."""
     for axis in sorted({step.holding(param).data_axis for param in params}):
-        mine = [p for p in params if step.holding(p).data_axis == axis and step.holding(p).num_shards > 1]
+        sharded = [p for p in params if step.holding(p).data_axis == axis and step.holding(p).num_shards > 1]
         ranks = step.ranks.size(axis)
-        parts = {p.name: -(-p.rows // ranks) * p.row_numel for p in mine}
-        wholes = {p.name: p.numel for p in mine}
-        if mine:
+        parts = {p.name: -(-p.rows // ranks) * p.row_numel for p in sharded}
+        wholes = {p.name: p.numel for p in sharded}
+        if sharded:
             yield _assign_owners(axis, ranks, parts, wholes, dict.fromkeys(parts), axis, is_cut=False)
 
 
 def _over_cuts(step: StepSpec, params: list[ParamSpec], lenders: Mapping[str, int]) -> Iterator[Owners]:
     """Yield, for each axis that cuts such weights, who updates them."""
     for axis in sorted({axis for param in params for axis in step.holding(param).sharded_over}):
-        mine = [param for param in params if axis in step.holding(param).sharded_over]
+        cut = [param for param in params if axis in step.holding(param).sharded_over]
         ranks = step.ranks.size(axis)
-        parts = {p.name: p.numel for p in mine}
-        wholes = {p.name: p.numel * ranks for p in mine}
-        held = {p.name: lenders.get(p.name) for p in mine}
-        yield _assign_owners(axis, ranks, parts, wholes, held, step.holding(mine[0]).data_axis, is_cut=True)
+        parts = {p.name: p.numel for p in cut}
+        wholes = {p.name: p.numel * ranks for p in cut}
+        owners = {p.name: lenders.get(p.name) for p in cut}
+        yield _assign_owners(axis, ranks, parts, wholes, owners, step.holding(cut[0]).data_axis, is_cut=True)
 
 
 def _assign_owners(
@@ -125,8 +125,8 @@ def _chunks(program: Program) -> dict[str, int]:
 def _add_exchanges(ops: Ops, owners: tuple[Owners, ...], dtype: str) -> Iterator[Op]:
     """Yield the update's ops with the exchange of gradients before the step's scalars, and of weights after the update."""
 
-    def op(one: Owners, name: str, numel: int, after: tuple[str, ...]) -> Op:
-        sent = Op(kind=OpKind.ALL_TO_ALL, owner=f"{name} {one.axis}", axis=one.axis, dtype=dtype, after=after)
+    def op(owners: Owners, name: str, numel: int, after: tuple[str, ...]) -> Op:
+        sent = Op(kind=OpKind.ALL_TO_ALL, owner=f"{name} {owners.axis}", axis=owners.axis, dtype=dtype, after=after)
         return sent.but(is_exposed=True).sized(numel)
 
     waits: tuple[str, ...] = ()

@@ -182,7 +182,7 @@ def _left_alone(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> list[T
     largest = max((float(one.norm()) for one in drawn), default=0.0) or 1.0
     results: list[Tensor] = []
     with disable_current_modes(), torch.no_grad(), preserve_function(hook) as before:
-        near = [number * by / largest for number in sorted(before.numbers)[-_MOST_NUMBERS:] for by in (0.9, 1.1)]
+        near = [number * by / largest for number in sorted(before.before.numbers)[-_MOST_NUMBERS:] for by in (0.9, 1.1)]
         for size in (*_SIZES, *near):
             whole = [one * size for one in drawn]
             seen = [one.clone() for one in whole]

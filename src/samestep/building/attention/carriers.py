@@ -200,10 +200,10 @@ class AttentionCall(NamedTuple):
     @property
     def heads(self) -> tuple[int, ...]:
         """Sizes of the dimensions of samples and heads, to which queries, keys, values and mask are broadcast."""
-        found, key, value = self.query.shape[:-2], self.key.shape, self.value.shape
-        shapes = [key[:-3] + found[-1:], value[:-3] + found[-1:]] if self.enable_gqa else [key[:-2], value[:-2]]
+        lead, key, value = self.query.shape[:-2], self.key.shape, self.value.shape
+        shapes = [key[:-3] + lead[-1:], value[:-3] + lead[-1:]] if self.enable_gqa else [key[:-2], value[:-2]]
         shapes += [] if self.attn_mask is None else [self.attn_mask.shape[:-2]]
-        return tuple(found) if shapes.count(found) == len(shapes) else tuple(torch.broadcast_shapes(found, *shapes))
+        return tuple(lead) if shapes.count(lead) == len(shapes) else tuple(torch.broadcast_shapes(lead, *shapes))
 
     def attend(self, dropout: DroppedWeights | None = None, across: Across | None = None) -> Tensor:
         """Return the output of the attention, with the weights dropped that dropout drops."""
@@ -213,7 +213,7 @@ class AttentionCall(NamedTuple):
         ) and (self.attn_mask is None or self.attn_mask.dim() <= 4):  # fmt: skip
             return output_of(*self[:3], self.spec(dropout), across)
         heads = self.heads
-        query, key, value = (_in_heads(one, heads) for one in self[:3])
+        query, key, value = (_in_heads(tensor, heads) for tensor in self[:3])
         mask = self.attn_mask
         if mask is not None and mask.dim() > 4:
             mask = mask.expand(*heads, *mask.shape[-2:]).flatten(0, -4)
@@ -237,9 +237,9 @@ class AttentionCall(NamedTuple):
         if self.enable_gqa and heads and query[-3] % key[-3] == 0:
             of_keys = (*of_keys[:-1], query[-3])
         try:
-            whole = torch.broadcast_shapes(heads, of_keys)
+            shape = torch.broadcast_shapes(heads, of_keys)
             if self.attn_mask is not None:
-                torch.broadcast_shapes(self.attn_mask.shape, (*whole, query[-2], key[-2]))
+                torch.broadcast_shapes(self.attn_mask.shape, (*shape, query[-2], key[-2]))
         except RuntimeError:
             mask = "" if self.attn_mask is None else f" and a mask {tuple(self.attn_mask.shape)}"
             text = f"attention of queries {query} with keys {key}{mask}: their heads or masks do not fit"
@@ -248,9 +248,9 @@ class AttentionCall(NamedTuple):
 
 def _in_heads(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Return queries, keys or values [..., T, D] as [B, A, T, D], where samples and heads have these sizes."""
-    mine = heads[-1:] if tensor.dim() < 3 or tensor.shape[-3] == 1 else tensor.shape[-3:-2]
-    whole = tensor.expand(*heads[:-1], *mine, *tensor.shape[-2:])
-    return whole.flatten(0, -4) if whole.dim() > 4 else whole[(None,) * (4 - whole.dim())]
+    own_heads = heads[-1:] if tensor.dim() < 3 or tensor.shape[-3] == 1 else tensor.shape[-3:-2]
+    expanded = tensor.expand(*heads[:-1], *own_heads, *tensor.shape[-2:])
+    return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded[(None,) * (4 - expanded.dim())]
 
 
 def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:

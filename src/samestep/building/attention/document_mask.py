@@ -77,12 +77,12 @@ def _attention(call: AttentionCall) -> Tensor:
     assert isinstance(mask, DocumentMask), "it is called for such masks"
     sizes = (mask.shape[0], mask.shape[3])
     # A trace that follows slices of sequences gives a part of the tokens, and a run gives all.
-    alike = all(one.dim() == 4 and (one.is_meta or (one.shape[0], one.shape[2]) == sizes) for one in (query, key))
+    alike = all(x.dim() == 4 and (x.is_meta or (x.shape[0], x.shape[2]) == sizes) for x in (query, key))
     if not alike or dropout_p or is_causal:
         return call._replace(attn_mask=mask if query.is_meta else mask.dense()).run(F.scaled_dot_product_attention)
     if not query.is_meta:
         return output_of(query, key, value, call.spec())
     # A trace computes all documents at once, with the copies that splitting and joining them make.
-    query, key, value = (one.split(one.shape[2], 2)[0] for one in (query, key, value))
+    query, key, value = (x.split(x.shape[2], 2)[0] for x in (query, key, value))
     output = call._replace(query=query, key=key, value=value).run(F.scaled_dot_product_attention)
     return output.transpose(1, 2).clone().transpose(1, 2)

@@ -181,19 +181,19 @@ def add_gradients(
     query, key, value = given
     weights, drop = computed
     times = 1.0 if spec.dropout is None else spec.dropout.scale
-    kept = weights if drop is None else weights.masked_fill(drop, 0.0)
-    into.of_values.add(block.keys, by_queries(kept, gradient, value, times))
-    found = by_features(gradient, value[:, :, block.keys], times)
+    undropped = weights if drop is None else weights.masked_fill(drop, 0.0)
+    into.of_values.add(block.keys, by_queries(undropped, gradient, value, times))
+    of_scores = by_features(gradient, value[:, :, block.keys], times)
     if drop is not None:
-        found = found.masked_fill_(drop, 0.0)
+        of_scores = of_scores.masked_fill_(drop, 0.0)
     if sums is None:
-        found = torch.ops.aten._softmax_backward_data(found, weights, -1, weights.dtype)
+        of_scores = torch.ops.aten._softmax_backward_data(of_scores, weights, -1, weights.dtype)
     else:
-        found = found.sub_(sums).mul_(weights)
+        of_scores = of_scores.sub_(sums).mul_(weights)
     if into.of_mask is not None:
-        _add_to_mask(pairs, block, into.of_mask, found)
-    into.of_queries.add(block.rows, by_keys(found, key[:, :, block.keys], scale))
-    into.of_keys.add(block.keys, by_queries(found, query[:, :, block.rows].to(found.dtype), key, scale))
+        _add_to_mask(pairs, block, into.of_mask, of_scores)
+    into.of_queries.add(block.rows, by_keys(of_scores, key[:, :, block.keys], scale))
+    into.of_keys.add(block.keys, by_queries(of_scores, query[:, :, block.rows].to(of_scores.dtype), key, scale))
 
 
 # -- all keys on one device ------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def attend_by_formula(
 ) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L], of no elements where none is needed."""
     how = _How(spec.but(mask=None), scale_of(spec, query), needs_lse)
-    found: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, how)
-    return found
+    result: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, how)
+    return result
 
 
 def scale_of(spec: AttentionSpec, query: Tensor) -> float:
@@ -253,7 +253,7 @@ def _wide_rows(*tensors: Tensor) -> Sequence[Tensor]:
     first, *others = tensors
     if first.dtype in WIDE:
         return [tensor.flatten(0, 1) for tensor in tensors]
-    if any(one.shape != first.shape for one in others):
+    if any(tensor.shape != first.shape for tensor in others):
         return [tensor.to(wide(first)).flatten(0, 1) for tensor in tensors]
     return torch.stack(tensors).to(wide(first)).flatten(1, 2).unbind()
 
@@ -264,7 +264,7 @@ class _Formula(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
         ctx.how = how
-        kept: tuple[Tensor | None, ...] = ()
+        saved: tuple[Tensor | None, ...] = ()
         ctx.set_materialize_grads(False)
         spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
         with disable_current_modes():  # selective recompute would keep the products of all blocks
@@ -278,30 +278,30 @@ class _Formula(torch.autograd.Function):
                 if lse is not None:
                     sums.add(block.rows, lse)
                 if weights.numel() <= KEPT_ELEMENTS and block.num_rows == query.shape[2]:
-                    kept = weights, drop
+                    saved = weights, drop
             output = outputs.value.to(query.dtype)
             log_sum_exp = sums.value if how.needs_lse else output.new_empty(0)
-        ctx.save_for_backward(query, key, value, mask, *kept)
+        ctx.save_for_backward(query, key, value, mask, *saved)
         ctx.mark_non_differentiable(log_sum_exp)
         return output, log_sum_exp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, *kept = ctx.saved_tensors
+        query, key, value, mask, *saved = ctx.saved_tensors
         how: _How = ctx.how
         spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
         keys, values = widen(key), widen(value)
         into = Gradients(query, keys, values, mask if ctx.needs_input_grad[3] else None)
         for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
-            if kept:
-                weights, drop = kept
+            if saved:
+                weights, drop = saved
             else:
                 scores = scores_of(spec, how.scale, pairs, block, query, keys)
                 weights, _ = weights_of(spec, scores, needs_lse=False)
                 drop = dropped_of(spec, pairs, block)
-            given = widen(gradients[0][:, :, block.rows])
-            add_gradients(spec, how.scale, pairs, block, (query, keys, values), (weights, drop), given, None, into)
+            of_output = widen(gradients[0][:, :, block.rows])
+            add_gradients(spec, how.scale, pairs, block, (query, keys, values), (weights, drop), of_output, None, into)
         of_three = (into.of_queries.like(query), into.of_keys.like(key), into.of_values.like(value))
         return *of_three, into.of_mask, None
 
@@ -344,13 +344,13 @@ class Sum:
 
 def cut(runs: Runs, some: slice) -> Runs:
     """Return the tokens at some positions of what is here."""
-    found, start = [], 0
+    ranges, start = [], 0
     for run in runs:
         low, high = max(some.start - start, 0), min(some.stop - start, len(run))
         if low < high:
-            found.append(run[low:high])
+            ranges.append(run[low:high])
         start += len(run)
-    return tuple(found)
+    return tuple(ranges)
 
 
 def taken(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
@@ -373,8 +373,8 @@ def _hidden(spec: AttentionSpec, pairs: Pairs, block: AttentionTile, device: tor
         far = distance >= window if spec.causal else distance.abs() >= window
         hidden = far if hidden is None else hidden | far
     if spec.documents is not None:
-        mine, theirs = taken(spec.documents, 1, queries), taken(spec.documents, 1, keys)
-        others = mine[:, None, :, None] != theirs[:, None, None, :]
+        of_queries, of_keys = taken(spec.documents, 1, queries), taken(spec.documents, 1, keys)
+        others = of_queries[:, None, :, None] != of_keys[:, None, None, :]
         hidden = others if hidden is None else hidden | others
     return hidden
 
@@ -384,8 +384,8 @@ def hides_all(spec: AttentionSpec, pairs: Pairs, block: AttentionTile) -> bool:
     if spec.mask is not None and spec.mask.dtype is torch.bool and spec.mask.device.type == "cpu":
         return not mask_part(spec.mask, pairs, block).any()
     if spec.documents is not None and spec.documents.device.type == "cpu":
-        mine, theirs = (taken(spec.documents, 1, cut(*one)) for one in zip(pairs, block, strict=True))
-        return not (mine[:, :, None] == theirs[:, None]).any()
+        of_queries, of_keys = (taken(spec.documents, 1, cut(*ends)) for ends in zip(pairs, block, strict=True))
+        return not (of_queries[:, :, None] == of_keys[:, None]).any()
     return False
 
 
@@ -439,10 +439,10 @@ def mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
 
 def _add_to_mask(pairs: Pairs, block: AttentionTile, of_mask: Tensor, of_scores: Tensor) -> None:
     """Add the gradient of scores to that of the mask that was added to them."""
-    mine, theirs = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
+    query_parts, key_parts = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
     by_query, by_key = of_mask.dim() > 1 and of_mask.shape[-2] > 1, of_mask.shape[-1] > 1
-    for queries, part in zip(mine, of_scores.split([len(one) for one in mine], -2), strict=True):
-        for keys, each in zip(theirs, part.split([len(one) for one in theirs], -1), strict=True):
+    for queries, part in zip(query_parts, of_scores.split([len(p) for p in query_parts], -2), strict=True):
+        for keys, each in zip(key_parts, part.split([len(p) for p in key_parts], -1), strict=True):
             window = of_mask.narrow(-2, queries.start, len(queries)) if by_query else of_mask
             window = window.narrow(-1, keys.start, len(keys)) if by_key else window
             window.add_(_fit(each, window.shape))

@@ -79,16 +79,16 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values in the dtype of their sums."""
     keys, values = _with_heads_of(query, key), _with_heads_of(query, value)
-    found = flash_attention_backward(
+    results = flash_attention_backward(
         given, query, keys, values, output, log_sum_exp.contiguous(), is_causal=is_causal, scale=scale
     )
-    return widen(found[0]), _summed_heads(found[1], key), _summed_heads(found[2], value)
+    return widen(results[0]), _summed_heads(results[1], key), _summed_heads(results[2], value)
 
 
 def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L]."""
-    found: tuple[Tensor, Tensor] = _Flash.apply(query, key, value, _How(spec.causal, scale_of(spec, query)))
-    return found
+    result: tuple[Tensor, Tensor] = _Flash.apply(query, key, value, _How(spec.causal, scale_of(spec, query)))
+    return result
 
 
 class _How(NamedTuple):
@@ -111,9 +111,9 @@ class _Flash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        given = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
-        found = flash_backward(given, query, key, value, output, log_sum_exp, **ctx.how._asdict())
-        return *(one.to(like.dtype) for one, like in zip(found, (query, key, value), strict=True)), None
+        of_output = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
+        results = flash_backward(of_output, query, key, value, output, log_sum_exp, **ctx.how._asdict())
+        return *(result.to(like.dtype) for result, like in zip(results, (query, key, value), strict=True)), None
 
 
 @functools.cache
@@ -130,11 +130,11 @@ def variable_length(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [T, A, D] and log-sum-exps [A, T] of sequences that begin at some offsets, int32 [N + 1]."""
     assert _varlen is not None
-    found: Any = _varlen.varlen_attn(
+    result: Any = _varlen.varlen_attn(
         query, key, value, offsets, offsets, longest, longest, return_aux=_varlen.AuxRequest(lse=True), scale=scale,
         window_size=window, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    output, log_sum_exp = found
+    output, log_sum_exp = result
     return output, log_sum_exp
 
 
@@ -169,7 +169,7 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) 
     shared = query.shape[1] != key.shape[1]
     outputs = []
     for *sample, lengths in zip(query.split(1), key.split(1), value.split(1), lengths_of_all, strict=True):
-        for q, k, v in zip(*(one.split(lengths, 2) for one in sample), strict=True):
+        for q, k, v in zip(*(tensor.split(lengths, 2) for tensor in sample), strict=True):
             output = F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=shared)
             outputs.append(output.squeeze(0).transpose(0, 1))
     joined = torch.cat(outputs).unflatten(0, (query.shape[0], -1))
@@ -182,7 +182,7 @@ def attend_by_length(query: Tensor, key: Tensor, value: Tensor, spec: AttentionS
     lengths = [*itertools.chain.from_iterable(spec.lengths)]
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     offsets = (ends.pin_memory() if query.is_cuda else ends).to(query.device, non_blocking=True)
-    q_tad, k_tad, v_tad = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    q_tad, k_tad, v_tad = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if spec.window is None else spec.window - 1
     scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     output, log_sum_exp = variable_length(
@@ -239,18 +239,18 @@ def agrees(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], ca
                 lambda start, stop, num_keys: mask[..., start:stop, :num_keys],
                 lambda: WeightHashes(halves, columns, -(2**30)),
             )
-            spec, found = AttentionSpec(causal=causal, dropout=dropped), list[list[Tensor]]()
+            spec, runs = AttentionSpec(causal=causal, dropout=dropped), list[list[Tensor]]()
             for is_formula in (False, True):
                 leaves = [number.clone().requires_grad_() for number in numbers[:3]]
                 query, key, value = leaves
                 by_formula = attend_by_formula(query, key, value, spec, needs_lse=False) if is_formula else None
                 output, _ = by_formula or attend_dropped(query, key, value, spec)
-                found.append([output.detach(), *torch.autograd.grad(output, leaves, numbers[3])])
+                runs.append([output.detach(), *torch.autograd.grad(output, leaves, numbers[3])])
     except Exception:  # whatever the compilers of a machine raise
         return False
     return all(
         bool((ours.float() - theirs.float()).abs().max() < _FAR * theirs.float().abs().max().clamp_min(1.0))
-        for ours, theirs in zip(*found, strict=True)
+        for ours, theirs in zip(*runs, strict=True)
     )
 
 
@@ -281,8 +281,8 @@ def flash_form(spec: AttentionSpec, scale: float, queries: range, keys: range, r
 def attend_dropped(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L]."""
     how = _DroppedForm(spec.but(mask=None), scale_of(spec, query))
-    found: tuple[Tensor, Tensor] = _DroppedFlash.apply(query, key, value, spec.mask, how)
-    return found
+    result: tuple[Tensor, Tensor] = _DroppedFlash.apply(query, key, value, spec.mask, how)
+    return result
 
 
 class _DroppedForm(NamedTuple):

@@ -28,20 +28,20 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def by_features(query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
     """Return products over features [B, A, L, S], of queries [B, A, L, D] and keys [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(query, key), key.flatten(0, 1).transpose(1, 2), times)
-    return found.view(*query.shape[:-1], key.shape[-2])
+    product = _multiplied(_by_key_heads(query, key), key.flatten(0, 1).transpose(1, 2), times)
+    return product.view(*query.shape[:-1], key.shape[-2])
 
 
 def by_keys(weights: Tensor, value: Tensor, times: float = 1.0) -> Tensor:
     """Return sums over keys [B, A, L, D], of weights [B, A, L, S] and values [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(weights, value), value.flatten(0, 1), times)
-    return found.view(*weights.shape[:-1], value.shape[-1])
+    product = _multiplied(_by_key_heads(weights, value), value.flatten(0, 1), times)
+    return product.view(*weights.shape[:-1], value.shape[-1])
 
 
 def by_queries(weights: Tensor, query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
     """Return sums over queries [B, K, S, D], of weights [B, A, L, S] and queries [B, A, L, D] that share keys [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(weights, key).transpose(1, 2), _by_key_heads(query, key), times)
-    return found.view(*key.shape[:2], *found.shape[1:])
+    product = _multiplied(_by_key_heads(weights, key).transpose(1, 2), _by_key_heads(query, key), times)
+    return product.view(*key.shape[:2], *product.shape[1:])
 
 
 def _by_key_heads(tensor: Tensor, key: Tensor) -> Tensor:

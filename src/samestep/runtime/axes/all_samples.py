@@ -134,48 +134,48 @@ class AllSamples:
         ]
 
     def check_alike(self, tensors: Sequence[StepTensor]) -> None:
-        """Compare outputs without a dimension of samples over micro-batches and ranks.
+        """Compare outputs without a dimension of samples over micro-batches, ranks and their slices of the tokens.
 
         Raises:
             JobError: they differ; all ranks raise it.
         """
         numbers = [tensor for tensor in tensors if tensor.place.dim < 0 and tensor.is_read and tensor.of == "outputs"]
         for index, number in enumerate(numbers):
-            mine = torch.stack([part.detach().to(torch.float64).flatten() for part in number.parts])
+            numbers_here = torch.stack([part.detach().to(torch.float64).flatten() for part in number.parts])
             with outside_step():
-                everything = self.ranks.gather(mine, f"loss.alike.{index}")
+                everything = self.tokens.rows(self.ranks.gather(numbers_here, f"loss.alike.{index}"))
             limit = min(map(limit_of_values, (number.parts[0].dtype, torch.float32)))
             off = (everything - everything[:1]).abs()
             if bool((off > limit * everything[:1].abs().clamp_min(1e-6)).any()):
                 raise JobError(
                     "loss-over-batch",
                     f"the loss over the whole batch is given an output {list(number.parts[0].shape)} that has no dimension of samples "
-                    f"and differs between micro-batches by {float(off.max()):.3g}. Use one that is the same for all samples, or one with a row for each",
+                    f"and differs between parts of the batch by {float(off.max()):.3g}. Use one that is the same for all samples, or one with a row for each",
                 )
 
     def _joined(self, tensor: StepTensor, rows: Tensor) -> Tensor:
         """Return a tensor of all samples from this rank's rows of it."""
 
-        def all_rows(mine: Tensor) -> Tensor:
-            found = self.ranks.gather_rows(mine, [sum(of_rank) for of_rank in self.sizes], tensor.name)
-            return found if self.order is None else found[self.order.to(found.device)]
+        def all_rows(rows: Tensor) -> Tensor:
+            gathered = self.ranks.gather_rows(rows, [sum(of_rank) for of_rank in self.sizes], tensor.name)
+            return gathered if self.order is None else gathered[self.order.to(gathered.device)]
 
         def own_rows(gradient: Tensor) -> Tensor:
             return self._summed(gradient, tensor)[self.own_places(gradient.device)]
 
         rows = _from_numbers(_through(_as_numbers(rows), all_rows, own_rows), tensor.parts[0])
-        whole = rows.transpose(0, 1).flatten(0, 2).movedim(0, tensor.place.dim)
+        tensor_of_all = rows.transpose(0, 1).flatten(0, 2).movedim(0, tensor.place.dim)
         if not tensor.is_sliced:
-            return whole
+            return tensor_of_all
         return _through(
-            whole, lambda mine: self.tokens.whole(mine, tensor.name), lambda one: self.tokens.own(one, TOKENS)
+            tensor_of_all, lambda x: self.tokens.whole(x, tensor.name), lambda g: self.tokens.own(g, TOKENS)
         )
 
     def _of_one(self, tensor: StepTensor) -> Tensor:
         """Return a tensor that is the same on all ranks; one that is not read has the shape of that of all samples, and no values."""
         first, place = tensor.parts[0], tensor.place
         if tensor.is_read:
-            return _through(first, lambda mine: mine, lambda gradient: self._summed(gradient, tensor))
+            return _through(first, lambda x: x, lambda gradient: self._summed(gradient, tensor))
         shape = list(first.shape)
         if place.dim >= 0:
             shape[place.dim] = shape[place.dim] // max(1, self.mine[0]) * self.number
@@ -194,7 +194,7 @@ class AllSamples:
         """
         if not parts:
             return []
-        shapes = [[part.shape[1:] for part in one] for one in parts]
+        shapes = [[part.shape[1:] for part in parts_of_one] for parts_of_one in parts]
         mine = [_largest(one) for one in shapes]
         differ = [any(shape != largest for shape in one) for one, largest in zip(shapes, mine, strict=True)]
         everything = [mine]
@@ -208,8 +208,8 @@ class AllSamples:
                 [tuple(row[: len(sizes)]) for row, sizes in zip(of_rank, mine, strict=True)] for of_rank in numbers
             ]
             differ = [any(of_rank[index][-1] for of_rank in numbers) for index in range(len(parts))]
-        found = [_largest([of_rank[index] for of_rank in everything]) for index in range(len(parts))]
-        for index, sizes in enumerate(found):
+        agreed = [_largest([of_rank[index] for of_rank in everything]) for index in range(len(parts))]
+        for index, sizes in enumerate(agreed):
             if (self.pad is None or self.tokens.send) and (
                 differ[index] or any(of_rank[index] != sizes for of_rank in everything)
             ):
@@ -223,7 +223,7 @@ class AllSamples:
                     "loss-over-batch",
                     f"the loss over the whole batch is given tensors of {some} by different parts of it. Use samestep.whole_batch(loss, pad=0.0), which pads them, or samples of one size",
                 )
-        return found
+        return agreed
 
     def _padded(self, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return a part of the samples, padded to the sizes that all ranks have agreed on."""

@@ -253,9 +253,9 @@ def _chunking_of(program: Program, mesh: Mesh, tokens: int, run: RunFunction) ->
         return Chunking(tokens, run=run)
     group = mesh.groups["tp"]
 
-    def reduce(values: Tensor, held: str) -> None:
-        op = dist.ReduceOp.MAX if held == "largest" else dist.ReduceOp.SUM
-        with owned(f"loss.{held}"):
+    def reduce(values: Tensor, name: str) -> None:
+        op = dist.ReduceOp.MAX if name == "largest" else dist.ReduceOp.SUM
+        with owned(f"loss.{name}"):
             dist.all_reduce(values, op=op, group=group)
 
     return Chunking(tokens, dist.get_world_size(group), dist.get_rank(group), reduce, run)

@@ -40,6 +40,9 @@ from samestep.runtime.axes.one_group_norm import (
     NormalisedGroup,
     OneGroupNorm,
     StatisticsExchange,
+    gradient_of_run,
+    normalised,
+    sums_of_run,
 )
 from samestep.runtime.axes.step_part import ShapesOf, SharedSamples
 from samestep.runtime.contexts import Anew
@@ -263,40 +266,40 @@ class BatchNorms(SharedSamples):
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a checkpointed forward, which records statistics, and of its repetition, which takes them."""
-        found: list[_Found] = []
+        records: list[_Found] = []
         recording, replaying = self.values.recompute_contexts()
 
         @contextmanager
         def first() -> Iterator[None]:
-            self._records.append(found)
+            self._records.append(records)
             try:
                 with recording():
                     yield
             finally:
-                self._records.remove(found)
+                self._records.remove(records)
 
         @contextmanager
         def repeated() -> Iterator[None]:
-            before = self._repeats, self._records
-            self._repeats, self._records = iter(found), []
+            previous = self._repeats, self._records
+            self._repeats, self._records = iter(records), []
             try:
                 with replaying():
                     yield
             finally:
-                self._repeats, self._records = before
+                self._repeats, self._records = previous
 
         return first(), Anew(repeated)
 
     @contextmanager
     def _taking(self, part: _MicrobatchPart, microbatch: int | None = None) -> Iterator[None]:
-        before, self._part = self._part, part
+        previous, self._part = self._part, part
         try:
             with self.values.of(part.groups.shares.global_batch) if microbatch is None else self.values.of_step():
                 yield
             self.kept.write()
         finally:
             self.kept.drop()
-            self._part = before
+            self._part = previous
 
     def _forward(
         self,
@@ -330,16 +333,16 @@ class BatchNorms(SharedSamples):
 
         None where the call computes as it always does.
         """
-        found = next(self._repeats, None) if self._repeats is not None else None
-        is_repeated = found is not None
-        if found is None and self._part is not None:
+        statistics_of_call = next(self._repeats, None) if self._repeats is not None else None
+        is_repeated = statistics_of_call is not None
+        if statistics_of_call is None and self._part is not None:
             ranks = self._ranks if self._part.groups.spans_ranks else None
             statistics = self._taken(x.detach(), self._part, owner, keeps)
-            found = _Found(statistics, self._part, ranks, owner, self._views[owner])
-        if found is not None:
+            statistics_of_call = _Found(statistics, self._part, ranks, owner, self._views[owner])
+        if statistics_of_call is not None:
             for record in self._records:
-                record.append(found)
-        return found, is_repeated
+                record.append(statistics_of_call)
+        return statistics_of_call, is_repeated
 
     def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics | GroupStatistics:
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
@@ -355,13 +358,13 @@ class BatchNorms(SharedSamples):
         if is_sent and groups.num_groups == slots == 1:
             part.rows(x, owner, self._views[owner])
             return self.exchanges[owner].statistics(x, counts=part.counts)
-        mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
-        for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
+        runs = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
+        for row, (_, rows) in zip(runs, part.rows(x, owner, self._views[owner]), strict=False):
             if part.counts:
                 mean, variance = torch.batch_norm_update_stats(rows.to(wide), None, None, 0.0)
                 count = rows.numel() // channels
                 torch.cat([mean.new_full((1,), count), mean, variance * count], out=row)
-        everything = self._ranks.gather(mine, owner) if is_sent else mine
+        everything = self._ranks.gather(runs, owner) if is_sent else runs
         ranges = part.slots if is_sent else _own_slots(part)
         merged = [_merge_runs(everything[where.start : where.stop], channels) for where in ranges]
         return _Statistics(*(torch.stack(parts) for parts in zip(*merged, strict=True)))
@@ -369,8 +372,8 @@ class BatchNorms(SharedSamples):
 
 def _own_slots(part: _MicrobatchPart) -> tuple[range, ...]:
     """Return the slots of each group among those of this rank alone."""
-    mine = {run.group: range(index, index + 1) for index, run in enumerate(part.runs)}
-    return tuple(mine.get(group, range(0)) for group in range(len(part.slots)))
+    slots = {run.group: range(index, index + 1) for index, run in enumerate(part.runs)}
+    return tuple(slots.get(group, range(0)) for group in range(len(part.slots)))
 
 
 def _merge_runs(tensor: Tensor, channels: int) -> _Statistics:
@@ -386,13 +389,13 @@ def _merge_runs(tensor: Tensor, channels: int) -> _Statistics:
 @contextmanager
 def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
     """Let a module write into copies of its buffers, inside."""
-    kept = dict(module._buffers)
+    buffers = dict(module._buffers)
     with disable_current_modes():  # that of recompute=selective takes only what the first forward has done
-        module._buffers.update({name: None if one is None else one.clone() for name, one in kept.items()})
+        module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
         yield
     finally:
-        module._buffers.update(kept)
+        module._buffers.update(buffers)
 
 
 class _BatchNormMode(TorchFunctionMode):
@@ -411,33 +414,33 @@ class _BatchNormMode(TorchFunctionMode):
         keeps = call["running_mean"] is not None
         if not call["training"]:
             return func(*args, **(kwargs or {}))
-        found, is_repeated = self._norms.found(call["input"], self._path, keeps)
-        if found is None:
+        of_call, is_repeated = self._norms.found(call["input"], self._path, keeps)
+        if of_call is None:
             return func(*args, **(kwargs or {}))
         if keeps and not is_repeated:
-            self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
+            self._keep(of_call.statistics, call["running_mean"], call["running_var"], call["momentum"])
         x = self._norms.with_gradient(call["input"], self._path)
-        if isinstance(found.statistics, GroupStatistics):
-            exchange = self._norms.exchanges[found.owner]
-            how = exchange, found.ranks is not None, found.part.counts, found.statistics, call["eps"]
+        if isinstance(of_call.statistics, GroupStatistics):
+            exchange = self._norms.exchanges[of_call.owner]
+            how = exchange, of_call.ranks is not None, of_call.part.counts, of_call.statistics, call["eps"]
             return NormalisedGroup.apply(x, call["weight"], call["bias"], how)
-        return _Normalised.apply(x, call["weight"], call["bias"], call["eps"], found)
+        return _Normalised.apply(x, call["weight"], call["bias"], call["eps"], of_call)
 
     @torch.no_grad()
     def _keep(
-        self, found: _Statistics | GroupStatistics, mean: Tensor, variance: Tensor | None, momentum: float
+        self, statistics: _Statistics | GroupStatistics, mean: Tensor, variance: Tensor | None, momentum: float
     ) -> None:
         """Update running statistics with each group in turn, and correct a module's counter, which its code has
         raised by one; those of one group with torch's own code, which does not look at them, at the end of the forward."""
         norm = self._module
         counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
-        if isinstance(found, GroupStatistics):
+        if isinstance(statistics, GroupStatistics):
             is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
             if is_own and variance is not None and norm.momentum is not None:
-                self._norms.kept.add(norm, momentum, found)
+                self._norms.kept.add(norm, momentum, statistics)
                 return
-            found = _Statistics(found.count[None], found.mean[None], found.variance[None])
-        for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):
+            statistics = _Statistics(statistics.count[None], statistics.mean[None], statistics.variance[None])
+        for index, (count, of_group, squared) in enumerate(zip(*statistics, strict=True)):
             if counter is not None:
                 counter += index > 0
             of_new: Any = momentum
@@ -453,57 +456,41 @@ class _Normalised(torch.autograd.Function):
     """The normalised input; the gradient goes through the statistics to every sample of a group, on whatever rank it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, found: _Found) -> Tensor:
-        ctx.found, ctx.eps, ctx.bias_dtype = found, eps, None if bias is None else bias.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, of_call: _Found) -> Tensor:
+        ctx.found, ctx.eps, ctx.bias_dtype = of_call, eps, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        assert isinstance(found.statistics, _Statistics)
-        _, means, variances = found.statistics
-        wide = means.dtype
-        w, b = (None if one is None else one.to(wide) for one in (weight, bias))
-        parts = [
-            torch.batch_norm(rows.to(wide), w, b, means[group], variances[group], False, 0.0, eps, False).to(x.dtype)
-            for group, rows in found.rows(x)
-        ]
-        return found.joined(parts)
+        assert isinstance(of_call.statistics, _Statistics)
+        _, means, variances = of_call.statistics
+        parts = [normalised(rows, weight, bias, means[g], variances[g], eps) for g, rows in of_call.rows(x)]
+        return of_call.joined(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        found: _Found = ctx.found
-        assert isinstance(found.statistics, _Statistics)
-        counts, means, variances = found.statistics
+        of_call: _Found = ctx.found
+        assert isinstance(of_call.statistics, _Statistics)
+        counts, means, variances = of_call.statistics
         wide, inverse = means.dtype, (variances + ctx.eps).rsqrt()
-        rows = [(group, part.to(wide)) for group, part in found.rows(x)]
-        given = [part.to(wide) for _, part in found.rows(gradients[0])]
+        rows = [(group, part.to(wide)) for group, part in of_call.rows(x)]
+        gradients_of_runs = [part.to(wide) for _, part in of_call.rows(gradients[0])]
         ones = torch.ones_like(means[0])
-        sums = means.new_zeros(found.part.groups.num_groups, 2, means.shape[1])
-        for (group, part), g in zip(rows, given, strict=True):
-            mean, r = means[group], inverse[group]
-            # With weights of ones the kernel returns the sums of g and of g x' over these rows.
-            _, of_product, of_g = torch.ops.aten.native_batch_norm_backward(
-                g, part, ones, None, None, mean, r, True, ctx.eps, [False, True, True]
-            )
-            sums[group] += torch.stack([of_g, of_product])
+        sums = means.new_zeros(of_call.part.groups.num_groups, 2, means.shape[1])
+        for (group, part), g in zip(rows, gradients_of_runs, strict=True):
+            sums[group] += torch.stack(sums_of_run(g, part, ones, means[group], inverse[group], ctx.eps))
         local = sums.sum(0)
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            if found.ranks is not None:
-                found.ranks.sum(sums, found.owner)
-            if not found.part.counts:  # no statistic depends on what it runs
+            if of_call.ranks is not None:
+                of_call.ranks.sum(sums, of_call.owner)
+            if not of_call.part.counts:  # no statistic depends on what it runs
                 sums = torch.zeros_like(sums)
             scale = inverse if weight is None else inverse * weight.to(wide)
+            sums = sums / counts[:, None]
             parts = [
-                _gradient(part, g, means[group], inverse[group], scale[group], *(sums[group] / counts[group]))
-                for (group, part), g in zip(rows, given, strict=True)
+                gradient_of_run(g, part, scale[at], sums[at], means[at], variances[at], ctx.eps)
+                for (at, part), g in zip(rows, gradients_of_runs, strict=True)
             ]
-            x_gradient = found.joined(parts).to(x.dtype)
+            x_gradient = of_call.joined(parts).to(x.dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_weight = local[1].to(weight.dtype) if needs_weight else None
         return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None, None
-
-
-def _gradient(x: Tensor, g: Tensor, mean: Tensor, r: Tensor, scale: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    """Return w r (g - s - x' t) of a run, with s and t the mean over its group of g and of g x'."""
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    centred = x - mean.view(shape)
-    return centred.mul_((-scale * r * t).view(shape)).add_((-scale * s).view(shape)).addcmul_(g, scale.view(shape))

@@ -80,13 +80,13 @@ class BatchValues(NextValues):
 
     @contextmanager
     def _of(self, shares: Shares) -> Iterator[None]:
-        before = self._sizes
+        previous = self._sizes
         self._sizes = [shares.size(rank, 0) for rank in range(self._ranks.num_ranks)]
         try:
             with within(self):
                 yield
         finally:
-            self._sizes = before
+            self._sizes = previous
 
     def recompute_contexts(self) -> tuple[Callable[[], AbstractContextManager[None]], ...]:
         """Return what makes the contexts of a checkpointed forward, which records results, and of its repetition, which takes them."""
@@ -104,13 +104,13 @@ class BatchValues(NextValues):
 
         @contextmanager
         def replaying() -> Iterator[None]:
-            before = self._repeats, self._records, self._sizes
+            previous = self._repeats, self._records, self._sizes
             self._repeats, self._records, self._sizes = iter(results), [], sizes
             try:
                 with within(self if sizes else None), IGNORING:
                     yield
             finally:
-                self._repeats, self._records, self._sizes = before
+                self._repeats, self._records, self._sizes = previous
 
         return recording, replaying
 
@@ -198,8 +198,8 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         shape, dtype = ctx.like
         total = ctx.values.sum_back(gradients[0]).to(dtype)
-        own = total.expand(shape) if ctx.window is None else total[ctx.window]
-        return own if ctx.size else total.new_zeros(shape), None, None
+        gradient = total.expand(shape) if ctx.window is None else total[ctx.window]
+        return gradient if ctx.size else total.new_zeros(shape), None, None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -240,13 +240,13 @@ class StageBuffers:
         step = program.step
         if step.layout.pp == 1:
             return cls(model)
-        mine = {index for chunk in program.chunks for index in chunk}
-        found = tuple(
-            _StageBuffer(one.name, getattr(torch, one.dtype) if one.dtype else DTYPES[step.master_dtype], index in mine)
+        here = {index for chunk in program.chunks for index in chunk}
+        buffers = tuple(
+            _StageBuffer(k.name, getattr(torch, k.dtype) if k.dtype else DTYPES[step.master_dtype], index in here)
             for index, layer in enumerate(step.model.layers)
-            for one in layer.kept
+            for k in layer.kept
         )
-        return cls(model, found, mesh.groups["pp"] if found else None)
+        return cls(model, buffers, mesh.groups["pp"] if buffers else None)
 
     @torch.no_grad()
     def share(self) -> None:
@@ -254,10 +254,10 @@ class StageBuffers:
 
         Collective over `pp`, see [Note: collective calls].
         """
-        for one in self.buffers:
-            buffer = self.model.get_buffer(one.name)
-            sent = buffer.to(one.dtype, copy=True) if one.is_mine else torch.zeros_like(buffer, dtype=one.dtype)
+        for b in self.buffers:
+            buffer = self.model.get_buffer(b.name)
+            sent = buffer.to(b.dtype, copy=True) if b.is_mine else torch.zeros_like(buffer, dtype=b.dtype)
             with owned(KEPT):
                 dist.all_reduce(sent, group=self.group)
-            if not one.is_mine:
+            if not b.is_mine:
                 buffer.copy_(sent)

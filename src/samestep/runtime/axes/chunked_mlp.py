@@ -69,13 +69,13 @@ class _Part:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, in chunks where there is more than one."""
-        given = (*args, *kwargs.values())
-        is_usual = len(given) == 1 and isinstance(given[0], Tensor) and given[0].dim() == _DIMS
-        if not is_usual or self._size(given[0]) >= given[0].shape[_TOKENS] or is_transformed():
+        arguments = (*args, *kwargs.values())
+        is_usual = len(arguments) == 1 and isinstance(arguments[0], Tensor) and arguments[0].dim() == _DIMS
+        if not is_usual or self._size(arguments[0]) >= arguments[0].shape[_TOKENS] or is_transformed():
             return self.forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self.computed(given[0])
-        return _InChunks.apply(given[0], self, *self.weights())
+            return self.computed(arguments[0])
+        return _InChunks.apply(arguments[0], self, *self.weights())
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights that take a gradient, as the module has them now."""
@@ -89,13 +89,13 @@ class _Part:
         """
         global num_chunks
         output: Tensor | None = None
-        before = None if self._is_tried else dict(self._held())
+        tensors_before = None if self._is_tried else dict(self._held())
         for place in self.places(x):
             num_chunks += 1
-            given = x[place].contiguous()  # which code may view otherwise
-            version = version_of(given)
-            part = self.forward(given)
-            if version_of(given) != version:
+            rows = x[place].contiguous()  # which code may view otherwise
+            version = version_of(rows)
+            part = self.forward(rows)
+            if version_of(rows) != version:
                 raise ModelError(
                     "mlp-chunk-unsupported",
                     f"{self._path} writes into its own input, and mlp_chunk gives it a part of it. Use a layout without mlp_chunk, "
@@ -103,8 +103,8 @@ class _Part:
                 )
             output = part.new_empty(*x.shape[:-1], part.shape[-1]) if output is None else output
             output[place] = part
-        if before is not None:
-            self._refuse_what_stays(before)
+        if tensors_before is not None:
+            self._refuse_what_stays(tensors_before)
         assert output is not None
         return output
 
@@ -115,9 +115,9 @@ class _Part:
                 version = version_of(value) if isinstance(value, Tensor) else 0
                 yield f"{self._path}.{path}.{name}".replace("..", "."), (id(value), version)
 
-    def _refuse_what_stays(self, before: Mapping[str, tuple[int, int]]) -> None:
+    def _refuse_what_stays(self, tensors_before: Mapping[str, tuple[int, int]]) -> None:
         """Refuse a module whose forward has written an attribute or a buffer."""
-        written = [name for name, marks in self._held() if before.get(name) != marks]
+        written = [name for name, marks in self._held() if tensors_before.get(name) != marks]
         if written:
             raise ModelError(
                 "mlp-chunk-unsupported",
@@ -157,16 +157,16 @@ class _InChunks(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(weights)
         for place in part.places(x):
             with torch.enable_grad(), ctx.repeated:
-                given = x[place].detach().contiguous().requires_grad_(of_input is not None)
-                output = part.forward(given)
-            wanted = [*([given] if of_input is not None else []), *weights]
-            found = list(torch.autograd.grad(output, wanted, gradient[place].contiguous(), allow_unused=True))
+                rows = x[place].detach().contiguous().requires_grad_(of_input is not None)
+                output = part.forward(rows)
+            wanted = [*([rows] if of_input is not None else []), *weights]
+            gradients = list(torch.autograd.grad(output, wanted, gradient[place].contiguous(), allow_unused=True))
             del output
             if of_input is not None:
-                of_input[place] = found.pop(0)
-            sums = [_added(one, more, part.sums) for one, more in zip(sums, found, strict=True)]
-        made = (one if one is None else one.to(weight.dtype) for one, weight in zip(sums, weights, strict=True))
-        return of_input, None, *made
+                of_input[place] = gradients.pop(0)
+            sums = [_added(total, more, part.sums) for total, more in zip(sums, gradients, strict=True)]
+        of_weights = (t if t is None else t.to(weight.dtype) for t, weight in zip(sums, weights, strict=True))
+        return of_input, None, *of_weights
 
 
 def _added(total: Tensor | None, more: Tensor | None, dtype: torch.dtype) -> Tensor | None:

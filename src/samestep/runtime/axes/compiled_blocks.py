@@ -112,21 +112,21 @@ class CompiledBlocks:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Run every block uncompiled, inside."""
-        before, self._is_off = self._is_off, True
+        was_off, self._is_off = self._is_off, True
         try:
             yield
         finally:
-            self._is_off = before
+            self._is_off = was_off
 
     def news(self) -> list[str]:
         """Return lines on graphs that were compiled, and on code that was left uncompiled, since the last call."""
         lines: list[str] = []
-        for made in (self.compiler, self.of_loss):
-            now = made.num_graphs, len(made.uncompiled)
-            before = self._num_reported.get(made, (0, 0))
-            if now != before:
-                self._num_reported[made] = now
-                lines += self._summary_of(made, *before)
+        for compiler in (self.compiler, self.of_loss):
+            now = compiler.num_graphs, len(compiler.uncompiled)
+            reported = self._num_reported.get(compiler, (0, 0))
+            if now != reported:
+                self._num_reported[compiler] = now
+                lines += self._summary_of(compiler, *reported)
         return lines
 
     def summary(self) -> list[str]:
@@ -207,12 +207,12 @@ class CompiledBlocks:
     @contextmanager
     def _without(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
         """Suspend the modes that draw masks, which a graph would draw once for all steps, that exchange what attentions need, and that cast."""
-        kept = [mode for mode in modes if not isinstance(mode, MaskSource | Exchanging | MixedProducts)]
-        if len(kept) == len(modes):
+        others = [mode for mode in modes if not isinstance(mode, MaskSource | Exchanging | MixedProducts)]
+        if len(others) == len(modes):
             yield
             return
         outer, self._aside = self._aside, modes
-        _replace_modes(kept)
+        _replace_modes(others)
         try:
             yield
         finally:
@@ -319,8 +319,8 @@ class _GraphEntry:
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
             _refuse_compiled(inner, child)
-            own = vars(child).get("forward")
-            yield inner.count("."), name, type(child), getattr(own, "__code__", own)
+            forward = vars(child).get("forward")
+            yield inner.count("."), name, type(child), getattr(forward, "__code__", forward)
             if inner in self.uncompiled or inner in self.units or _has_hooks(child):
                 has_graph = inner not in self.uncompiled and any(True for _ in child.children())
                 if has_graph and child not in self.seen:
@@ -427,13 +427,13 @@ def _paths_of_blocks(program: Program) -> Iterator[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    held = (
+    hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
     )
-    return any(held)
+    return any(hooks)
 
 
 def _refuse_compiled(path: str, module: nn.Module) -> None:

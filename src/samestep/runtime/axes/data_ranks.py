@@ -24,25 +24,25 @@ class DataRanks:
         """Whether there are several, which exchange something."""
         return self._group is not None
 
-    def gather(self, mine: Tensor, owner: str) -> Tensor:
+    def gather(self, tensor: Tensor, owner: str) -> Tensor:
         """Return the tensors of all ranks, concatenated along the first dimension.
 
         Collective over `dp`, see [Note: collective calls].
         """
         if self._group is None:
-            return mine
-        everything = mine.new_empty((self.num_ranks * mine.shape[0], *mine.shape[1:]))
+            return tensor
+        everything = tensor.new_empty((self.num_ranks * tensor.shape[0], *tensor.shape[1:]))
         with owned(owner):
-            all_gather(everything, mine.contiguous(), group=self._group)
+            all_gather(everything, tensor.contiguous(), group=self._group)
         return everything
 
-    def gather_into(self, everything: Tensor, mine: Tensor, label: OwnedCollectives) -> None:
+    def gather_into(self, everything: Tensor, tensor: Tensor, label: OwnedCollectives) -> None:
         """Write the tensors of all ranks [N] one after the other into another one, under a label that is prepared once.
 
         Collective over `dp`, see [Note: collective calls].
         """
         with label:
-            all_gather(everything, mine, group=self._group)
+            all_gather(everything, tensor, group=self._group)
 
     def sum_under(self, tensor: Tensor, label: OwnedCollectives) -> None:
         """Sum a tensor over all ranks, in its place, under a label that is prepared once.
@@ -52,17 +52,17 @@ class DataRanks:
         with label:
             dist.all_reduce(tensor, group=self._group)
 
-    def gather_rows(self, mine: Tensor, sizes: list[int], owner: str) -> Tensor:
+    def gather_rows(self, rows: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.
 
         Collective over `dp`, see [Note: collective calls].
         """
         if self._group is None:
-            return mine
+            return rows
         most = max(sizes)
-        if len(mine) < most:
-            mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
-        everything = self.gather(mine, owner)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        everything = self.gather(rows, owner)
         if min(sizes) == most:
             return everything
         return torch.cat([everything[rank * most : rank * most + size] for rank, size in enumerate(sizes)])

@@ -75,8 +75,8 @@ def _holders_of(gradient: Tensor) -> tuple[int, int, int] | None:
 
 class _Counting(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[Any]) -> Tensor:
-        ctx.found = found
+    def forward(ctx: Any, x: Tensor, counts: list[Any]) -> Tensor:
+        ctx.found = counts
         return x.view_as(x)
 
     @staticmethod
@@ -92,12 +92,12 @@ def _holders_of_one(device_type: str) -> tuple[int, int, int]:
     Autograd itself adds a gradient to another one in place by such counts. What it still has to give to another backward, a
     hook has kept, or a view shares the memory of, is held once more.
     """
-    found: list[tuple[int, int, int]] = []
+    counts: list[tuple[int, int, int]] = []
     x = torch.ones(2, 2, device=device_type, requires_grad=True)
     with torch.enable_grad():
-        y = _Counting.apply(x * 1.0, found)
+        y = _Counting.apply(x * 1.0, counts)
         (y @ x.detach()).backward(torch.ones_like(x))
-    return found[0]
+    return counts[0]
 
 
 class _Moved(torch.autograd.Function):

@@ -109,15 +109,15 @@ class JoinedExchanges:
         """
         if is_forward_only() or current_backward_id() != -1:
             return
-        found = _with_gradients(outputs)
-        if reason and not found:
+        tensors = _with_gradients(outputs)
+        if reason and not tensors:
             raise LayoutError(
                 "zero-call-order",
                 f"{path} ran without gradients in the forward of a micro-batch, and {reason}",
             )
-        self._marks += map(_mark, found)
-        for one in found if reason and self._before is not None else ():
-            one.register_hook(functools.partial(self._begin_backward, path))
+        self._marks += map(_mark, tensors)
+        for tensor in tensors if reason and self._before is not None else ():
+            tensor.register_hook(functools.partial(self._begin_backward, path))
 
     def _begin_backward(self, path: str, _: Tensor) -> None:
         assert self._before is not None
@@ -258,15 +258,15 @@ def _after(hook: Callable[..., None], forward: Callable[..., Any], *args: Any, *
 def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
     """Return, by owner and axis of a collective, the module that every rank must call for it, and the reason with
     what works."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    reasons: dict[tuple[str, str], tuple[str, str]] = {}
     for layer in model.layers:
         for dispatch in layer.dispatches:
             reason = "its experts exchange rows with ranks whose samples use them. Use ep=1"
-            found[dispatch.owner, expert.AXIS] = dispatch.owner, reason
+            reasons[dispatch.owner, expert.AXIS] = dispatch.owner, reason
         for call in layer.batch_norms:
             reason = "it takes statistics over the ranks (batch norm). Use one data rank"
-            found[call.owner, batch_norm.AXIS] = call.owner, reason
-    return found
+            reasons[call.owner, batch_norm.AXIS] = call.owner, reason
+    return reasons
 
 
 class _ListedCalls:

@@ -52,17 +52,17 @@ from samestep.tracing.experts import _compute, call_again, check_experts, routin
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Make each module of experts dispatch its rows to the ranks that hold their experts."""
-    model, facts, found = traced.module, traced.facts, traced.analysis.experts
+    model, facts, of_experts = traced.module, traced.facts, traced.analysis.experts
     if program.step.compute_dtype == "float64":
-        _compute(model, found, facts.one_by_one_way)
+        _compute(model, of_experts, facts.one_by_one_way)
     if program.step.layout.ep == 1:
         return
     layers = program.step.model.layers
     # In front of all that is trained nothing gathers weights for a backward, or exchanges anything in one.
     ahead = {dispatch.owner for layer in layers if not layer.has_backward for dispatch in layer.dispatches}
-    for path, experts in found.counts.items():
+    for path, experts in of_experts.counts.items():
         module = model.get_submodule(path)
-        if path not in found.switchable and path in traced.analysis.expert_calls:
+        if path not in of_experts.switchable and path in traced.analysis.expert_calls:
             value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
             check_experts(path, module, facts, traced.analysis.expert_calls[path], value_of)
         facts.set_experts(module, experts // mesh.size("ep"))
@@ -120,20 +120,20 @@ _CHECKPOINTED: list[tuple[list[_Counts], Iterator[_Counts] | None]] = []
 
 def _kept_or_counted(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> _Counts:
     """Return how many rows are exchanged, for which the host waits; a repeated forward has kept it."""
-    kept, left = _CHECKPOINTED[-1] if _CHECKPOINTED else ([], None)
+    records, left = _CHECKPOINTED[-1] if _CHECKPOINTED else ([], None)
     if left is not None:
         return next(left)
     sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
     sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
-    kept.append(counts := _Counts(sent, received, received_sizes))
+    records.append(counts := _Counts(sent, received, received_sizes))
     return counts
 
 
 class _Keeping(AbstractContextManager[None]):
     """The context of a checkpointed forward, or of its repetition, which may be entered several times."""
 
-    def __init__(self, kept: list[_Counts], *, is_repeated: bool) -> None:
-        self._kept, self._is_repeated = kept, is_repeated
+    def __init__(self, records: list[_Counts], *, is_repeated: bool) -> None:
+        self._kept, self._is_repeated = records, is_repeated
 
     def __enter__(self) -> None:
         _CHECKPOINTED.append((self._kept, iter(self._kept) if self._is_repeated else None))
@@ -149,8 +149,8 @@ def recompute_contexts(degree: int) -> list[ContextFn]:
 
 def _kept_counts() -> Contexts:
     """Return contexts in which a repeated forward exchanges as many rows as its first did, without asking anew."""
-    kept: list[_Counts] = []
-    return _Keeping(kept, is_repeated=False), _Keeping(kept, is_repeated=True)
+    records: list[_Counts] = []
+    return _Keeping(records, is_repeated=False), _Keeping(records, is_repeated=True)
 
 
 def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,8 +164,8 @@ def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Ten
         result: Tensor = again(rows, index[:, None], torch.ones(len(rows), 1, dtype=dtype, device=rows.device))
         return result
     with torch.no_grad():
-        one = torch.ones(1, 1, dtype=dtype, device=rows.device)
-        shape = again(rows.new_zeros(1, rows.shape[1]), index.new_zeros(1, 1), one)[:0]
+        unit = torch.ones(1, 1, dtype=dtype, device=rows.device)
+        shape = again(rows.new_zeros(1, rows.shape[1]), index.new_zeros(1, 1), unit)[:0]
     nothing: Tensor = _Nothing.apply(shape, rows, *(param for param in module.parameters() if param.requires_grad))
     return nothing
 
@@ -240,7 +240,7 @@ class Balance:
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
         chosen = _count_picks(picks, self.num_experts).double()
-        totals = weight * torch.cat([chosen, *(as_number(one, chosen).view(1) for one in (rows, count))])
+        totals = weight * torch.cat([chosen, *(as_number(number, chosen).view(1) for number in (rows, count))])
         if self.group is not None:
             with owned("balance"):
                 dist.all_reduce(totals, group=self.group)
@@ -272,9 +272,9 @@ Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
 _CHOOSING = (torch.topk, Tensor.topk)
 
 
-def tokens_of_first(whole: Tensor, parts: int) -> Tensor:
+def tokens_of_first(tensor: Tensor, parts: int) -> Tensor:
     """Return the first part of the tokens of choices [samples, tokens, k]: all, where a rank replays what it has recorded itself."""
-    return whole.chunk(parts, dim=1)[0]
+    return tensor.chunk(parts, dim=1)[0]
 
 
 class RouteMode(DropoutMode):
@@ -314,10 +314,10 @@ class RouteMode(DropoutMode):
         place = (frame.name, frame.entry, frame.num_choices)
         frame.num_choices += 1
         if not self._replays:
-            found = func(scores, k, dim, **named)
-            for sample, picks in zip(samples, found.indices.view(len(samples), -1, k), strict=True):
+            choice = func(scores, k, dim, **named)
+            for sample, picks in zip(samples, choice.indices.view(len(samples), -1, k), strict=True):
                 self._routes[*place, sample] = picks.cpu().numpy().astype(np.int16)
-            return found
+            return choice
         noted = torch.from_numpy(np.stack([self._routes[*place, sample] for sample in samples]))
         parts = noted.shape[1] * len(samples) // len(scores)
         picks = self._own(noted, parts).reshape(-1, k).to(scores.device, torch.int64)

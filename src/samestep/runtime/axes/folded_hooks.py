@@ -59,13 +59,13 @@ def fold(model: nn.Module, program: Program) -> None:
         after = [(hook, key in module._forward_hooks_always_called) for key, hook in module._forward_hooks.items()]
         if not (before or after) or not all(hasattr(hook, _MARK) for hook in (*before, *(hook for hook, _ in after))):
             continue
-        for held in (
+        for hooks in (
             module._forward_pre_hooks,
             module._forward_pre_hooks_with_kwargs,
             module._forward_hooks,
             module._forward_hooks_always_called,
         ):
-            held.clear()
+            hooks.clear()
         module.forward = MethodType(_folded(module, before, after), module)
 
 
@@ -80,16 +80,16 @@ def _folded(module: nn.Module, hooks: Sequence[Hook], after: Sequence[tuple[Hook
 
 def forward_of(module: nn.Module) -> Hook:
     """Return the forward of a module as a function of the module: the instance's if it has one, else that of its class."""
-    given = vars(module).get("forward")
-    if given is None:
+    forward_here = vars(module).get("forward")
+    if forward_here is None:
         return type(module).forward
-    if isinstance(given, MethodType) and given.__self__ is module:
-        return given.__func__
+    if isinstance(forward_here, MethodType) and forward_here.__self__ is module:
+        return forward_here.__func__
 
     def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return given(*args, **kwargs)
+        return forward_here(*args, **kwargs)
 
-    vars(forward).update(vars(given))
+    vars(forward).update(vars(forward_here))
     return forward
 
 

@@ -82,8 +82,8 @@ def _fused(function: _Function) -> Call:
     """Return the call of a function with the weights as they are held."""
 
     def call(norm: nn.Module, x: Tensor) -> Tensor:
-        held: Any = norm._parameters
-        return function(norm, x, held["weight"], held.get("bias"))
+        weights: Any = norm._parameters
+        return function(norm, x, weights["weight"], weights.get("bias"))
 
     return call
 
@@ -92,9 +92,9 @@ def _raised(function: _Function, master: torch.dtype) -> Call:
     """Return the call of a function in the dtype of the island."""
 
     def call(norm: nn.Module, x: Tensor) -> Tensor:
-        held: Any = norm._parameters
-        bias = held.get("bias")
-        raised = function(norm, x.to(master), held["weight"].to(master), None if bias is None else bias.to(master))
+        weights: Any = norm._parameters
+        bias = weights.get("bias")
+        raised = function(norm, x.to(master), weights["weight"].to(master), None if bias is None else bias.to(master))
         return raised.to(x.dtype)
 
     return call
@@ -115,22 +115,22 @@ def _agrees(
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=draws).to(device, compute)
 
-    held = {name: (1 + 0.5 * draw(*weight.shape)).requires_grad_() for name, weight in weights.items()}
+    drawn_weights = {name: (1 + 0.5 * draw(*weight.shape)).requires_grad_() for name, weight in weights.items()}
     for leading, scale in itertools.product(_LEADING, _SCALES):
         x = (scale * draw(*leading, *weights["weight"].shape)).requires_grad_()
-        raised = {name: weight.to(master) for name, weight in held.items()}
+        raised = {name: weight.to(master) for name, weight in drawn_weights.items()}
         try:
             with _Names() as seen, torch.enable_grad():
                 expected = functional_call(module, raised, (x.to(master),)).to(compute)
             with torch.enable_grad():
-                found = call(_Held(module, held), x)  # type: ignore[arg-type]
+                result = call(_Held(module, drawn_weights), x)  # type: ignore[arg-type]
         except Exception:  # a norm with other arguments, or with an input of another shape
             return False
-        if not seen.names <= _OPS or expected.shape != found.shape or expected.dtype != found.dtype:
+        if not seen.names <= _OPS or expected.shape != result.shape or expected.dtype != result.dtype:
             return False
-        asked, out = [x, *held.values()], draw(*found.shape)
-        gradients = torch.autograd.grad(expected, asked, out), torch.autograd.grad(found, asked, out)
-        if not all(map(are_alike, (expected, *gradients[0]), (found, *gradients[1]))):
+        asked, out = [x, *drawn_weights.values()], draw(*result.shape)
+        gradients = torch.autograd.grad(expected, asked, out), torch.autograd.grad(result, asked, out)
+        if not all(map(are_alike, (expected, *gradients[0]), (result, *gradients[1]))):
             return False
     return True
 

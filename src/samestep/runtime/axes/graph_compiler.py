@@ -88,8 +88,8 @@ class GraphCompiler:
         reasons: dict[str, list[str]] = {}
         for path, reason in [*self.uncompiled.items()][left:]:
             reasons.setdefault(reason, []).append(path)
-        for reason, found in reasons.items():
-            paths = [path or "the model" for path in found]
+        for reason, blocks in reasons.items():
+            paths = [path or "the model" for path in blocks]
             others = f" and {len(paths) - 1} more run" if len(paths) > 1 else " runs"
             lines.append(f"run.compile: {paths[0]}{others} uncompiled: {reason}")
         return lines
@@ -117,23 +117,23 @@ class GraphCompiler:
         try:
             with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
                 warnings.simplefilter("ignore", DeprecationWarning)
-                made: Callable[..., Any] = backend(graph, inputs, **self._options)
+                compiled: Callable[..., Any] = backend(graph, inputs, **self._options)
         except dynamo().exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
             return self._left(graph, error)
-        return _NewGraph(functools.partial(self._tried, graph, made))
+        return _NewGraph(functools.partial(self._tried, graph, compiled))
 
     def _tried(
-        self, graph: torch.fx.GraphModule, made: Callable[..., Any], inputs: Sequence[Any]
+        self, graph: torch.fx.GraphModule, compiled: Callable[..., Any], inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Run a new graph once on copies of the inputs of its first call; return what computes it from now on."""
         try:
-            run_once(made, inputs)
+            run_once(compiled, inputs)
         except Exception as error:
             return self._left(graph, error)
         self.num_graphs += 1
-        return made
+        return compiled
 
     def _left(self, graph: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
         """Return what runs the operations of a graph one by one, and note why."""
@@ -185,11 +185,11 @@ def run_once(graph: Callable[..., Any], inputs: Sequence[Any]) -> None:
         Exception: what the graph, or the compiler of its backward, raises.
     """
     # Within a checkpointed block the hooks outside would repeat that block in this backward.
-    alone = saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+    alone = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.enable_grad(), disable_current_modes(), alone, graph_draws.running("", _DropsNothing()):
         results = [
             tensor
-            for tensor in tensors_in(graph(*[_copy_of(one) if isinstance(one, Tensor) else one for one in inputs]))
+            for tensor in tensors_in(graph(*[_copy_of(x) if isinstance(x, Tensor) else x for x in inputs]))
             if tensor.requires_grad
         ]
         if results:

@@ -122,27 +122,27 @@ class _InputOnHost:
 class _BlockCall:
     """One call of a block in a forward that a backward follows."""
 
-    def __init__(self, before: _BlockCall | None) -> None:
+    def __init__(self, previous: _BlockCall | None) -> None:
         self.inputs: dict[int | str, _InputOnHost] = {}
         """Those on the host, by their places among the arguments."""
-        self._before, self._is_repeated = before, False
+        self._before, self._is_repeated = previous, False
 
     def take(self) -> dict[int | str, Tensor]:
         """Return the inputs on the device for a repeated forward, and ask for those of the call before, unless that was repeated."""
         self._is_repeated = True
-        taken = {place: one.take().requires_grad_() for place, one in self.inputs.items()}
+        taken = {place: host_input.take().requires_grad_() for place, host_input in self.inputs.items()}
         if self._before is not None and not self._before._is_repeated:
-            for one in self._before.inputs.values():
-                one.fetch()
+            for host_input in self._before.inputs.values():
+                host_input.fetch()
         self._before = None  # whose copies nobody holds once its own graph is gone
         return taken
 
     def release(self, after: _BlockCall) -> None:
         """Let go of the inputs on the device, but of those that the next call is given too."""
-        kept = {id(one) for one in after.inputs.values()}
-        for one in self.inputs.values():
-            if id(one) not in kept:
-                one.release()
+        kept = {id(host_input) for host_input in after.inputs.values()}
+        for host_input in self.inputs.values():
+            if id(host_input) not in kept:
+                host_input.release()
 
 
 class HostInputs:
@@ -170,23 +170,23 @@ class HostInputs:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Callable[[], Any]:
-        before, call = self._latest, _BlockCall(None if begins else self._latest)
-        given = dict(_activations(args, kwargs) if moves else ())
-        for place, tensor in given.items():
+        previous, call = self._latest, _BlockCall(None if begins else self._latest)
+        tensors_here = dict(_activations(args, kwargs) if moves else ())
+        for place, tensor in tensors_here.items():
             same = (
-                one for one in before.inputs.values() if one.given() is tensor
+                host_input for host_input in previous.inputs.values() if host_input.given() is tensor
             )  # an encoder's output, as all blocks get it
             call.inputs[place] = next(same, None) or _InputOnHost(tensor, self._lanes, path, layer)
-        before.release(call)
+        previous.release(call)
         self._latest = call
-        others = tuple(None if place in given else value for place, value in enumerate(args))
-        named = {name: value for name, value in kwargs.items() if name not in given}
-        taken = [given]
+        others = tuple(None if place in tensors_here else value for place, value in enumerate(args))
+        named = {name: value for name, value in kwargs.items() if name not in tensors_here}
+        taken = [tensors_here]
 
         def run() -> Any:
             tensors = taken.pop() if taken else call.take()
             placed = (tensors.get(place, value) for place, value in enumerate(others))
-            return forward(*placed, **named, **{name: one for name, one in tensors.items() if isinstance(name, str)})
+            return forward(*placed, **named, **{name: x for name, x in tensors.items() if isinstance(name, str)})
 
         return run
 

@@ -124,12 +124,12 @@ class _Calls:
         self.leave()
         if not torch.is_grad_enabled():
             return
-        given = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
         back = _Backward(self)
-        for one in given:
-            one.register_hook(back.begin)
-        if given and inputs:
+        for x in tensors:
+            x.register_hook(back.begin)
+        if tensors and inputs:
             register_multi_grad_hook(inputs, back.end, mode="all")
 
 

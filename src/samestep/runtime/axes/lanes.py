@@ -126,10 +126,10 @@ class CarriedLanes:
             return outputs if self._turn is None else self._turn.back(outputs, samples)
         assert self._dims is not None, "they are found before the model is built"
         leaves, form = tree_flatten(samples["carried"])
-        given = [
+        state = [
             leaf.movedim(0, dim) for leaf, dim in zip(leaves, self._dims, strict=False) if isinstance(leaf, Tensor)
         ]
-        outputs, carried = call(model, self._there(samples["batch"]), tree_unflatten(given, form) if given else None)
+        outputs, carried = call(model, self._there(samples["batch"]), tree_unflatten(state, form) if state else None)
         outputs = outputs if self._turn is None else self._turn.back(outputs, samples["batch"])
         left, form = tree_flatten(carried)
         return LaneOutputs(
@@ -144,8 +144,8 @@ class CarriedLanes:
             return None
         first = next(iter(self._now.values()))
         zeros = [torch.zeros_like(leaf) for leaf in first]  # of lanes of other ranks, whose samples are only looked at
-        held = [self._now.get(place, zeros) for place in places]
-        leaves = [torch.stack([leaf[index] for leaf in held]) for index in range(len(first))]
+        states = [self._now.get(place, zeros) for place in places]
+        leaves = [torch.stack([leaf[index] for leaf in states]) for index in range(len(first))]
         starts = samples.get("starts") if isinstance(samples, Mapping) else None
         if starts is not None:
             keep = [~starts.to(leaf.device).bool().view(-1, *[1] * (leaf.dim() - 1)) for leaf in leaves]
@@ -221,8 +221,8 @@ def _has_lanes(samples: Any) -> bool:
 def _loss_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(loss)
     def of_outputs(outputs: Any, batch: Any) -> Any:
-        given = outputs.outputs if isinstance(outputs, LaneOutputs) else outputs
-        return loss(given, batch["batch"] if _has_lanes(batch) else batch)
+        inner = outputs.outputs if isinstance(outputs, LaneOutputs) else outputs
+        return loss(inner, batch["batch"] if _has_lanes(batch) else batch)
 
     return of_outputs
 
@@ -240,21 +240,21 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
             f"the forward of {type(model).__name__} takes {', '.join(names)}. With lanes, use forward(batch, carried)",
         )
     if names[0] == "batch":
-        found = model(batch, carried)
+        result = model(batch, carried)
     elif isinstance(batch, Mapping):
-        given = {name: value for name, value in batch.items() if name in names and name != "labels"}
-        extra = "carried" if "carried" in names else next((name for name in names if name not in given), names[-1])
-        found = model(**given, **{extra: carried})
+        keywords = {name: value for name, value in batch.items() if name in names and name != "labels"}
+        extra = "carried" if "carried" in names else next((name for name in names if name not in keywords), names[-1])
+        result = model(**keywords, **{extra: carried})
     else:
         inputs = (batch[0], *batch[2:]) if isinstance(batch, tuple | list) else (batch,)
         place = names.index("carried") if "carried" in names else 1
-        found = model(*inputs[:place], carried)
-    if not isinstance(found, tuple) or len(found) != 2:
+        result = model(*inputs[:place], carried)
+    if not isinstance(result, tuple) or len(result) != 2:
         raise ModelError(
             "lanes",
-            f"the forward of {type(model).__name__} returns a {type(found).__name__}. With lanes, return (outputs, carried): first the outputs, then the state of the next step",
+            f"the forward of {type(model).__name__} returns a {type(result).__name__}. With lanes, return (outputs, carried): first the outputs, then the state of the next step",
         )
-    return found
+    return result
 
 
 def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
@@ -264,10 +264,10 @@ def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
         ModelError: it fails on both.
     """
     for device in ("meta", "cpu"):
-        given = map_tensors(lanes, operator.methodcaller("to", device))
+        batch = map_tensors(lanes, operator.methodcaller("to", device))
         try:
             with torch.no_grad(), torch.device(device):
-                return call(plan.module if device == "meta" else _with_values(plan), given, None)[1]
+                return call(plan.module if device == "meta" else _with_values(plan), batch, None)[1]
         except ModelError:
             raise
         except Exception as error:  # of the user's own code, which may raise anything
@@ -301,11 +301,11 @@ def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]
         shapes.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(carried)])
     dims = []
     for two, three in zip(*shapes, strict=True):
-        found = [dim for dim, (a, b) in enumerate(zip(two or (), three or (), strict=True)) if (a, b) == (2, 3)]
-        if len(found) != 1:
+        candidates = [dim for dim, (a, b) in enumerate(zip(two or (), three or (), strict=True)) if (a, b) == (2, 3)]
+        if len(candidates) != 1:
             raise ModelError(
                 "lanes",
                 f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so the part of each lane is not known. Use tensors with one dimension of lanes",
             )
-        dims += found
+        dims += candidates
     return dims

@@ -66,10 +66,10 @@ class OwnSamples:
         """Return the result of the loss of a micro-batch."""
         return loss_result(loss(outputs, part))
 
-    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+    def summed(self, result: LossResult, outputs: Any, part: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count that stand for all terms of a micro-batch.
 
-        `own` is this rank's part of it; `others` returns those of the later micro-batches.
+        `part` is this rank's part of it; `others` returns those of the later micro-batches.
         """
         raise NotImplementedError
 
@@ -87,13 +87,13 @@ class OneTerm(OwnSamples):
     def __init__(self, names: LossNames) -> None:
         self._names = names
 
-    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+    def summed(self, result: LossResult, outputs: Any, part: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count of the only term.
 
         Raises:
             JobError: the loss has returned several, of which the trace has seen none.
         """
-        return found.only if len(found.terms) == 1 else found.checked(self._names).only
+        return result.only if len(result.terms) == 1 else result.checked(self._names).only
 
 
 class PerhapsPlainSum(OneTerm):
@@ -107,9 +107,9 @@ class PerhapsPlainSum(OneTerm):
         """Note the number of samples of the step."""
         self._num_samples = len(shares(0, 1, 1)[0])
 
-    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+    def summed(self, result: LossResult, outputs: Any, part: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count of the only term, as `OneTerm` does."""
-        total, count = super().summed(found, outputs, own, others)
+        total, count = super().summed(result, outputs, part, others)
         return (total * self._num_samples, count) if is_plain_sum(self._loss) else (total, count)
 
 
@@ -161,15 +161,15 @@ class SeveralTerms(OwnSamples):
         """Forget the counts of the step before."""
         self._factors, self._expected, self.moved = None, [], ""
 
-    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+    def summed(self, result: LossResult, outputs: Any, sized: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count that stand for all terms of a micro-batch.
 
-        `own` is this rank's part of it; `others` returns those of the later micro-batches, of which the first call of a step asks.
+        `sized` is this rank's part of it; `others` returns those of the later micro-batches, of which the first call of a step asks.
 
         Collective over the ranks of `dp_cp` in the first call of a step, see [Note: collective calls].
         """
-        part, size = own
-        counts = self._counts_of(found)
+        part, size = sized
+        counts = self._counts_of(result)
         if self._factors is None or self._counts_any is None:
             self._exchange(counts, outputs, part, size, others)
         else:
@@ -177,7 +177,7 @@ class SeveralTerms(OwnSamples):
         assert self._factors is not None
         assert self._counts_any is not None
         factors = dict(zip(self.names.terms, self._factors, strict=True))
-        parts = [total * factors[name] for name, (total, _) in found.terms.items()]
+        parts = [total * factors[name] for name, (total, _) in result.terms.items()]
         return torch.stack(parts).sum(), self._counts_any * (size / self.copies)
 
     def _exchange(
@@ -210,10 +210,10 @@ class SeveralTerms(OwnSamples):
             JobError: the loss fails on them.
         """
         errors: list[Exception] = []
-        for given in (outputs, fitted(first_outputs, first, part, picks=True)):
+        for values in (outputs, fitted(first_outputs, first, part, picks=True)):
             try:
                 with torch.no_grad(), disable_current_modes(), preserve_function(self.loss):
-                    return self._counts_of(self.watch.result(self.loss, functools.partial(self.loss, given, part)))
+                    return self._counts_of(self.watch.result(self.loss, functools.partial(self.loss, values, part)))
             except Exception as error:  # of the user's own code, which may raise anything
                 errors.append(error)
         words = str(errors[0]).strip().partition("\n")[0]
@@ -229,7 +229,7 @@ class SeveralTerms(OwnSamples):
             return
         expected = self._expected.pop(0)
         pairs = zip(self.names.terms, expected.tolist(), counts.tolist(), strict=True)
-        others = (name for name, before, now in pairs if not is_same_count(before, now))
+        others = (name for name, first, now in pairs if not is_same_count(first, now))
         self.moved = self.moved or next(others, "")
 
 
@@ -242,14 +242,14 @@ def fitted(outputs: Any, batch: Any, other: Any, *, picks: bool = False) -> Any:
     pairs = list(zip(tensors_in(batch), tensors_in(other), strict=False))
     in_place: dict[tuple[int, int], int] = {}
     anywhere: dict[int, int] = {}
-    for one, another in pairs:
-        if picks and not one.is_floating_point() and not one.is_complex():
+    for old, another in pairs:
+        if picks and not old.is_floating_point() and not old.is_complex():
             for left_out in (0, IGNORED_LABEL):
-                anywhere[int((one != left_out).sum())] = int((another != left_out).sum())
-        for width, dim in itertools.product((1, 2), range(min(one.dim(), another.dim()))):
-            before, after = (math.prod(leaf.shape[dim : dim + width]) for leaf in (one, another))
-            in_place.setdefault((dim, before), after)
-            anywhere.setdefault(before, after)
+                anywhere[int((old != left_out).sum())] = int((another != left_out).sum())
+        for width, dim in itertools.product((1, 2), range(min(old.dim(), another.dim()))):
+            size_before, after = (math.prod(leaf.shape[dim : dim + width]) for leaf in (old, another))
+            in_place.setdefault((dim, size_before), after)
+            anywhere.setdefault(size_before, after)
 
     def fit(leaf: Tensor) -> Tensor:
         if isinstance(leaf, PendingLogits):

@@ -104,10 +104,10 @@ class StatisticsExchange:
         shape = self.shape_of(x)
         if counts:
             values = x if x.dtype is shape.wide else x.to(shape.wide)
-            mine = torch.cat([shape.elements, *torch.batch_norm_update_stats(values, None, None, 0.0)])
+            values_here = torch.cat([shape.elements, *torch.batch_norm_update_stats(values, None, None, 0.0)])
         else:
-            mine = shape.nothing
-        self._ranks.gather_into(shape.gathered, mine, self._gathering)
+            values_here = shape.nothing
+        self._ranks.gather_into(shape.gathered, values_here, self._gathering)
         count, means = shape.counts.sum(0), shape.means
         weights = shape.counts / count
         mean = (weights * means).sum(0)
@@ -119,7 +119,32 @@ class StatisticsExchange:
         self._ranks.sum_under(sums, self._summing)
 
 
-_sums_of_backward = torch.ops.aten.native_batch_norm_backward.default
+def normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return a run normalised by statistics, in whose dtype it is computed."""
+    wide = mean.dtype
+    if x.dtype is wide and (weight is None or weight.dtype is wide):
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+    w, b = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
+    return torch.batch_norm(x.to(wide), w, b, mean, variance, False, 0.0, eps, False).to(x.dtype)
+
+
+def sums_of_run(g: Tensor, x: Tensor, ones: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sums over a run of g and of g x': the kernel returns them with weights of ones."""
+    sums = torch.ops.aten.native_batch_norm_backward.default(
+        g, x, ones, None, None, mean, r, True, eps, [False, True, True]
+    )
+    return sums[2], sums[1]
+
+
+def gradient_of_run(
+    g: Tensor, x: Tensor, scale: Tensor, sums: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return k g - k (s + t x') of a run, with `sums` s and t over n [2, C], and `scale` k [C]."""
+    s, t = (scale * sums).unbind()
+    through = torch.batch_norm(x, t, s, mean, variance, False, 0.0, eps, False)
+    return (g * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through)
 
 
 class NormalisedGroup(torch.autograd.Function):
@@ -138,28 +163,20 @@ class NormalisedGroup(torch.autograd.Function):
         """
         ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        *_, found, eps = how
-        wide = found.mean.dtype
-        if x.dtype is wide and (weight is None or weight.dtype is wide):
-            return torch.batch_norm(x, weight, bias, found.mean, found.variance, False, 0.0, eps, False)
-        w, b = (None if one is None else one.to(wide) for one in (weight, bias))
-        return torch.batch_norm(x.to(wide), w, b, found.mean, found.variance, False, 0.0, eps, False).to(x.dtype)
+        *_, group, eps = how
+        return normalised(x, weight, bias, group.mean, group.variance, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the gradients of x, weight and bias; collective over `dp` where other ranks have samples of the group."""
         x, weight = ctx.saved_tensors
-        exchange, is_summed, counts, found, eps = ctx.how
+        exchange, is_summed, counts, group, eps = ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        mean, variance, given, values = found.mean, found.variance, gradients[0], x
+        mean, variance, g, values = group.mean, group.variance, gradients[0], x
         if x.dtype is not mean.dtype:
-            given, values = given.to(mean.dtype), x.to(mean.dtype)
+            g, values = g.to(mean.dtype), x.to(mean.dtype)
         inverse = (variance + eps).rsqrt()
-        # With weights of ones the kernel returns the sums of g and of g x' over these rows.
-        ones = exchange.shape_of(x).ones
-        _, of_product, of_g = _sums_of_backward(
-            given, values, ones, None, None, mean, inverse, True, eps, [False, True, True]
-        )
+        of_g, of_product = sums_of_run(g, values, exchange.shape_of(x).ones, mean, inverse, eps)
         of_x = None
         if needs_x:
             sums = torch.stack([of_g, of_product])
@@ -168,9 +185,7 @@ class NormalisedGroup(torch.autograd.Function):
             if not counts:  # no statistic depends on what it runs
                 sums.zero_()
             scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-            s, t = (scale * (sums / found.count)).unbind()
-            through = torch.batch_norm(values, t, s, mean, variance, False, 0.0, eps, False)
-            of_x = (given * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through).to(x.dtype)
+            of_x = gradient_of_run(g, values, scale, sums / group.count, mean, variance, eps).to(x.dtype)
         of_weight = of_product.to(weight.dtype) if needs_weight else None
         return of_x, of_weight, of_g.to(ctx.bias_dtype) if needs_bias else None, None
 
@@ -200,8 +215,8 @@ class OneGroupNorm:
 
     def can_run(self) -> bool:
         """Return whether the norm is as its class has it, and takes statistics that it keeps by a momentum."""
-        norm, kept = self._norm, self._norm._buffers
-        keeps = kept.get("running_mean") is not None and kept.get("running_var") is not None
+        norm, buffers = self._norm, self._norm._buffers
+        keeps = buffers.get("running_mean") is not None and buffers.get("running_var") is not None
         has_own = "weight" in norm._parameters and "bias" in norm._parameters  # which code may compute of others
         return norm.training and keeps and has_own and norm.momentum is not None and type(norm) in _OWN_CLASSES
 
@@ -211,10 +226,10 @@ class OneGroupNorm:
         norm._check_input_dim(x)
         if self._takes_gradient and not x.requires_grad and has_backward():
             x = x.detach().requires_grad_()
-        found = exchange.statistics(x.detach(), counts=True)
-        self._kept.add(norm, norm.momentum, found, counts_batches=True)
+        group = exchange.statistics(x.detach(), counts=True)
+        self._kept.add(norm, norm.momentum, group, counts_batches=True)
         weights = norm._parameters
-        how = exchange, True, True, found, norm.eps
+        how = exchange, True, True, group, norm.eps
         normalised: Tensor = NormalisedGroup.apply(x, weights["weight"], weights["bias"], how)
         return normalised
 
@@ -255,7 +270,7 @@ class KeptStatistics:
     _places: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     """The number of the norm of each channel, by the channels of the norms."""
 
-    def add(self, norm: nn.Module, momentum: Any, found: GroupStatistics, *, counts_batches: bool = False) -> None:
+    def add(self, norm: nn.Module, momentum: Any, group: GroupStatistics, *, counts_batches: bool = False) -> None:
         """Add what one call has found for a norm's buffers, and raise its number of batches where that `counts_batches`; a norm that is
         called again first takes what its call before has found.
         """
@@ -264,7 +279,7 @@ class KeptStatistics:
         buffers: dict[str, Any] = norm._buffers
         self._owners[norm] = buffers
         counter = buffers["num_batches_tracked"] if counts_batches else None
-        self._kept.append(_KeptCall(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
+        self._kept.append(_KeptCall(buffers["running_mean"], buffers["running_var"], momentum, group, counter))
         unwritten = _UnwrittenBuffers(buffers)
         unwritten.kept = self
         norm.__dict__["_buffers"] = unwritten
@@ -272,14 +287,14 @@ class KeptStatistics:
     @torch.no_grad()
     def write(self) -> None:
         """Write what was added, and forget it."""
-        kept = self._kept
+        calls = self._kept
         self.drop()
         alike: dict[tuple[Any, ...], list[_KeptCall]] = {}
-        for one in kept:
-            alike.setdefault((one.momentum, one.found.mean.dtype, one.found.mean.device), []).append(one)
+        for call in calls:
+            alike.setdefault((call.momentum, call.found.mean.dtype, call.found.mean.device), []).append(call)
         for (momentum, *_), together in alike.items():
             self._write(together, momentum)
-        counters = [one.counter for one in kept if one.counter is not None]
+        counters = [call.counter for call in calls if call.counter is not None]
         if counters:
             torch._foreach_add_(counters, 1)
 
@@ -293,7 +308,7 @@ class KeptStatistics:
         running = [call.mean for call in kept_calls] + [call.variance for call in kept_calls]
         torch._foreach_mul_(running, 1.0 - momentum)
         parts = new.mul_(momentum).split(sizes * 2)
-        torch._foreach_add_(running, [part.to(held.dtype) for part, held in zip(parts, running, strict=True)])
+        torch._foreach_add_(running, [part.to(buffer.dtype) for part, buffer in zip(parts, running, strict=True)])
 
     def _norm_of_each_channel(self, sizes: list[int], device: torch.device) -> Tensor:
         key = (*sizes, device)

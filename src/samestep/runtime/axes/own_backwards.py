@@ -46,8 +46,8 @@ def _of_own_tensors(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: the forward ends with gradients of its own in weights.
     """
-    held = [(param, param.grad) for param in model.parameters() if param.grad is not None]
-    for param, _ in held:
+    gradients = [(param, param.grad) for param in model.parameters() if param.grad is not None]
+    for param, _ in gradients:
         param.grad = None
     torchs, mark = torch.autograd.backward, _Mark(model)
     torch.autograd.backward = functools.partial(_backward, torchs, mark)
@@ -57,7 +57,7 @@ def _of_own_tensors(model: nn.Module) -> Iterator[None]:
     finally:
         torch.autograd.backward = torchs
         mark.remove()
-        for param, gradient in held:
+        for param, gradient in gradients:
             param.grad = gradient
 
 
@@ -73,8 +73,8 @@ class _Mark:
         """Return whether a leaf is a weight of the model, and no parameter that the forward has created; gathered ones may be freed."""
         if not isinstance(leaf, nn.Parameter):
             return False
-        held = id(leaf) in self._weights or any(leaf is param for param in self._model.parameters())
-        return held or not leaf.untyped_storage().size()
+        is_held = id(leaf) in self._weights or any(leaf is param for param in self._model.parameters())
+        return is_held or not leaf.untyped_storage().size()
 
     def set(self) -> None:
         """Mark the first weight, as the forward that runs has it."""
@@ -106,18 +106,18 @@ def _backward(
     torchs: Callable[..., None], mark: _Mark, tensors: Tensor | Sequence[Tensor], *args: Any, **options: Any
 ) -> None:
     """Run a backward to the leaves that are no weights, and mark a weight where these would have gradients."""
-    given = options.pop("inputs", None)
+    inputs = options.pop("inputs", None)
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    asked = _leaves(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
-    own = [leaf for leaf in asked if not mark.is_weight(leaf)]
-    if len(own) < len(asked):
+    asked = _leaves(roots) if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    leaves = [leaf for leaf in asked if not mark.is_weight(leaf)]
+    if len(leaves) < len(asked):
         mark.set()
-    if own:
-        torchs(tensors, *args, **options, inputs=own)
+    if leaves:
+        torchs(tensors, *args, **options, inputs=leaves)
 
 
 def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors to which a backward of these roots adds gradients."""
     ends = [tensor_of(node) for node in nodes_from(root.grad_fn for root in roots) if is_end(node)]
-    own = [root for root in roots if root.grad_fn is None and root.requires_grad]
-    return [*{id(leaf): leaf for leaf in (*own, *ends)}.values()]
+    leaf_roots = [root for root in roots if root.grad_fn is None and root.requires_grad]
+    return [*{id(leaf): leaf for leaf in (*leaf_roots, *ends)}.values()]

@@ -217,10 +217,10 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
     """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs."""
-    before, after = _island(dtype, cast_inputs=cast_inputs)
-    before_forward(module, before)
+    enter, leave = _island(dtype, cast_inputs=cast_inputs)
+    before_forward(module, enter)
     # always_call: a recomputed forward ends with an exception once it has what backward needs.
-    after_forward(module, after, always_call=True)
+    after_forward(module, leave, always_call=True)
 
 
 def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -82,9 +82,9 @@ class RankCrossing(GraphPlace):
         return self._uncompiled(x)
 
 
-def trial_place(given: Tensor) -> Tensor | None:
+def trial_place(tensor: Tensor) -> Tensor | None:
     """Return the number of a place that sends nothing, in the stead of one of this process; None for any other tensor."""
-    return _NOWHERE if any(given is one.place for one in _PLACES.values()) else None
+    return _NOWHERE if any(tensor is crossing.place for crossing in _PLACES.values()) else None
 
 
 _NOWHERE = torch.tensor(-1)
@@ -235,10 +235,10 @@ def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
 def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
     if (crossing := sending(place)) is None:
         return x[: x.shape[0] // degree].clone(memory_format=torch.contiguous_format)
-    mine = x.new_empty(x.shape[0] // degree, *x.shape[1:])
+    part = x.new_empty(x.shape[0] // degree, *x.shape[1:])
     with ledger.owned(crossing.owner):
-        reduce_scatter(mine, x.contiguous(), group=crossing.group)
-    return mine
+        reduce_scatter(part, x.contiguous(), group=crossing.group)
+    return part
 
 
 def _all_to_all(x: Tensor, place: Tensor) -> Tensor:

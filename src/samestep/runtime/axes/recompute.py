@@ -101,21 +101,21 @@ def _keep_products(others: frozenset[Any], every: int, repeated: int, total: int
     A compiler reads arguments of a context as constants. They are the numbers of `KeptProducts`, not the record, which torch 2.11
     makes anew of what stands for its fields in the compiler.
     """
-    kept = KeptProducts(every, repeated, total, keeps_last)
+    products = KeptProducts(every, repeated, total, keeps_last)
     runs: dict[bool, Iterator[int]] = {False: itertools.count(), True: itertools.count()}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         is_counted = operation in _COUNTED
-        is_kept = kept.keeps(next(runs[context.is_recompute])) if is_counted else operation in others
+        is_kept = products.keeps(next(runs[context.is_recompute])) if is_counted else operation in others
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 @functools.cache
-def _keeping(kept: KeptProducts, others: frozenset[Any]) -> ContextFn:
+def _keeping(products: KeptProducts, others: frozenset[Any]) -> ContextFn:
     """Return what makes the contexts of blocks that keep the same: one function, so that equal blocks share a compiler's graph."""
-    return functools.partial(_keep_products, others, *kept)
+    return functools.partial(_keep_products, others, *products)
 
 
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
@@ -141,12 +141,12 @@ def apply(
         if layer.is_block:
             for path in layer.modules:
                 block = model.get_submodule(path)
-                kept, contexts = None, _drop_in_graph
+                context_fn, contexts = None, _drop_in_graph
                 if recompute in KEEPS_PRODUCTS and not _hides_operations(path, block, program):
-                    mine = kept_products(program.step, layer, _products_of(layer, path))
-                    kept = _keeping(mine, others)
-                    contexts = _keeping(mine, others | frozenset(_KEPT_IN_GRAPHS))
-                around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
+                    products = kept_products(program.step, layer, _products_of(layer, path))
+                    context_fn = _keeping(products, others)
+                    contexts = _keeping(products, others | frozenset(_KEPT_IN_GRAPHS))
+                around = _both(context_fn, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
                 traced = precision.with_islands_raised(block.forward) if raises else block.forward
@@ -226,15 +226,15 @@ def _recompute_forward(
                 f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated. Use "
                 "recompute=none",
             )
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        before = marks_of(given)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        marks = marks_of(tensors)
         repeated = _with_arguments_as_given(forward, args, kwargs)
         if moved is not None:
             repeated, args, kwargs = moved(repeated, args, kwargs), (), {}
         output = checkpoint(
             repeated, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
         )
-        if marks_of(given).differ(before):
+        if marks_of(tensors).differ(marks):
             raise ModelError(
                 "recompute-unsupported",
                 f"{path} writes into its own input, which the recomputation of its forward needs. Use recompute=none, "
@@ -252,16 +252,16 @@ def _with_arguments_as_given(
 
     A block may write what later blocks read into them (keys and values that layers share); repeated, it would find it there.
     """
-    given = {id(one): _twin(one) for one in (*args, *kwargs.values()) if _can_be_written(one)}
-    if not given:
+    twins = {id(value): _twin(value) for value in (*args, *kwargs.values()) if _can_be_written(value)}
+    if not twins:
         return forward
     runs = itertools.count()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not next(runs):
             return forward(*args, **kwargs)
-        anew = [_twin(given[id(one)]) if id(one) in given else one for one in args]
-        named = {name: _twin(given[id(one)]) if id(one) in given else one for name, one in kwargs.items()}
+        anew = [_twin(twins[id(value)]) if id(value) in twins else value for value in args]
+        named = {name: _twin(twins[id(value)]) if id(value) in twins else value for name, value in kwargs.items()}
         return forward(*anew, **named)
 
     return run
@@ -292,20 +292,20 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
 
         @contextmanager
         def first() -> Iterator[None]:
-            before = [present(module) for module in owners]
+            values = [present(module) for module in owners]
             yield
             # All buffers of a module: batch norm's statistics change without a version, its batch counter with one.
-            written.extend(m for m, seen in zip(owners, before, strict=True) if present(m).differ(seen))
+            written.extend(m for m, seen in zip(owners, values, strict=True) if present(m).differ(seen))
 
         @contextmanager
         def repeated() -> Iterator[None]:
-            kept = [(module, dict(module._buffers)) for module in written]
-            for module, buffers in kept:
+            of_modules = [(module, dict(module._buffers)) for module in written]
+            for module, buffers in of_modules:
                 module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
             try:
                 yield
             finally:
-                for module, buffers in kept:
+                for module, buffers in of_modules:
                     module._buffers.update(buffers)
 
         return first(), Anew(repeated)
@@ -326,12 +326,12 @@ def _weights_of_the_forward(block: nn.Module) -> ContextFn:
     owners = [module for module in block.modules() if module._parameters]
 
     def pair() -> Contexts:
-        held = [dict(module._parameters) for module in owners]
+        at_first = [dict(module._parameters) for module in owners]
 
         @contextmanager
         def repeated() -> Iterator[None]:
-            now = [_replaced_weights_of(module, weights) for module, weights in zip(owners, held, strict=True)]
-            for module, weights, others in zip(owners, held, now, strict=True):
+            now = [_replaced_weights_of(module, weights) for module, weights in zip(owners, at_first, strict=True)]
+            for module, weights, others in zip(owners, at_first, now, strict=True):
                 module._parameters.update({name: weights[name] for name in others})
             try:
                 yield
@@ -344,7 +344,7 @@ def _weights_of_the_forward(block: nn.Module) -> ContextFn:
     return pair
 
 
-def _replaced_weights_of(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+def _replaced_weights_of(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a module in whose place the forward had others.
 
     A weight of which this rank holds a shard is gathered by the module's own hooks, before it computes.
@@ -352,7 +352,7 @@ def _replaced_weights_of(module: nn.Module, held: Mapping[str, Any]) -> dict[str
     now = module._parameters
     return {
         name: now[name]
-        for name, weight in held.items()
+        for name, weight in weights.items()
         if name in now
         and now[name] is not weight
         and not isinstance(weight, DTensor)

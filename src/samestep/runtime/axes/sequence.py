@@ -62,8 +62,8 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             crossing = RankCrossing(part, group, "gather", "own" if is_whole else "scatter", once, is_shared=True)
             before_forward(module, functools.partial(_gather_given, crossing, facts), prepend=True)
             if is_whole:
-                own = functools.partial(_split, group=group, owner=part)
-                after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", own)))
+                cut = functools.partial(_split, group=group, owner=part)
+                after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", cut)))
         after_forward(model.get_submodule(path), functools.partial(_forget, (gathered, joined)))
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
@@ -114,17 +114,17 @@ class Shared:
         self._input.moved = moved
         return moved
 
-    def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
+    def postponed_gradients_of(self, inputs: Tensor) -> Postponed | None:
         """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
-        return self._postponed if given is self._input.moved else None
+        return self._postponed if inputs is self._input.moved else None
 
     def forget(self) -> None:
         """Free the moved tensor at the end of a block: its input, which may live on to its backward, is moved again in a repeated forward."""
         self._input.moved = None
 
-    def _is_freed(self, given: weakref.ref[Tensor]) -> None:
+    def _is_freed(self, inputs: weakref.ref[Tensor]) -> None:
         """Free the moved tensor, and its graph, together with the tensor that was moved."""
-        if given is self._given:
+        if inputs is self._given:
             self._input.moved = None
 
 
@@ -171,8 +171,8 @@ def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's [B, T/N, D] of a sequence [B, T, D] that all ranks hold."""
-    mine = x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
-    return mine.clone(
+    part = x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+    return part.clone(
         memory_format=torch.contiguous_format
     )  # of one sample a view, with which autograd would keep all tokens
 
@@ -188,9 +188,9 @@ def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
-    mine, wait = _reduce_scattering(x, group, owner, False)
+    part, wait = _reduce_scattering(x, group, owner, False)
     wait()
-    return mine
+    return part
 
 
 def _reduce_scattering(
@@ -199,8 +199,8 @@ def _reduce_scattering(
     """Begin to compute the same; return the result, and a function that waits for it."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
-    mine = torch.empty_like(parts[0])
+    part = torch.empty_like(parts[0])
     with owned(owner) as issue:
-        work = issue.sent(reduce_scatter(mine, parts.flatten(0, 1), group=group, async_op=True))
+        work = issue.sent(reduce_scatter(part, parts.flatten(0, 1), group=group, async_op=True))
     assert work is not None
-    return mine, work.wait
+    return part, work.wait

@@ -58,7 +58,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
     copies = sequence.Shared(copy, group)
-    whole = _Boundaries(
+    parts = _Boundaries(
         lambda path: RankCrossing(path, group, "keep", "sum", functools.partial(copies, path), is_shared=True),
         lambda module, path: RankCrossing(
             path, group, "sum", "keep", functools.partial(_sum_of_output(module), group=group, owner=path)
@@ -73,7 +73,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         if style != "sum" and (path in cut or path in shared):
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
-            boundaries = within if cuts_sequence(path) else whole
+            boundaries = within if cuts_sequence(path) else parts
             if path not in analysis.copied:
                 boundaries = replace(boundaries, entering=None)
             if path in shared:
@@ -81,7 +81,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             else:
                 _AROUND[style](module, path, mesh, boundaries, facts)
     for path in sorted(analysis.copied - by_columns):
-        _enter(model.get_submodule(path), path, within if cuts_sequence(path) else whole)
+        _enter(model.get_submodule(path), path, within if cuts_sequence(path) else parts)
     for path in separable(program.step):
         if not cuts_sequence(path):
             postpone_weights(model.get_submodule(path), copies.postponed_gradients_of, facts)
@@ -179,8 +179,8 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
     size = module.num_embeddings // mesh.size("tp")
     first = mesh.index("tp") * size
     if module.padding_idx is not None:
-        own = module.padding_idx - first
-        module.padding_idx = own if 0 <= own < size else None
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < size else None
     elsewhere: list[Tensor] = []
     leave = boundaries.leaving(module, path)
 
@@ -302,9 +302,9 @@ class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, run: RunFunction) -> Tensor:
         size = logits.shape[-1]
-        own = labels - dist.get_rank(group) * size
-        elsewhere = (own < 0) | (own >= size)
-        column = own.masked_fill(elsewhere, 0)[:, None]
+        columns = labels - dist.get_rank(group) * size
+        elsewhere = (columns < 0) | (columns >= size)
+        column = columns.masked_fill(elsewhere, 0)[:, None]
         largest = at_least_float32(logits.amax(dim=-1))
         with owned("loss.largest"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -318,8 +318,8 @@ class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         powers, total, column, elsewhere, ignored = ctx.saved_tensors
-        mine = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
-        return ctx.run(_gradient_of_cut, powers, total, column, elsewhere, mine, ctx.dtype), None, None, None
+        gradient = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
+        return ctx.run(_gradient_of_cut, powers, total, column, elsewhere, gradient, ctx.dtype), None, None, None
 
 
 def _powers_of(logits: Tensor, largest: Tensor, column: Tensor, elsewhere: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,8 +350,8 @@ def cut_cross_entropy(
     """
     run = run if torch.is_grad_enabled() else run_uncompiled
     # A graph makes the wider logits of each row where it needs them; uncompiled they are made once for all that reads them.
-    given = at_least_float32(logits) if run is run_uncompiled else logits
-    loss: Tensor = _CutCrossEntropy.apply(given, labels, group, run)
+    scores = at_least_float32(logits) if run is run_uncompiled else logits
+    loss: Tensor = _CutCrossEntropy.apply(scores, labels, group, run)
     return loss
 
 

@@ -60,9 +60,9 @@ class Postponed:
         self._gradients: list[_PostponedGradient] = []
         self._input = input_ or LayerInput()
 
-    def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
-        """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
-        self._gradients.append(_PostponedGradient(weight, given, gradient, is_transposed))
+    def postpone(self, weight: Tensor, inputs: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+        """Postpone the gradient of a weight, `inputs` being the input of its layer and `gradient` that of its output."""
+        self._gradients.append(_PostponedGradient(weight, inputs, gradient, is_transposed))
 
     def add_up(self) -> None:
         """Add the postponed gradients to those of the weights, in the order of the backward."""
@@ -70,16 +70,16 @@ class Postponed:
         weights: list[Tensor] = []
         products: list[Tensor] = []
         while self._gradients:
-            one = self._gradients.pop(0)
-            if len(weights) == _AT_ONCE or id(one.weight) in map(
+            item = self._gradients.pop(0)
+            if len(weights) == _AT_ONCE or id(item.weight) in map(
                 id, weights
             ):  # one that is used twice is added to twice
                 run_backward((*weights,), (*products,))
                 weights, products = [], []
-            given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
-            product = given.T @ gradient if one.is_transposed else gradient.T @ given
-            weights.append(one.weight)
-            products.append(product.to(one.weight.dtype))
+            inputs, gradient = item.given.flatten(0, -2).to(item.gradient.dtype), item.gradient.flatten(0, -2)
+            product = inputs.T @ gradient if item.is_transposed else gradient.T @ inputs
+            weights.append(item.weight)
+            products.append(product.to(item.weight.dtype))
         if weights:
             run_backward((*weights,), (*products,))
 
@@ -102,7 +102,7 @@ class Deferred:
             shared.add(f"{head.owner}.weight")
         apart = chunked_owners(program.step.model)  # whose backward makes all gradients of a chunk at once
         for path, module in traced.module.named_modules():
-            is_apart = any(is_below(path, one) for one in apart)
+            is_apart = any(is_below(path, path_apart) for path_apart in apart)
             if is_linear(module, facts) and f"{path}.weight" not in shared and not is_apart:
                 postpone_weights(module, lambda _: self, facts)
                 vars(module.forward)[_MARK] = True
@@ -111,9 +111,9 @@ class Deferred:
         """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
         self._postponed.pop(microbatch, Postponed()).add_up()
 
-    def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
-        """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
-        self._postponed.setdefault(self.microbatch, Postponed()).postpone(weight, given, gradient, is_transposed)
+    def postpone(self, weight: Tensor, inputs: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+        """Postpone the gradient of a weight, `inputs` being the input of its layer and `gradient` that of its output."""
+        self._postponed.setdefault(self.microbatch, Postponed()).postpone(weight, inputs, gradient, is_transposed)
 
 
 def postpone_weights(
@@ -177,9 +177,9 @@ class _SplitBackward(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ctx.deferred.postpone(ctx.weight, x, gradient, ctx.is_transposed)
         weight = weight.to(gradient.dtype)  # under the model's autocast the output has another dtype
-        given = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
+        of_input = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
         bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return given, bias, None
+        return of_input, bias, None
 
 
 def separable(step: StepSpec) -> tuple[str, ...]:

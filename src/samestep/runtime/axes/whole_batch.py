@@ -57,8 +57,8 @@ class _WithGradients(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        return None, None, *(given[0].to(one.dtype) * one for one in ctx.gradients)
+    def backward(ctx: Any, *of_result: Tensor) -> Any:
+        return None, None, *(of_result[0].to(gradient.dtype) * gradient for gradient in ctx.gradients)
 
 
 class _Kept(NamedTuple):
@@ -106,8 +106,8 @@ class WholeBatch:
         self._tokens = TokenRanks(program, mesh)
         self._is_alone = not (self._ranks.send or self._tokens.send)
         self._is_first = self._ranks.index == self._tokens.index == 0
-        self._reads = {(one.of, one.index): one for one in reads_of(step)}
-        self._is_known = all(one.rows is not None for one in self._reads.values())
+        self._reads = {(tensor.of, tensor.index): tensor for tensor in reads_of(step)}
+        self._is_known = all(tensor.rows is not None for tensor in self._reads.values())
         self._batch, self._num_microbatches = step.global_batch, step.num_microbatches
         self._groups: dict[int, list[Sequence[Indices]]] = {}
         """The parts of each batch that is evaluated, by the index of its last one."""
@@ -180,13 +180,13 @@ class WholeBatch:
                 gradient = parts[microbatch] if place.dim >= 0 or is_first else None
                 tensors.append(output)
                 gradients.append(torch.zeros_like(output) if gradient is None else gradient)
-        total, count = (one * enters for one in result.number)
+        total, count = (number * enters for number in result.number)
         if tensors:
             total = _WithGradients.apply(total, gradients, *tensors)
         self._number = total, count
         return _times(result.found, enters)
 
-    def summed(self, found: LossResult, outputs: Any, own: Any, others: Callable[[], Iterable[Any]]) -> Amount:
+    def summed(self, result: LossResult, outputs: Any, part: Any, others: Callable[[], Iterable[Any]]) -> Amount:
         """Return the sum and the count that `result` gives for a micro-batch."""
         assert self._number is not None, "the result of this micro-batch"
         number, self._number = self._number, None
@@ -201,7 +201,7 @@ class WholeBatch:
         self._groups, self._kept, group = {}, {}, list[Sequence[Indices]]()
         for index, part in enumerate(parts):
             group.append(part)
-            if sum(len(rows) for one in group for rows in one) >= self._batch or index + 1 == len(parts):
+            if sum(len(rows) for shares in group for rows in shares) >= self._batch or index + 1 == len(parts):
                 self._groups[index] = group
                 group = []
 
@@ -213,13 +213,13 @@ class WholeBatch:
         if (group := self._groups.get(index)) is None:
             self._kept[len(self._kept)] = _Kept(outputs, part)
             return {}
-        kept = [*self._kept.values(), _Kept(outputs, part)]
-        table = [[one[rank] for one in group] for rank in range(self._ranks.num_ranks)]
-        self._begin(table, np.concatenate([rows for one in group for rows in one]))
-        self._kept = dict(enumerate(kept))
-        found = _times(self._compute(loss, differentiates=False).found, self._enters)
+        values = [*self._kept.values(), _Kept(outputs, part)]
+        table = [[shares[rank] for shares in group] for rank in range(self._ranks.num_ranks)]
+        self._begin(table, np.concatenate([rows for shares in group for rows in shares]))
+        self._kept = dict(enumerate(values))
+        result = _times(self._compute(loss, differentiates=False).found, self._enters)
         self._kept = {}
-        return {**found.terms, **found.values}
+        return {**result.terms, **result.values}
 
     @property
     def _enters(self) -> bool:
@@ -228,10 +228,10 @@ class WholeBatch:
 
     def _plain(self, outputs: Any, part: Any, loss: Loss) -> LossResult:
         """Return the result of the loss of one rank with one micro-batch."""
-        found = loss_result(loss(outputs, part))
-        self._number = total, _ = _one_number(found, self._all.number)
+        result = loss_result(loss(outputs, part))
+        self._number = total, _ = _one_number(result, self._all.number)
         self.graph = (total, tensors_in(outputs)) if total.requires_grad else None
-        return found
+        return result
 
     # -- gather, compute ---------------------------------------------------------------------------
 
@@ -240,77 +240,77 @@ class WholeBatch:
         tries = self._num_computed & (self._num_computed - 1) == 0  # the same on all ranks
         self._num_computed += 1
         tensors = [*self._tensors("outputs"), *self._tensors("batch")]
-        outputs = [one for one in tensors if one.of == "outputs"]
-        self._places = [one.place for one in outputs]
+        outputs = [tensor for tensor in tensors if tensor.of == "outputs"]
+        self._places = [tensor.place for tensor in outputs]
         if tries:
             self._all.check_alike(tensors)
         rows = torch.zeros(1, dtype=torch.int64, device=tensors[0].parts[0].device)
         with of_rows(rows) if self._by_rows else nullcontext():
-            whole, given, result = self._first_call(loss, tensors)
-        roots = [one for one in given[: len(outputs)] if one.requires_grad]
+            gathered, leaves, result = self._first_call(loss, tensors)
+        roots = [tensor for tensor in leaves[: len(outputs)] if tensor.requires_grad]
         if self._by_rows:
-            result, number, found = self._of_rows(loss, given, roots, tries=tries, differentiates=differentiates)
+            result, number, grads = self._of_rows(loss, leaves, roots, tries=tries, differentiates=differentiates)
         else:
-            number, found = _one_number(result, self._all.number), [None] * len(roots)
+            number, grads = _one_number(result, self._all.number), [None] * len(roots)
             if differentiates:
                 total = with_graph(number[0], result.counted, roots)
                 self.graph = (total, roots) if tries else None
-                found = list(torch.autograd.grad(total, roots, allow_unused=True))
+                grads = list(torch.autograd.grad(total, roots, allow_unused=True))
                 number = total.detach(), number[1]
         if not differentiates:
             return _Result(result, number, [])
-        of_roots = iter(found)
-        gradients = [next(of_roots) if one.requires_grad else None for one in given[: len(outputs)]]
-        return _Result(result, number, [*map(self._of_parts, outputs, whole, gradients)])
+        of_roots = iter(grads)
+        gradients = [next(of_roots) if tensor.requires_grad else None for tensor in leaves[: len(outputs)]]
+        return _Result(result, number, [*map(self._of_parts, outputs, gathered, gradients)])
 
     def _of_rows(
-        self, loss: Loss, given: list[Tensor], roots: list[Tensor], *, tries: bool, differentiates: bool
+        self, loss: Loss, leaves: list[Tensor], roots: list[Tensor], *, tries: bool, differentiates: bool
     ) -> tuple[LossResult, Amount, list[Tensor | None]]:
         """Return the loss of the rows of this rank's samples, its sum and count, and its gradients by the roots."""
-        call = functools.partial(self._call, loss, given)
+        call = functools.partial(self._call, loss, leaves)
         if tries:
             self.graph = tried(call, self._all.number, roots)
         rows = self._all.own_places(roots[0].device).split(self._all.mine)
         result, total, gradients = computed(call, rows, roots, differentiates=differentiates)
         return result, (total, result.only[1]) if differentiates else result.only, gradients
 
-    def _of_parts(self, tensor: StepTensor, whole: Tensor, gradient: Tensor | None) -> list[Tensor | None] | None:
+    def _of_parts(self, tensor: StepTensor, gathered: Tensor, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradient by each part of an output from that by all samples; None if the loss does not use it.
 
         Collective over `dp` if each rank computes some rows of the loss, see [Note: collective calls].
         """
-        if not whole.requires_grad or (gradient is None and not self._by_rows):
+        if not gathered.requires_grad or (gradient is None and not self._by_rows):
             return None
-        above = torch.zeros_like(whole) if gradient is None else gradient  # ranks sum all that the program lists
-        parts = torch.autograd.grad(whole, tensor.parts, above, allow_unused=True)
+        above = torch.zeros_like(gathered) if gradient is None else gradient  # ranks sum all that the program lists
+        parts = torch.autograd.grad(gathered, tensor.parts, above, allow_unused=True)
         return None if gradient is None else list(parts)
 
     def _first_call(self, loss: Loss, tensors: list[StepTensor]) -> tuple[list[Tensor], list[Tensor], LossResult]:
         """Gather the tensors that the loss reads and call it; return them with a graph to this rank's, as the loss is given them, and its result."""
-        whole, given = self._gathered(tensors)
+        gathered, leaves = self._gathered(tensors)
         try:
-            result = self._call(loss, given)
-            if not any(one.is_meta for amount in result.amounts.values() for one in amount):
-                return whole, given, result
+            result = self._call(loss, leaves)
+            if not any(number.is_meta for amount in result.amounts.values() for number in amount):
+                return gathered, leaves, result
         except JobError:
-            if all(one.is_read for one in tensors):
+            if all(tensor.is_read for tensor in tensors):
                 raise
         self._is_known = False  # it reads what the trace did not show
         with outside_step():
-            whole, given = self._gathered([one._replace(is_read=True) for one in tensors])
-        return whole, given, self._call(loss, given)
+            gathered, leaves = self._gathered([tensor._replace(is_read=True) for tensor in tensors])
+        return gathered, leaves, self._call(loss, leaves)
 
     def _gathered(self, tensors: list[StepTensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of all samples with a graph to this rank's, and as leaves."""
         with torch.enable_grad():
-            whole = self._all.gathered(tensors)
-        return whole, [
-            _leaf(one) if tensor.of == "outputs" else one for tensor, one in zip(tensors, whole, strict=True)
+            gathered = self._all.gathered(tensors)
+        return gathered, [
+            _leaf(rows) if tensor.of == "outputs" else rows for tensor, rows in zip(tensors, gathered, strict=True)
         ]
 
-    def _call(self, loss: Loss, given: list[Tensor]) -> LossResult:
+    def _call(self, loss: Loss, leaves: list[Tensor]) -> LossResult:
         """Call the loss with tensors of all samples in the places of those of the first micro-batch."""
-        first, tensors = self._kept[0], iter(given)
+        first, tensors = self._kept[0], iter(leaves)
         outputs = map_tensors(first.outputs, lambda _: next(tensors))
         batch = map_tensors(first.batch, lambda _: next(tensors))
         if self._ranks.send or len(self._kept) > 1:
@@ -320,9 +320,9 @@ class WholeBatch:
 
     def _tensors(self, of: Literal["outputs", "batch"]) -> Iterator[StepTensor]:
         """Yield the tensors of the outputs or of the batch, with the places of samples that the trace or their shapes show."""
-        kept = [self._kept[index] for index in sorted(self._kept)]
+        values = [self._kept[index] for index in sorted(self._kept)]
         sliced = self._tokens.sliced(self._kept[0].outputs) if of == "outputs" else None
-        columns = zip(*(tensors_in(one.outputs if of == "outputs" else one.batch) for one in kept), strict=True)
+        columns = zip(*(tensors_in(value.outputs if of == "outputs" else value.batch) for value in values), strict=True)
         for index, parts in enumerate(columns):
             known = self._reads.get((of, index))
             is_read = known is not None or not self._is_known or self._is_alone
@@ -346,27 +346,27 @@ def _leaf(tensor: Tensor) -> Tensor:
 def _without_words(value: Any) -> Any:
     """Return a nested value with lists of words replaced by ones that cannot be read."""
     if isinstance(value, dict):
-        return {name: _without_words(one) for name, one in value.items()}
+        return {name: _without_words(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        is_words = bool(value) and all(isinstance(one, str) for one in value)
+        is_words = bool(value) and all(isinstance(item, str) for item in value)
         return _Words() if is_words else type(value)(map(_without_words, value))
     return value
 
 
-def _one_number(found: LossResult, num_samples: int) -> Amount:
+def _one_number(result: LossResult, num_samples: int) -> Amount:
     """Return the sum and the count that stand for all terms of a whole batch: several are added up as means."""
-    if len(found.terms) == 1:
-        return found.only
-    factors = [torch.where(count > 0, num_samples / count.clamp(min=1e-300), 0.0) for _, count in found.terms.values()]
-    total = torch.stack([part * factor for (part, _), factor in zip(found.terms.values(), factors, strict=True)]).sum()
-    return total, (found.counted > 0) * float(num_samples)
+    if len(result.terms) == 1:
+        return result.only
+    factors = [torch.where(count > 0, num_samples / count.clamp(min=1e-300), 0.0) for _, count in result.terms.values()]
+    total = torch.stack([part * factor for (part, _), factor in zip(result.terms.values(), factors, strict=True)]).sum()
+    return total, (result.counted > 0) * float(num_samples)
 
 
-def _times(found: LossResult, factor: bool) -> LossResult:
+def _times(result: LossResult, factor: bool) -> LossResult:
     """Return a result without a graph, times 0 or 1."""
     terms, values = (
         {name: (total.detach() * factor, count * factor) for name, (total, count) in part.items()}
-        for part in (found.terms, found.values)
+        for part in (result.terms, result.values)
     )
     return LossResult(terms, values)
 
@@ -389,19 +389,19 @@ def computed(
     So a matrix of pairs has |R| x B elements on a rank in place of B x B; the rows of one micro-batch are computed at a time.
     """
     total, gradients = torch.zeros(()), list[Tensor | None]([None] * len(roots))
-    found: LossResult | None = None
+    total_result: LossResult | None = None
     for part in parts if any(map(len, parts)) else parts[:1]:
         rows, factor = (part, 1.0) if len(part) else (part.new_zeros(1), 0.0)
         with of_rows(rows):
             result = loss()
-        own = with_graph(result.only[0], result.counted, list(roots)) * factor
+        own_sum = with_graph(result.only[0], result.counted, list(roots)) * factor
         if differentiates:
-            new = torch.autograd.grad(own, roots, allow_unused=True)
+            new = torch.autograd.grad(own_sum, roots, allow_unused=True)
             gradients = [a if b is None else b if a is None else a + b for a, b in zip(gradients, new, strict=True)]
-        total = total.to(own) + own.detach()
-        found = _added(found, result, factor)
-    assert found is not None, "at least one part"
-    return found, total, gradients
+        total = total.to(own_sum) + own_sum.detach()
+        total_result = _added(total_result, result, factor)
+    assert total_result is not None, "at least one part"
+    return total_result, total, gradients
 
 
 def tried(loss: Callable[[], LossResult], num_rows: int, roots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -412,40 +412,40 @@ def tried(loss: Callable[[], LossResult], num_rows: int, roots: Sequence[Tensor]
     """
     rows = torch.arange(min(num_rows, MOST_TRIED), device=roots[0].device)
     with of_rows(rows):
-        whole = loss()
-    if len(whole.terms) > 1:
+        result = loss()
+    if len(result.terms) > 1:
         raise JobError(
             "loss-not-a-sum",
-            f"samestep.whole_batch(rows=True) marks one sum over rows, and the loss returned the terms {', '.join(whole.terms)}. Use (sum over "
+            f"samestep.whole_batch(rows=True) marks one sum over rows, and the loss returned the terms {', '.join(result.terms)}. Use (sum over "
             "the rows, their number), or rows=False",
         )
     if len(rows) > 1:
-        _compare(whole, loss, rows)
-    return with_graph(whole.only[0], whole.counted, list(roots)), [*roots]
+        _compare(result, loss, rows)
+    return with_graph(result.only[0], result.counted, list(roots)), [*roots]
 
 
 def _compare(of_all: LossResult, loss: Callable[[], LossResult], rows: Tensor) -> None:
-    found = [of_all]
+    results = [of_all]
     for some in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
         with of_rows(some), torch.no_grad():
-            found.append(loss())
-    for name, whole in found[0].amounts.items():
-        halves = [one.amounts.get(name) for one in found[1:]]
+            results.append(loss())
+    for name, amount_of_all in results[0].amounts.items():
+        halves = [result.amounts.get(name) for result in results[1:]]
         for index, what in enumerate(("sum", "count")):
             parts = [half[index].detach().double() for half in halves if half is not None]
-            number = whole[index].detach().double()
+            number = amount_of_all[index].detach().double()
             off = (sum(parts) - number).abs() if len(parts) == 2 else torch.ones(())
-            limit = min(map(limit_of_values, (whole[index].dtype, torch.float32)))
-            if off > limit * max(1.0, *(float(one.abs()) for one in (number, *parts))):
+            limit = min(map(limit_of_values, (amount_of_all[index].dtype, torch.float32)))
+            if off > limit * max(1.0, *(float(n.abs()) for n in (number, *parts))):
                 raise JobError(
                     "loss-not-a-sum",
                     f"samestep.whole_batch(rows=True) marks a sum over rows, and the {what}{f' of {name}' if name else ''} of {len(rows)} rows "
-                    f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(one):.6g}' for one in parts) or 'missing'}. Use (sum over "
+                    f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(part):.6g}' for part in parts) or 'missing'}. Use (sum over "
                     "the rows that the loss is given, their number), or rows=False",
                 )
 
 
-def _added(before: LossResult | None, one: LossResult, factor: float) -> LossResult:
+def _added(total: LossResult | None, result: LossResult, factor: float) -> LossResult:
     """Return the sums and counts of two results, the second one times a factor, without a graph."""
     terms, values = (
         {
@@ -456,8 +456,8 @@ def _added(before: LossResult | None, one: LossResult, factor: float) -> LossRes
             for name, pair in new.items()
         }
         for new, known in (
-            (one.terms, None if before is None else before.terms),
-            (one.values, None if before is None else before.values),
+            (result.terms, None if total is None else total.terms),
+            (result.values, None if total is None else total.values),
         )
     )
     return LossResult(terms, values)  # type: ignore[arg-type]

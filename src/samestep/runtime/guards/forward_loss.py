@@ -250,7 +250,7 @@ def _plain(divisor: _Divisor) -> list[Any]:
 def _applies(rule: Rule, loss: ModelLoss, count: Any, labels: Tensor | None) -> bool:
     if loss.count is not None:
         return rule is Rule.COUNT
-    if rule is Rule.COUNT or (count is not None) != (rule is Rule.RETURNED) or not loss.may_be(rule):
+    if rule in (Rule.COUNT, Rule.SLICE) or (count is not None) != (rule is Rule.RETURNED) or not loss.may_be(rule):
         return False
     if rule is Rule.NEXT_LABELS:
         return labels is not None and labels.dim() > 1 and labels.shape[-1] > 1

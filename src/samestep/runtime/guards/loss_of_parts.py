@@ -24,12 +24,13 @@ tokens, and the parts are halves along the tokens too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,10 +39,11 @@ from samestep.building.loss_result import UNNAMED, VALUES, Loss, LossResult, is_
 from samestep.building.named_tensors import cast_floating
 from samestep.building.over_samples import Keeping, within
 from samestep.building.torch_seams import disable_current_modes
+from samestep.independence.kept_state import acts_by_calls
 from samestep.independence.roundings import EXACT, LEAST_MEAN, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.guards.divided_samples import PARTS, WHOLE, DividedSamples, Samples, along_tokens, divisions
-from samestep.state.snapshot import preserve_function, preserve_generators
+from samestep.state.snapshot import KeptValues, preserve_function, preserve_generators
 
 _MOVED, _FAR, _FURTHEST = 0.01, 3.0, 1000.0
 """By so much of their mean size outputs are moved."""
@@ -77,6 +79,10 @@ class LossTrial:
     """Whether the parts were those of the tokens."""
     moving: str = ""
     """The name of a term whose count is another on outputs that are moved; empty if there is none."""
+    keeps: str = ""
+    """The name of something that the loss keeps of its samples, and does not read; empty if it keeps nothing."""
+    acts_by_calls: bool = False
+    """Whether its sum is another one after a number of calls."""
     counts: dict[str, float] = field(default_factory=dict, compare=False)
     """The count of each term of the whole."""
 
@@ -131,29 +137,38 @@ def _judge_division(
     loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None, num_samples: int
 ) -> LossTrial:
     with preserve_function(keeping) as snapshot:
-        outcome = _compare_sums(loss, some)
+        tried = _Tried(loss, snapshot)
+        outcome = _compare_sums(tried, some)
         if outcome.judged and not outcome.reason:
-            outcome = _try_moved(loss, some, outcome)
+            outcome = _try_moved(tried, some, outcome)
         if outcome.judged and not outcome.reason and num_numbers is not None:
-            numbers = sorted(snapshot.numbers, key=abs)[:num_numbers]
-            reason = _try_other_half(loss, some, numbers) or _try_more(loss, some, numbers, num_samples)
+            numbers = sorted(snapshot.before.numbers, key=abs)[:num_numbers]
+            reason = _try_other_half(tried, some, numbers) or _try_more(tried, some, numbers, num_samples)
             outcome = replace(outcome, reason=reason)
     if outcome.judged and not outcome.reason:
-        outcome = replace(outcome, reason=_memory_of_others(loss, some, keeping))
+        return _with_memory(outcome, loss, some, keeping)
     return outcome
+
+
+class _Tried(NamedTuple):
+    """A loss, and what it keeps between calls as it was before them, from which each comparison begins."""
+
+    loss: Loss
+    state: KeptValues
 
 
 # -- sums, counts and gradients --------------------------------------------------------------------
 
 
-def _compare_sums(loss: Loss, some: DividedSamples) -> LossTrial:
+def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
     """Evaluate the loss on all samples, twice, and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
     for way in _WAYS:
         values = _ValuesOfWhole()
+        tried.state.restore(generators=False)
         try:
             with within(values), Keeping(values):
-                together, again, *halves = [values.evaluate(loss, some, part, way) for part in (WHOLE, *PARTS)]
+                together, again, *halves = [values.evaluate(tried.loss, some, part, way) for part in (WHOLE, *PARTS)]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
@@ -243,14 +258,14 @@ def _of(name: str) -> str:
 # -- what is changed -------------------------------------------------------------------------------
 
 
-def _try_moved(loss: Loss, some: DividedSamples, outcome: LossTrial) -> LossTrial:
+def _try_moved(tried: _Tried, some: DividedSamples, outcome: LossTrial) -> LossTrial:
     """Try outputs that are moved a little, and far; a loss that is not defined for them was tried on the real ones.
 
     A loss that is zero everywhere, as one with a margin may be, has shown nothing yet.
     """
     is_zero, counts, moving = outcome.is_zero, outcome.counts, ""
     for by in (_MOVED, _FAR, _FURTHEST):
-        outcome = _compare_sums(loss, some.moved(by))
+        outcome = _compare_sums(tried, some.moved(by))
         if outcome.reason.startswith("its "):
             return outcome
         is_zero &= not outcome.judged or outcome.is_zero
@@ -261,17 +276,16 @@ def _try_moved(loss: Loss, some: DividedSamples, outcome: LossTrial) -> LossTria
     return LossTrial(judged=not is_zero, moving=moving)
 
 
-def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) -> str:
+def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
     second: _LossValue | None = None  # of the values that it has, unless it reads those of all samples
     for changed, has_other_second in some.with_other_half(numbers):
+        tried.state.restore(generators=False)
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                together, first = (values.evaluate(loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS[:2])
-                if second is None or has_other_second or not values.is_unread:
-                    other = values.evaluate(loss, changed, PARTS[2], _WITHOUT_GRADIENTS)
-                else:
-                    other = second
+                parts = (values.evaluate(tried.loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS)
+                together, first = next(parts), next(parts)
+                other = next(parts) if second is None or has_other_second or not values.is_unread else second
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
@@ -289,12 +303,12 @@ def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) 
     return ""
 
 
-def _try_more(loss: Loss, some: DividedSamples, numbers: Sequence[float], num_samples: int) -> str:
+def _try_more(tried: _Tried, some: DividedSamples, numbers: Sequence[float], num_samples: int) -> str:
     """Return the reason against a loss that does not add up over more samples than were run, as one that a count of them changes; up to
     `num_samples`. A loss that is not defined for them was tried on fewer.
     """
     while sum(some.sizes) < num_samples and some.num_elements <= _MOST_ELEMENTS:
-        outcomes = ((twice, _compare_sums(loss, twice)) for twice in some.doubled())
+        outcomes = ((twice, _compare_sums(tried, twice)) for twice in some.doubled())
         defined = next(((twice, outcome) for twice, outcome in outcomes if not outcome.is_indivisible), None)
         if defined is None:
             return ""
@@ -304,33 +318,50 @@ def _try_more(loss: Loss, some: DividedSamples, numbers: Sequence[float], num_sa
                 f"{outcome.reason}, for {sum(some.sizes)} samples, of which a layout gives each rank or micro-batch a part, so the number of "
                 "samples, or of those that count, selects a number: samestep.whole_batch(loss) is given all samples at once"
             )
-        if some.is_small and (reason := _try_other_half(loss, some, numbers)):
+        if some.is_small and (reason := _try_other_half(tried, some, numbers)):
             return reason
     return ""
 
 
-def _memory_of_others(loss: Loss, some: DividedSamples, keeping: Loss) -> str:
-    """Return the reason against a loss whose sum is another once it was called on other outputs; empty if it is the same.
+def _with_memory(outcome: LossTrial, loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
+    """Return an outcome with what the loss keeps between its calls: a reason where its sum is another once it was called on other outputs.
 
     Of the other outputs those count first on which it is defined.
     """
     for moved, way in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _WAYS):
         try:
-            with preserve_function(keeping):
+            with preserve_function(keeping) as snapshot:
                 first = _evaluate_alone(loss, some, way)
+                later_state = KeptValues(keeping) if snapshot.changed() else None
             with preserve_function(keeping):
                 for _ in range(_OTHERS):
                     _evaluate_alone(loss, moved, way)
-                again = _evaluate_alone(loss, some, way)
+                if reason := _another_sum(first, _evaluate_alone(loss, some, way)):
+                    return replace(outcome, reason=reason)
+            if later_state is None:
+                return outcome
+            with preserve_function(keeping):
+                counts = acts_by_calls(keeping, functools.partial(_is_alike, first, loss, some, way))
+            with preserve_function(keeping):
+                _evaluate_alone(loss, some, way, PARTS[1])
+                return replace(outcome, acts_by_calls=counts, keeps=later_state.changed())
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which may not be defined for other outputs
             continue
-        for name, (total, _) in first.amounts.items():
-            last = again.amounts.get(name, (math.nan, 0.0))[0]
-            if math.isfinite(total) and not abs(last - total) <= EXACT * abs(total):
-                return _KEEPS.format(f"sum{_of(name)}", total, last, " after others")
-        return ""
+    return outcome
+
+
+def _is_alike(first: _LossValue, loss: Loss, some: DividedSamples, way: _Way) -> bool:
+    return not _another_sum(first, _evaluate_alone(loss, some, way))
+
+
+def _another_sum(first: _LossValue, again: _LossValue) -> str:
+    """Return how the sums of a loss differ that was called on others in between; empty if they are the same."""
+    for name, (total, _) in first.amounts.items():
+        last = again.amounts.get(name, (math.nan, 0.0))[0]
+        if math.isfinite(total) and not abs(last - total) <= EXACT * abs(total):
+            return _KEEPS.format(f"sum{_of(name)}", total, last, " after others")
     return ""
 
 
@@ -373,10 +404,10 @@ class _LossValue:
         return math.isfinite(total) and math.isfinite(count) and count != 0.0
 
 
-def _evaluate_alone(loss: Loss, some: DividedSamples, way: _Way) -> _LossValue:
-    """Evaluate a loss on all samples, with the random numbers that every such call draws."""
+def _evaluate_alone(loss: Loss, some: DividedSamples, way: _Way, part: int = WHOLE) -> _LossValue:
+    """Return the sums of a loss on all samples or a part of them, with the random numbers that every such call draws."""
     with preserve_generators(), within(values := _ValuesOfWhole()):
-        return values.evaluate(loss, some, WHOLE, way)
+        return values.evaluate(loss, some, part, replace(way, gradients=False))
 
 
 def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
-from samestep.building.predictions import target_of
 from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
@@ -38,6 +37,7 @@ from samestep.independence.roundings import (
     allowance,
     nudge_outputs,
 )
+from samestep.independence.sliced_shapes import tokens_of
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, microbatches
@@ -371,7 +371,26 @@ class Repeat(NamedSamples):
                 trial = LossTrial() if trial.is_indivisible and is_sum else trial
             if not self.largest(float(tried is not None and not trial.judged)):
                 break
-        return trial
+        return self._with_slices(trial, run) if self._assembly.parallel.program.step.layout.cp > 1 else trial
+
+    def _with_slices(self, trial: LossTrial, run: HalvedRun | None) -> LossTrial:
+        """Return a trial with a reason against outputs without a row for each token that differ between slices of the same samples.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        mesh, together = self._assembly.parallel.mesh, Samples((), (), 0) if run is None else run.together
+        length = tokens_of(together.batch).shape[1] if together.size else 0
+        others = [
+            leaf for leaf in tensors_in(together.outputs) if leaf.is_floating_point() and length not in leaf.shape[1:]
+        ]
+        norms = [float(leaf.detach().double().norm()) for leaf in others]
+        everyone = gather_values((mesh.data_share[0], norms), mesh.size("world"))
+        if (trial.reason and trial.of_tokens) or all(
+            np.allclose(theirs, norms) for share, theirs in everyone if share == mesh.data_share[0] and theirs
+        ):
+            return trial
+        text = "the forward returns a tensor without a row for each token, which is computed from a rank's slice of the tokens"
+        return LossTrial(text, of_tokens=True)
 
     def _judged(self, tried: TriedLoss, run: HalvedRun | None) -> LossTrial:
         """Return what samples and their halves show of a loss, if its outputs can be divided."""
@@ -386,10 +405,11 @@ class Repeat(NamedSamples):
         trial = loss_of_parts.judge(
             loss, run.together, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
         )
-        if self._assembly.parallel.program.step.layout.cp == 1 or trial.reason or not trial.judged:
+        if self._assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
             return trial
-        length = target_of(run.together.batch).shape[1]
-        return loss_of_parts.judge_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
+        length, loss_of_tokens = tokens_of(run.together.batch).shape[1], loss_of_parts.judge_tokens
+        of_tokens = loss_of_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
+        return of_tokens if of_tokens.reason else trial
 
     def agree_on_samples(self, tried: TriedLoss | None) -> tuple[int, Indices | None]:
         """Return the least number of samples that some rank names for a loss, and the samples that one of the ranks names that share the

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import OF_GRAPHS, is_known_sum
+from samestep.building.loss import OF_GRAPHS, cross_entropy, is_known_sum
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.errors import JobError, ModelError, UnprovenError
@@ -186,6 +186,9 @@ class StepTrials:
         loss = self._given_loss
         if not isinstance(loss, ModelLoss) or loss.rule is not None:
             return
+        if self._layout.cp > 1:
+            loss.rule = Rule.SLICE
+            return
         reason = forward_loss.find_rule(loss, assembly, batch, seed)
         if reason and self._is_split:
             raise UnprovenError("loss-not-a-sum", reason, "loss")
@@ -211,9 +214,10 @@ class StepTrials:
             self._settle(watch, watch.pairs)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        is_of_forward = isinstance(loss, ModelLoss)
-        is_other = watch.is_new or not self.loss_is_tried
-        if (is_of_forward and not (watch.tried and is_other)) or (not is_of_forward and is_known_sum(loss)):
+        is_of_forward, is_sliced = isinstance(loss, ModelLoss), self._layout.cp > 1
+        is_other = watch.tried and (watch.is_new or not self.loss_is_tried)
+        is_known = loss is cross_entropy if is_sliced else is_known_sum(loss)
+        if is_known or (is_of_forward and (is_sliced or not is_other)):
             self._settle(watch, watch.pairs)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
@@ -282,6 +286,16 @@ class StepTrials:
             watch.tried |= tried.pairs
         if assembly.objective.sums.reads_ahead and is_parted:
             self.refuse_moved_counts(trial.moving)
+        if trial.acts_by_calls and is_parted:
+            text = "the loss acts by the number of its calls, and each micro-batch calls it, where a plain loop does once a step"
+            self._refusals.add(
+                "loss", "loss-not-a-sum", f"{text}. Use one micro-batch per rank, or report.step of the loop"
+            )
+        if trial.keeps and self._is_split:
+            self._refusals.remark(
+                f"the loss keeps {trial.keeps} between its calls, of the samples of this rank or micro-batch alone. Use a third result, "
+                '{"name": (sum, count)}: report.values has the means over all samples of a step'
+            )
         if not trial.reason:
             return
         if tried.way:

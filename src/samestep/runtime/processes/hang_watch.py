@@ -66,9 +66,9 @@ class HangWatch:
     def hear(self, rank: int, at: Whereabouts, now_s: float) -> None:
         """Note an answer."""
         self._wake(now_s)
-        before, self._hang_s = self._last.get(rank), self._hang_s or at.hang_s
+        last, self._hang_s = self._last.get(rank), self._hang_s or at.hang_s
         still = (at.calls, at.step, at.where if not at.call else "")
-        if at.may_work or before is None or (before.calls, before.step, before.where if not at.call else "") != still:
+        if at.may_work or last is None or (last.calls, last.step, last.where if not at.call else "") != still:
             self._moved_s[rank] = now_s
         self._last[rank], self._answered_s[rank] = at, now_s
 

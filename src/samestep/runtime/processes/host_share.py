@@ -64,13 +64,13 @@ class HostShare:
         Raises:
             WorkerError: the port is taken, or the name stays unknown.
         """
-        host, port, held = self.info.host, self.info.port, None
+        host, port, tcp = self.info.host, self.info.port, None
         if self.info.host_index == 0:
-            held = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_on(host, port))
+            tcp = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_on(host, port))
         else:
             self._wait_for_name()
         yield host, port
-        del held
+        del tcp
 
     def workers(self, _options: object) -> tuple[()]:
         """Return no workers: every host watches those that it has started."""

@@ -156,11 +156,11 @@ def join(
 def default_layout(layout: str) -> Iterator[None]:
     """Inside, `parallelize` uses this layout if it is given none."""
     global _default_layout
-    before, _default_layout = _default_layout, layout
+    previous, _default_layout = _default_layout, layout
     try:
         yield
     finally:
-        _default_layout = before
+        _default_layout = previous
 
 
 def launched_layout() -> str | None:
@@ -348,18 +348,18 @@ def _meet_in_group(
     if world == 1:
         return dataclasses.replace(info, local_rank=0), None, ()
     device = torch.device(device_type, max(0, info.local_rank)) if device_type == "cuda" else torch.device("cpu")
-    found, is_shared = rank_order.of_existing_group(info, device)
-    is_mixed = [*found.hosts] != sorted(found.hosts)
+    numbering, is_shared = rank_order.of_existing_group(info, device)
+    is_mixed = [*numbering.hosts] != sorted(numbering.hosts)
     if is_mixed and may_renew and not is_shared:
         store = PrefixStore("samestep/renewed", default_store())
         dist.destroy_process_group()
         forget_groups()
-        new = (found.ranks[rank], found.local_ranks[rank], world, found.ranks_per_node)
+        new = (numbering.ranks[rank], numbering.local_ranks[rank], world, numbering.ranks_per_node)
         return LaunchInfo(info.launcher, *new, host=info.host, port=info.port), store, ()
-    local_rank = found.local_ranks[rank] if info.local_rank == UNKNOWN else info.local_rank
-    per_node = 1 if is_mixed else found.ranks_per_node
+    local_rank = numbering.local_ranks[rank] if info.local_rank == UNKNOWN else info.local_rank
+    per_node = 1 if is_mixed else numbering.ranks_per_node
     info = dataclasses.replace(info, local_rank=local_rank, ranks_per_node=per_node)
-    return info, None, found.hosts if is_mixed else ()
+    return info, None, numbering.hosts if is_mixed else ()
 
 
 def resolve_device(device: str) -> str:
@@ -447,9 +447,9 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
     if info.world_size == 1:
         return HashStore()
     if info.store_is_kept:
-        kept = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
-        name = agreed_name(PrefixStore("samestep", kept), info.rank, info.world_size, timeout.total_seconds())
-        return PrefixStore(f"samestep/{name}", kept)
+        store = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
+        name = agreed_name(PrefixStore("samestep", store), info.rank, info.world_size, timeout.total_seconds())
+        return PrefixStore(f"samestep/{name}", store)
     listening = listen_on(info.host, info.port) if info.rank == 0 else None
     return TCPStore(
         info.host,

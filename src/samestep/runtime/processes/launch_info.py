@@ -106,10 +106,10 @@ def port(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     Raises:
         JobError: the variable is no port.
     """
-    found = number(env, name, default)
-    if not 1 <= found <= _LAST_PORT:
-        raise JobError("launcher-variables", f"{name}={found} is no port: 1 to {_LAST_PORT} are, such as 29500")
-    return found
+    value = number(env, name, default)
+    if not 1 <= value <= _LAST_PORT:
+        raise JobError("launcher-variables", f"{name}={value} is no port: 1 to {_LAST_PORT} are, such as 29500")
+    return value
 
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -140,13 +140,13 @@ def check_interfaces(variable: str) -> None:
     Raises:
         JobError: it was left from another host.
     """
-    given, here = os.environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
-    names = tuple(filter(None, given.lstrip("=").split(",")))
-    if not names or given.startswith("^") or any(name.startswith(names) for name in here):
+    value, here = os.environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
+    names = tuple(filter(None, value.lstrip("=").split(",")))
+    if not names or value.startswith("^") or any(name.startswith(names) for name in here):
         return
     raise JobError(
         "network-interface",
-        f"{variable}={given} in the environment names no network interface of this host, which has {', '.join(here)}. Remove the "
+        f"{variable}={value} in the environment names no network interface of this host, which has {', '.join(here)}. Remove the "
         f"variable, and samestep chooses one, or set {variable}={here[-1]}",
     )
 

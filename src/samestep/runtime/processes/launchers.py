@@ -42,9 +42,9 @@ def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) ->
         if (engine.name == "srun" and is_shell(env, pid)) or (missing := engine.missing(env)) is None:
             continue
         if not missing:
-            found = engine.read(env)
-            _check_against_others(found, env, pid)
-            return found
+            info = engine.read(env)
+            _check_against_others(info, env, pid)
+            return info
         shown = engine.shown(env)
         half = half or (
             f"{' and '.join(shown)} {'is' if len(shown) == 1 else 'are'} set but {' and '.join(missing)} not; "

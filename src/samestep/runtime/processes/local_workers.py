@@ -50,8 +50,8 @@ def count() -> int:
     on this machine."""
     for path in (*_group_files(), Path("/proc/vmstat")):
         with contextlib.suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(match[1])
     return 0
 
 

@@ -157,19 +157,19 @@ def group_among(
     if not name and [*parts] == [tuple(range(world.size()))]:
         return world
     described, limit = description or name or None, datetime.timedelta(seconds=timeout_s)
-    whole = (name, timeout_s, tuple(parts))
+    key = (name, timeout_s, tuple(parts))
     if _can_be_split(world):
-        if whole not in _made:
-            _made[whole] = dist.split_group(
+        if key not in _made:
+            _made[key] = dist.split_group(
                 split_ranks=[list(ranks) for ranks in parts], timeout=limit, group_desc=described
             )
-        return _made[whole]
+        return _made[key]
     group = None
     for ranks in parts:
-        one = (name, timeout_s, (ranks,))
-        if one not in _made:
-            _made[one] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
-        group = _made[one] if world.rank() in ranks else group
+        key_of_ranks = (name, timeout_s, (ranks,))
+        if key_of_ranks not in _made:
+            _made[key_of_ranks] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
+        group = _made[key_of_ranks] if world.rank() in ranks else group
     return group
 
 

@@ -41,24 +41,24 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes import mesh
 
 
-def gather_values(mine: Any, world_size: int) -> list[Any]:
+def gather_values(value: Any, world_size: int) -> list[Any]:
     """Return the values that all ranks pass, numbers, text, lists, tuples, sets and dicts of them, in the order of ranks.
 
     Collective over the world, see [Note: collective calls].
 
     Raises:
-        NotPlainError: `mine` holds something else.
+        NotPlainError: `value` holds something else.
     """
     if world_size == 1:
-        return [mine]
+        return [value]
     device = _device_of(None)
-    sent = _bytes_of(to_text(mine), device)
+    sent = _bytes_of(to_text(value), device)
     lengths = torch.zeros(world_size, 1, dtype=torch.int64, device=device)
     dist.all_gather([*lengths], torch.tensor([len(sent)], device=device))
     counts = lengths.flatten().tolist()
-    given = torch.zeros(world_size, max(counts), dtype=torch.uint8, device=device)
-    dist.all_gather([*given], torch.cat([sent, sent.new_zeros(max(counts) - len(sent))]))
-    host = given.cpu()
+    received = torch.zeros(world_size, max(counts), dtype=torch.uint8, device=device)
+    dist.all_gather([*received], torch.cat([sent, sent.new_zeros(max(counts) - len(sent))]))
+    host = received.cpu()
     return [_value_of(row[:count]) for row, count in zip(host, counts, strict=True)]
 
 
@@ -114,9 +114,9 @@ def broadcast_from(
     tensors: list[Tensor] = []
     for index, (form, dtype) in enumerate(zip(forms, dtypes, strict=True)):
         contiguous = packer.tensors[str(index)].to(device).contiguous() if is_source else None
-        held = torch.empty(form, dtype=_dtype(dtype), device=device) if contiguous is None else contiguous
-        dist.broadcast(held.view(-1).view(torch.uint8), src=source, group=group)  # not every backend sends every dtype
-        tensors.append(held)
+        data = torch.empty(form, dtype=_dtype(dtype), device=device) if contiguous is None else contiguous
+        dist.broadcast(data.view(-1).view(torch.uint8), src=source, group=group)  # not every backend sends every dtype
+        tensors.append(data)
     return value if is_source else unpack_plain(record, lambda name: tensors[int(name)])
 
 
@@ -148,17 +148,17 @@ def check(spec: ModelSpec, layout: Layout, job: Job, *, several_hosts: bool = Fa
     Raises:
         LayoutError: some rank has another; every rank raises it.
     """
-    mine = {
+    digests = {
         "layout": str(layout),
         "job": _digest(job.numerics, job.optimizer, job.schedule, job.train.global_batch, job.train.seed),
         "traced model": _digest(spec),
     }
     with outside_step():  # a model is prepared in its first step
         sources = loaded_sources() if several_hosts else {}
-        heard = gather_values((mine, mesh.num_forgotten(), sources), layout.world_size)
+        heard = gather_values((digests, mesh.num_forgotten(), sources), layout.world_size)
     mesh.forget_as_often(max(num_forgotten for _, num_forgotten, _ in heard))
     everyone = [theirs for theirs, _, _ in heard]
-    for what in mine:
+    for what in digests:
         apart = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
         if not apart:
             continue
@@ -181,8 +181,8 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, digests in enumerate(sources):
         for name, digest in digests.items():
-            other, found = first.setdefault(name, (rank, digest))
-            if found != digest:
+            other, digest_there = first.setdefault(name, (rank, digest))
+            if digest_there != digest:
                 raise LayoutError(
                     "hosts-differ",
                     f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts",

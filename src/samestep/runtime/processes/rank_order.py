@@ -74,11 +74,11 @@ class Numbering:
     def to_text(self, launcher: str, names: Sequence[str]) -> str:
         """Return the ranks of every host as one line, with the launcher's numbers where they differ."""
         num_hosts = len({*self.hosts})
-        given: list[list[int]] = [[] for _ in range(num_hosts)]
+        by_host: list[list[int]] = [[] for _ in range(num_hosts)]
         for rank, host in enumerate(self.hosts):
-            given[host].append(rank)
+            by_host[host].append(rank)
         parts, first = [], 0
-        for host, theirs in enumerate(given[:_MOST_SHOWN]):
+        for host, theirs in enumerate(by_host[:_MOST_SHOWN]):
             last = first + len(theirs) - 1
             ours = str(first) if first == last else f"{first} to {last}"
             inner = [rank for _, rank in sorted((self.ranks[rank], rank) for rank in theirs)]
@@ -101,9 +101,9 @@ def agree(store: Store, info: LaunchInfo, timeout_s: float) -> tuple[int, int, i
         WorkerError: a rank did not come in time.
     """
     end_s, (name, key) = time.monotonic() + timeout_s, host_of(info)
-    mine = json.dumps([key, info.local_rank, name, os.getpid(), secrets.token_hex(4)])
-    came = store.compare_set(f"{_CAME}/{info.rank}", "", mine).decode()
-    if came != mine:
+    seat = json.dumps([key, info.local_rank, name, os.getpid(), secrets.token_hex(4)])
+    came = store.compare_set(f"{_CAME}/{info.rank}", "", seat).decode()
+    if came != seat:
         _, _, other, pid, _ = json.loads(came)
         text = f"rank {info.rank} was given to two processes, {pid} on {other} and {os.getpid()} on {name}. Use a RANK of its own for each"
         store.set(_REFUSED, text)
@@ -168,9 +168,9 @@ def of_existing_group(info: LaunchInfo, device: torch.device) -> tuple[Numbering
     _, key = host_of(info)
     where = device if "nccl" in dist.get_backend() else torch.device("cpu")
     local = info.local_rank if info.world_size == dist.get_world_size() else UNKNOWN
-    mine = torch.tensor([zlib.crc32(key.encode()), local, len(names_of_groups())], device=where)
-    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, mine)
+    seat = torch.tensor([zlib.crc32(key.encode()), local, len(names_of_groups())], device=where)
+    told = [torch.empty_like(seat) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, seat)
     rows = [tensor.tolist() for tensor in told]
     return Numbering.of([Seat(str(host), local) for host, local, _ in rows]), any(groups > 1 for *_, groups in rows)
 

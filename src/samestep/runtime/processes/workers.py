@@ -112,18 +112,18 @@ def launch(
             say_inside(info)
             share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
             settings: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
-            found = run_workers(main, args, ranks=ranks, shows_all=True, **settings)
+            results = run_workers(main, args, ranks=ranks, shows_all=True, **settings)
             number = last_stop_signal()
         else:
             place = join(device, timeout_s=timeout_s, threads=threads)
             try:
-                found = main(place, *args)
+                results = main(place, *args)
             finally:
                 leave()
             number = ended_by()
         if number:
             end_as_stopped(number)
-        return found
+        return results
     except SamestepError:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _print_without_our_frames
@@ -367,8 +367,8 @@ class _WorkerPool:
         elif word == "stop":
             self._stop(value[0], is_again=value[1])
         elif word == "at":
-            since, before = self.waiting.get(rank, (0.0, None))
-            self.waiting[rank] = (since if value == before else time.monotonic(), value)
+            since, previous = self.waiting.get(rank, (0.0, None))
+            self.waiting[rank] = (since if value == previous else time.monotonic(), value)
             self.hang_watch.hear(rank, value, time.monotonic())
         else:
             self.phases[rank] = word

@@ -24,13 +24,13 @@ from samestep.building.outside_reads import FirstRead
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.errors import LayoutError, ModelError, first_line
-from samestep.independence.kept_state import counters_of, jumps_of
+from samestep.independence.kept_state import acts_by_calls
 from samestep.independence.linear_hooks import is_linear
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
-from samestep.state.snapshot import Snapshot, preserve_function
+from samestep.state.snapshot import preserve_function
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
 """The function that the hooks of each parameter apply to its gradient, by the parameter's full name."""
@@ -103,7 +103,7 @@ def _check_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear, unless the layout divides nothing.
 
-    `is_shared` says whether one of them is a hook of other weights too, which ranks with gathered weights call in another order.
+    `is_shared` says whether one of them is a hook of other weights too, which stages, and ranks with gathered weights, call otherwise.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
@@ -125,9 +125,8 @@ def _check_linear(
             "gradient-hook",
             f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so",
         )
-    if is_plain:
-        return drawn, result
-    if not keeps or not is_linear(function, [value]) or not torch.equal(state, torch.get_rng_state()):
+    changes = not keeps or not torch.equal(state, torch.get_rng_state())
+    if not is_plain and (changes or not is_linear(function, [value])):
         raise ModelError(
             "gradient-hook",
             f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
@@ -135,30 +134,19 @@ def _check_linear(
             "of the gradient in the optimizer's step, or one rank with one micro-batch",
         )
     is_parted = program.step.num_microbatches > 1
-    is_reordered = is_shared and program.step.layout.gathers_weights
-    if (is_parted or is_reordered) and _act_by_calls(marks, lambda: function(drawn.clone()), result):
+    layout = program.step.layout
+    is_reordered = is_shared and (layout.gathers_weights or layout.pp > 1)
+    hooks = (*marks.hooks, *marks.late_hooks) if is_parted or is_reordered else ()
+    if any(acts_by_calls(hook, lambda: torch.equal(function(drawn.clone()), result)) for hook in hooks):
         calls = "each micro-batch of a step calls it, where a plain loop does once" if is_parted else ""
-        calls = calls or f"zero={program.step.zero} calls it for its weights in another order than a plain loop does"
+        word = f"pp={layout.pp}" if layout.pp > 1 else f"zero={layout.zero}"
+        calls = calls or f"{word} calls it for the weights of a stage alone, or in another order than a plain loop does"
         raise ModelError(
             "hook-gradient-counts-calls",
             f"a hook on the gradient of {name} acts by the number of its calls, and {calls}. Use one micro-batch per rank, a hook of its "
             "own for each weight, or a number that the loop counts.",
         )
     return drawn, result
-
-
-def _act_by_calls(marks: ParameterMarks, call: Callable[[], Tensor], first: Tensor) -> bool:
-    """Return whether hooks make something else of a gradient after more calls than of the `first` one."""
-    for hook in (*marks.hooks, *marks.late_hooks):
-        states = [Snapshot(hook) for _ in range(3) if torch.equal(call(), first)]
-        counters = list(counters_of(*states)) if len(states) == 3 else []
-        for count in jumps_of(states[0], counters) if counters else ():
-            for counter in counters:
-                counter.put(count)
-            states = states if torch.equal(call(), first) else []
-        if len(states) < 3:
-            return True
-    return False
 
 
 @contextmanager

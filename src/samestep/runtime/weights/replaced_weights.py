@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
-from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn
 from samestep.runtime.weights.replicated import StandIn
 
 
@@ -117,8 +116,8 @@ class ReplacedWeights:
         if self._are_as_seen():
             return []
         changed = [place for place in self._places if place.items.get(place.key) is not place.content]
-        # Stand-ins are of weights that are being gathered, and of modules of other stages.
-        return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
+        # Stand-ins are of weights that are being gathered.
+        return [place for place in changed if not isinstance(place.items.get(place.key), StandIn)]
 
     def _other_tensor(self, place: _ModulePlace) -> Iterator[str]:
         """Put a weight back; yield why what was assigned, or deleted, cannot be a weight."""

@@ -10,7 +10,7 @@ from samestep.wings.pages.page import Answer, Page, Section, table
 from samestep.wings.plan import ranking
 from samestep.wings.plan.search import Plan
 from samestep.wings.plan.simulation import simulate
-from samestep.wings.plan.simulation.simulate import Prediction, intervals
+from samestep.wings.plan.simulation.simulate import Prediction
 
 _RULES = {
     "refused": ("not supported", "world"),
@@ -31,7 +31,7 @@ def page_of(plan: Plan, *, small: bool = False) -> Page:
             answers=[Answer("fits", "no", None, "", "bad")],
             verdict=plan.nearest,
             sections=[_fallen(plan)],
-            notes=prediction_page.notes_of(plan.labels),
+            notes=prediction_page.notes_of(plan.labels, plan.hardware, plan.devices),
             record=record,
         )
     best = ranking.recommended(plan)
@@ -49,7 +49,7 @@ def page_of(plan: Plan, *, small: bool = False) -> Page:
             _fallen(plan),
             prediction_page.described(plan.job, best.layout, plan.hardware),
         ],
-        notes=[*prediction_page.notes_of(plan.labels), *ranking.cautions(plan.best)],
+        notes=[*prediction_page.notes_of(plan.labels, plan.hardware, plan.devices), *ranking.cautions(plan.best)],
         record=record,
     )
 
@@ -71,7 +71,7 @@ def _tries(plan: Plan) -> list[str]:
 def _compared(plan: Plan) -> Section:
     """Return the table of the layouts that fit, the fastest first."""
     shown = ranking.in_order(plan)
-    ends = [end for prediction in shown for end in intervals()["time"].of(prediction.step_s)]
+    ends = [end for prediction in shown for end in prediction.intervals["time"].of(prediction.step_s)]
     head = (
         "layout",
         "step",
@@ -90,7 +90,7 @@ def _compared(plan: Plan) -> Section:
 
 def _row(prediction: Prediction, plan: Plan, scale: tuple[float, float]) -> tuple[str, ...]:
     mark = ranking.mark_of(plan, prediction)
-    low_s, high_s = intervals()["time"].of(prediction.step_s)
+    low_s, high_s = prediction.intervals["time"].of(prediction.step_s)
     return (
         f"<code>{escape(str(prediction.layout))}</code>{f' <em>{mark}</em>' if mark else ''}",
         duration(prediction.step_s).to_html(),

@@ -18,7 +18,7 @@ from samestep.wings.pages.page import Answer, Page, Section, words
 from samestep.wings.plan.ranking import SAFE
 from samestep.wings.plan.simulation import simulate
 from samestep.wings.plan.simulation.partition import COMPUTE, TRANSFER, WAIT, row_label, row_name
-from samestep.wings.plan.simulation.simulate import Prediction, intervals
+from samestep.wings.plan.simulation.simulate import Prediction, describe_accuracy
 from samestep.wings.plan.simulation.timeline import Timeline
 
 MOST_CHARTS = 8
@@ -37,7 +37,7 @@ def page_of(step: Prediction, *, small: bool = False) -> Page:
         verdict=f"Bound by {simulate.binds(step)}",
         reasons=simulate.reasons(step),
         sections=[*figures_of(step, small=small), described(step.job, step.layout, step.hardware)],
-        notes=notes_of(step.labels),
+        notes=notes_of(step.labels, step.hardware, step.devices),
         record=None if small else step.to_record(),
     )
 
@@ -56,8 +56,8 @@ def subject_of(step: Prediction) -> str:
 
 def answers_of(step: Prediction) -> list[Answer]:
     """Return whether a layout fits, and its step, its speed and its MFU, each with the interval of the record of predictions."""
-    low_s, high_s = intervals()["time"].of(step.step_s)
-    least, most = intervals()["memory"].of(step.peak.total)
+    low_s, high_s = step.intervals["time"].of(step.step_s)
+    least, most = step.intervals["memory"].of(step.peak.total)
     per_s = step.tokens / step.step_s
     room = f"{step.chance_to_fit:.0%} likely to fit in {size(step.hardware.memory_bytes).text}"
     tone = "good" if step.fits and step.chance_to_fit >= SAFE else "unsure" if step.fits else "bad"
@@ -212,13 +212,9 @@ def _changed(usual: Mapping[str, object], values: Mapping[str, object]) -> dict[
     return {key: value for key, value in values.items() if usual.get(key) != value}
 
 
-def notes_of(labels: Mapping[str, str]) -> list[str]:
-    """Return notes on how the numbers of a prediction were computed."""
-    time, memory = intervals()["time"], intervals()["memory"]
-    return [
-        *(f"{subject}: {origin}." for subject, origin in labels.items()),
-        f"Intervals hold 8 in 10 of {time.rows:,} published steps and of {memory.rows:,} published peaks of memory.",
-    ]
+def notes_of(labels: Mapping[str, str], hardware: Hardware, devices: int) -> list[str]:
+    """Return notes on how the numbers of a prediction were computed, and how far such numbers have been off."""
+    return [*(f"{subject}: {origin}." for subject, origin in labels.items()), *describe_accuracy(hardware, devices)]
 
 
 @dataclass(frozen=True, slots=True)

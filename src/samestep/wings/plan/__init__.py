@@ -4,6 +4,6 @@ simulation/     seconds, bytes and a timeline of one step, from its program     
 bounds/         the least that a step can take, so that a search ends early
 search.py       every candidate, what throws it out, and the ranking               `samestep plan`
 measurement/    this machine's hardware profile                                    `samestep measure`
-calibration/    a profile refitted to measured steps                               `samestep calibrate`
+calibrate.py    a profile refitted to measured steps                               `samestep calibrate`
 recipes/        a layout in the words of another framework                         `samestep plan --to`
 """

@@ -1,5 +1,7 @@
 """The verb `calibrate`: a hardware profile refitted to measured steps of any framework, with a prior that pulls every factor to one.
 
+`plan --measure-top` runs layouts on this machine, and refits its profile in the same way.
+
 The factors are the figures of a profile that measured steps can distinguish, each as a multiple of the time that it takes:
 
     products, attention, memory     matrix products, fused attention, and elementwise kernels
@@ -59,6 +61,7 @@ _KEYS = {
     "memory_efficiency": "memory",
     "kernel_launch_s": "launches",
     "host_step_s": "host",
+    "fsdp_unit_s": "host",
     "intra.collective_s": "collectives",
     "inter.collective_s": "collectives",
     "intra": "links",
@@ -175,20 +178,22 @@ def calibrate(
             "measured-steps",
             "\n".join([f"{len(steps)} of {len(read)} steps can be predicted; 2 are the least that a fit needs", *said]),
         )
-    return _calibrated(steps, programs, machine, file, said)
-
-
-def _calibrated(
-    steps: Sequence[TimedStep],
-    programs: Sequence[tuple[Program, ...]],
-    machine: Hardware,
-    file: Path | None,
-    said: Sequence[str],
-) -> Calibration:
-    measured_s = [step.step_s for step in steps]
     _refuse_too_large(steps, programs, machine)
-    fit = Fit([machine] * len(steps), [functools.partial(_played_s, program) for program in programs], measured_s)
+    fit = fit_of(steps, programs, machine)
     _refuse_far(steps, fit.seconds({}), machine)
+    return calibrated(steps, fit, machine, file, said)
+
+
+def fit_of(steps: Sequence[TimedStep], programs: Sequence[tuple[Program, ...]], machine: Hardware) -> Fit:
+    """Return the fit of a machine to measured steps, given the programs of each."""
+    predictors = [functools.partial(_played_s, program) for program in programs]
+    return Fit([machine] * len(steps), predictors, [step.step_s for step in steps])
+
+
+def calibrated(
+    steps: Sequence[TimedStep], fit: Fit, machine: Hardware, file: Path | None, said: Sequence[str]
+) -> Calibration:
+    """Return a machine refitted to measured steps, and write its profile if it is worth more than the one before."""
     factors = fit.best(range(len(steps)))
     left_out_s = fit.left_out(factors)
     fitted = scaled(machine, factors)
@@ -214,6 +219,8 @@ def _played_s(programs: tuple[Program, ...], machine: Hardware) -> float:
 
 def _why_kept(calibration: Calibration) -> str:
     """Return why a refitted profile is worth no more than the one before; empty if it is worth more."""
+    if len(calibration.steps) < 2:
+        return "one step shows nothing about others. Use two layouts or more"
     if far := [name for name, value in calibration.factors.items() if not 1.01 / _MOST < value < 0.99 * _MOST]:
         return f"{far[0]} would take {calibration.factors[far[0]]:.3g} times as long, which no machine of this data sheet does: another --hardware, or other rows, may be right"
     errors, left_out = calibration.off("before"), calibration.off("left_out")
@@ -355,6 +362,7 @@ def scaled(machine: Hardware, factors: _Factors) -> Hardware:
         memory_efficiency=min(1.0, machine.memory_efficiency / of["memory"]),
         kernel_launch_s=machine.kernel_launch_s * of["launches"],
         host_step_s=machine.host_step_s * of["host"],
+        fsdp_unit_s=machine.fsdp_unit_s * of["host"],
         intra=machine.intra.delayed(transfer=of["links"], collective=of["collectives"]),
         inter=machine.inter.delayed(transfer=of["links"], collective=of["collectives"]),
     )
@@ -372,7 +380,7 @@ def _limits(machine: Hardware) -> dict[str, float]:
 
 def _as_toml(fitted: Hardware, machine: Hardware, factors: _Factors, what: str) -> str:
     """Return a refitted profile as TOML; the source of a refitted number names its factor, the steps and its former source."""
-    table: dict[str, Any] = plain(asdict(fitted))
+    table: dict[str, Any] = _plain(asdict(fitted))
     del table["name"]
     sources = dict(machine.sources)
     for key, source in machine.sources.items():
@@ -394,8 +402,8 @@ def _factor_of(key: str, machine: Hardware) -> str:
     return _KEYS.get(key) or _KEYS.get(first, "")
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return nested data without the values that are not set: TOML cannot write None."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items() if item is not None and item != {}}
+        return {str(key): _plain(item) for key, item in value.items() if item is not None and item != {}}
     return value

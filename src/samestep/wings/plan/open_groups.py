@@ -219,7 +219,7 @@ def nearest(
     )
     asked = itertools.islice(sorted(tried, key=far), MOST_ASKED)
     for _, alike in itertools.groupby(asked, key=far):
-        steps = (builder.step(one) for one in alike)
+        steps = (builder.step(near) for near in alike)
         may_be = (step for step in steps if refusal_of(step) is None and needs.need(step).total <= room)
         predictions = []
         for step in itertools.islice(may_be, MOST_PLAYED):
@@ -228,5 +228,5 @@ def nearest(
             if max(use.total for use in uses) <= hardware.room_bytes:
                 predictions.append(predict_programs(programs, model, job, hardware, uses, states_per_param))
         if predictions:
-            return min(predictions, key=lambda one: one.step_s)
+            return min(predictions, key=lambda prediction: prediction.step_s)
     return None

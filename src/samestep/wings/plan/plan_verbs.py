@@ -59,7 +59,7 @@ def plan(words: Namespace) -> Result:
 
     def record() -> dict[str, object]:
         more: dict[str, object] = {"why": why[0]} if why else {}
-        more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
+        more |= {"measured": measured.to_record()} if measured else {}
         more |= {"emitted": recipe.to_record()} if recipe else {}
         return ranking.as_record(planned) | more
 
@@ -123,7 +123,7 @@ def simulate(words: Namespace) -> Result:
     _write_pictures(words, prediction)
     recipe = _recipe(words, job, prediction)
     more = {"job": job.model_dump(mode="json"), **({"emitted": recipe.to_record()} if recipe else {})}
-    text = "\n".join([as_text(prediction, whole=words.program), *_emitted(words, recipe)])
+    text = "\n".join([as_text(prediction, lists_ops=words.program), *_emitted(words, recipe)])
     return Result(lambda: prediction.to_record() | more, text)
 
 

@@ -11,7 +11,7 @@ from samestep.memory.memory_use import allocator_summary, memory_summary
 from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
-from samestep.wings.plan.simulation.simulate import Prediction, binds, class_of, intervals, predict, unpriced
+from samestep.wings.plan.simulation.simulate import Prediction, binds, describe_accuracy, predict, unpriced
 
 _HEAD = ("", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s")
 _OUTCOMES = {
@@ -116,26 +116,6 @@ def cautions(best: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-POOR = 1.8
-"""The upper end of an interval over its lower one from which on the record is called poor."""
-_KINDS = {"cards": "cards on PCIe", "few": "parts of a node", "nodes": "nodes"}
-
-
-def describe_accuracy(machine: Hardware, devices: int) -> list[str]:
-    """Return a line on how far predictions for such machines have been from what was measured, and one where that is far."""
-    kind = class_of(machine, devices)
-    time, memory = intervals(kind)["time"], intervals(kind)["memory"]
-    lines = [
-        f"accuracy: 80% of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times the predicted time, "
-        f"and 80% of {memory.rows:,} runs needed {memory.low:.2f} to {memory.high:.2f} times the predicted memory (docs/foresight.md)"
-    ]
-    if time.high / time.low >= POOR:
-        lines.append(
-            f"predictions for {_KINDS[kind]} are inaccurate: measure this machine before you rely on the seconds (samestep measure)"
-        )
-    return lines
-
-
 _NUMBERS = dict.fromkeys(map(ord, "0123456789."))
 """Deletes the characters of numbers, in `str.translate`."""
 
@@ -170,7 +150,7 @@ def as_record(plan: Plan) -> dict[str, object]:
     reasons = [
         {
             "rule": first.rule,
-            "count": sum(one.num_layouts for one in (first, *more)),
+            "count": sum(group.num_layouts for group in (first, *more)),
             "layout": str(next(first.layouts())),
             "reason": first.reason,
         }
@@ -181,7 +161,7 @@ def as_record(plan: Plan) -> dict[str, object]:
         "hardware": plan.hardware.name,
         "considered": plan.considered,
         "seconds": plan.seconds,
-        "best": [one.to_record() for one in plan.best],
+        "best": [prediction.to_record() for prediction in plan.best],
         "safe": plan.safe.to_record() if plan.safe else None,
         "rejections": {"counts": dict(plan.counts), "reasons": reasons},
         "nearest": plan.nearest,

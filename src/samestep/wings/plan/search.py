@@ -362,8 +362,8 @@ class _Search:
     def _play(self, layout: Layout, bound_s: float) -> None:
         """Play a layout, unless the pipeline's clock finds that others come first."""
         step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
-        whole = without_chunks, step.cuts_loss  # of which chunks only save memory
-        if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:
+        unchunked = without_chunks, step.cuts_loss  # of which chunks only save memory
+        if layout.loss_chunk and (whole_s := self._whole_losses.get(unchunked)) is not None:
             self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s a step without chunks of the loss")
             return
         # The stages without a head hold the same with chunks of the loss and without.
@@ -390,7 +390,7 @@ class _Search:
             return
         prediction = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         if not layout.loss_chunk:
-            self._whole_losses[whole] = prediction.step_s
+            self._whole_losses[unchunked] = prediction.step_s
         self.best = sorted([*self.best, prediction], key=lambda played: played.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")

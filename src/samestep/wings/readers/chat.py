@@ -185,19 +185,19 @@ def _with_objects(messages: list[Message], render: Render) -> list[Message]:
             return call
         return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
-    found: list[Message] = [
+    messages_: list[Message] = [
         {**message, "tool_calls": [opened(call) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
         for message in messages
     ]
-    if found == messages:
+    if messages_ == messages:
         return messages
     try:
-        render(found, False)
+        render(messages_, False)
     except DataError:  # the template asks for a text
         return messages
-    return found
+    return messages_
 
 
 def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
@@ -264,11 +264,11 @@ def _pieces(
     pieces: list[tuple[str, bool]] = []
     written = ""
     for number in counted:
-        before, whole = _reply(messages[: number + 1], render, tokenizer)
-        reply = whole[len(before) :]
+        prompt, text = _reply(messages[: number + 1], render, tokenizer)
+        reply = text[len(prompt) :]
         length = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
-        pieces += [(_added_text(written, before), False), (reply[:length], True), (reply[length:], False)]
-        written = whole
+        pieces += [(_added_text(written, prompt), False), (reply[:length], True), (reply[length:], False)]
+        written = text
     if counted[-1] + 1 < len(messages):
         pieces.append((_added_text(written, render(messages, False)), False))
     return pieces

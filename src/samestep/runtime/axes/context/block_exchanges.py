@@ -57,7 +57,7 @@ def attend_around(
     """
     if key.shape[1] != value.shape[1]:
         heads = query.shape[1]
-        key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     result: Tensor = _Around.apply(query, key, value, mask, drop, place, (is_causal, scale, p))
     return result
 
@@ -74,19 +74,19 @@ class _Around(torch.autograd.Function):
         place: Tensor,
         how: tuple[bool, float, float],
     ) -> Tensor:
-        found = torch.ops.samestep.ring_attention(query, key, value, mask, drop, place, *how)
-        output: Tensor = found[0]
-        ctx.save_for_backward(query, key, value, mask, drop, place, *found)
+        result = torch.ops.samestep.ring_attention(query, key, value, mask, drop, place, *how)
+        output: Tensor = result[0]
+        ctx.save_for_backward(query, key, value, mask, drop, place, *result)
         ctx.how = how
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, drop, place, *found = ctx.saved_tensors
+        query, key, value, mask, drop, place, *result = ctx.saved_tensors
         needs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2], ctx.needs_input_grad[3]
-        given = gradients[0], query, key, value, mask, drop, *found
-        results = torch.ops.samestep.ring_attention_backward(*given, place, *ctx.how, *needs)
+        operands = gradients[0], query, key, value, mask, drop, *result
+        results = torch.ops.samestep.ring_attention_backward(*operands, place, *ctx.how, *needs)
         of_keys, of_values = results[1:3] if needs[0] else (None, None)
         return results[0], of_keys, of_values, results[3] if needs[1] else None, None, None, None
 
@@ -137,26 +137,24 @@ def _backward(
     *how_and_needs: Any,
 ) -> tuple[Tensor, ...]:
     *how, needs_keys, needs_mask = how_and_needs
-    form, given = _form(place, query, drop, *how), (query, key, value, mask)
+    form, operands = _form(place, query, drop, *how), (query, key, value, mask)
     if form is None:
-        return tuple(one.zero_() for one in _alike(given, needs_keys, needs_mask))
-    found = ring_backward(form, gradient, given, (output, log_sum_exp), (needs_keys, needs_mask))
+        return tuple(gradient.zero_() for gradient in _alike(operands, needs_keys, needs_mask))
+    gradients = ring_backward(form, gradient, operands, (output, log_sum_exp), (needs_keys, needs_mask))
     # A graph knows their strides, and none of them may share memory with another.
-    return tuple(
-        query.new_empty(0) if one is None else one.clone(memory_format=torch.contiguous_format) for one in found
-    )
+    return tuple(query.new_empty(0) if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients)
 
 
-def _shapes_of_gradients(*given: Any) -> tuple[Tensor, ...]:
-    return _alike(given[1:5], *given[-2:])
+def _shapes_of_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    return _alike(arguments[1:5], *arguments[-2:])
 
 
-def _alike(given: Sequence[Any], needs_keys: bool, needs_mask: bool) -> tuple[Tensor, ...]:
+def _alike(operands: Sequence[Any], needs_keys: bool, needs_mask: bool) -> tuple[Tensor, ...]:
     """Return tensors without values for the gradients of queries, keys, values and mask, which have no elements where none is needed."""
     are_needed = (True, needs_keys, needs_keys, needs_mask)
     return tuple(
-        one.new_empty(one.shape) if is_needed else given[0].new_empty(0)
-        for one, is_needed in zip(given, are_needed, strict=True)
+        operand.new_empty(operand.shape) if is_needed else operands[0].new_empty(0)
+        for operand, is_needed in zip(operands, are_needed, strict=True)
     )
 
 
@@ -195,9 +193,9 @@ class BlockExchanges:
         # Compilers make numbers that differ from run to run symbols, and lengths of tuples constants.
         self._of_heads, self._of_ring = tuple(range(ranks.heads)), tuple(range(ranks.ring))
         self._mine = index % ranks.heads
-        given, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
-        parts = functools.partial(apply_move, group=of_heads, owner=given, there=swap, back=swap)
-        self._given = RankCrossing(given, of_heads, "swap", "swap", parts)
+        gathered, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
+        parts = functools.partial(apply_move, group=of_heads, owner=gathered, there=swap, back=swap)
+        self._given = RankCrossing(gathered, of_heads, "swap", "swap", parts)
         home = functools.partial(apply_move, group=of_heads, owner=output, there=_to_tokens, back=_to_heads)
         self.output = RankCrossing(output, of_heads, "to_tokens", "to_heads", home)
         """Exchanges heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D]."""
@@ -247,13 +245,13 @@ class BlockExchanges:
         return output if len(self._of_heads) == 1 else self.output(output)
 
 
-def _is_traced(given: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, is_causal: bool, shares_heads: bool) -> bool:
+def _is_traced(inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, is_causal: bool, shares_heads: bool) -> bool:
     """Return whether a compiler traces an attention of queries, keys and values: not within packed documents."""
-    if isinstance(mask, DocumentMask) or {one.dim() for one in given} != {4}:
+    if isinstance(mask, DocumentMask) or {x.dim() for x in inputs} != {4}:
         return False
     if mask is not None and (mask.dim() > 4 or is_causal):
         return False
-    samples, heads = ([one.shape[dim] for one in given] for dim in (0, 1))
+    samples, heads = ([x.shape[dim] for x in inputs] for dim in (0, 1))
     return samples[0] == samples[1] == samples[2] and (shares_heads or heads[0] == heads[1] == heads[2])
 
 
@@ -268,11 +266,11 @@ def _all_to_heads(parts: list[Tensor], degree: int, swap: Callable[[Tensor], Ten
     """Exchange tokens for heads in one message of several tensors: each [B, A, T/N, D] -> [B, A/N, T, D]."""
     sizes = [(part.shape[1] // degree, part.shape[3]) for part in parts]
     # [N, B, T/N, A/N D] of each, one behind the other in the last dimension
-    sent = torch.cat([torch.unflatten(one, 1, (degree, -1)).permute(1, 0, 3, 2, 4).flatten(3) for one in parts], -1)
-    found = torch.split(swap(sent), [heads * width for heads, width in sizes], -1)
+    sent = torch.cat([torch.unflatten(part, 1, (degree, -1)).permute(1, 0, 3, 2, 4).flatten(3) for part in parts], -1)
+    swapped = torch.split(swap(sent), [heads * width for heads, width in sizes], -1)
     return [
-        torch.unflatten(one, -1, size).permute(1, 3, 0, 2, 4).flatten(2, 3)
-        for one, size in zip(found, sizes, strict=True)
+        torch.unflatten(part, -1, size).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        for part, size in zip(swapped, sizes, strict=True)
     ]
 
 

@@ -83,8 +83,8 @@ def run_from_state_before(call: StateCall, hops: Hops) -> tuple[Tensor, State]:
 
     Collective over `cp`, in the backward too, see [Note: collective calls].
     """
-    given = operands(*call.args, *call.kwargs.values())
-    anchor = next((one for one in given if one.requires_grad), given[0])
+    tensors = operands(*call.args, *call.kwargs.values())
+    anchor = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
     state: State | None = None
     if hops.rank:
         shapes = _shapes_of(call)
@@ -94,7 +94,7 @@ def run_from_state_before(call: StateCall, hops: Hops) -> tuple[Tensor, State]:
     tokens, last = call.run(state)
     if hops.rank == hops.degree - 1:
         return tokens, last
-    packed = torch.cat([one.reshape(-1).to(hops.dtype) for one in last])
+    packed = torch.cat([state.reshape(-1).to(hops.dtype) for state in last])
     passed: Tensor = _Leaving.apply(tokens, packed, hops)
     return passed, last
 
@@ -104,10 +104,10 @@ _known_shapes: dict[Any, list[Tensor]] = {}
 
 def _shapes_of(call: StateCall) -> list[Tensor]:
     """Return the state after a call on the meta device."""
-    given = operands(*call.args, *call.kwargs.values())
-    key = call.key, tuple((one.shape, one.dtype) for one in given)
+    tensors = operands(*call.args, *call.kwargs.values())
+    key = call.key, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     if key not in _known_shapes:
-        args, kwargs = tree_map_only(Tensor, lambda one: one.detach().to("meta"), (call.args, call.kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (call.args, call.kwargs))
         with torch.no_grad(), disable_current_modes():  # selective recompute would keep its products
             _known_shapes[key] = [*call.run(None, args, kwargs)[1]]
     return _known_shapes[key]
@@ -182,7 +182,7 @@ class _Slices(Protocol):
 
     def suspend(self) -> tuple[int, str, int]: ...
 
-    def resume(self, before: tuple[int, str, int]) -> None: ...
+    def resume(self, state: tuple[int, str, int]) -> None: ...
 
 
 class NeighbourTokens:
@@ -202,7 +202,7 @@ class NeighbourTokens:
             else:
                 owner.moves[move.number] = move
                 self.sources = self.sources or ViewSources()
-        self._functions = functions_of(model) if any(one.states for one in owners.values()) else []
+        self._functions = functions_of(model) if any(mixer.states for mixer in owners.values()) else []
         for path, calls in owners.items():
             module = model.get_submodule(path)
             module.register_forward_pre_hook(self._entering(calls))
@@ -225,11 +225,11 @@ class NeighbourTokens:
     @contextmanager
     def at(self, place: _Owner | None) -> Iterator[None]:
         """Return the context of a forward from a place on: a block is recomputed without the hooks around it."""
-        before, self._running = self._running, [] if place is None else [place._replace(made=Counter(place.made))]
+        previous, self._running = self._running, [] if place is None else [place._replace(made=Counter(place.made))]
         try:
             yield
         finally:
-            self._running = before
+            self._running = previous
 
     def _closing(self, *_: Any) -> None:
         self._running.append(None)
@@ -246,11 +246,11 @@ class NeighbourTokens:
     def _left(self, _: nn.Module, args: Any, output: Any) -> None:
         calls, has_failed = self._running.pop(), output is None
         assert calls is not None
-        made = calls.made[_HANDLED]
-        if self._slicing.length and not has_failed and made != len(calls.moves) + len(calls.states):
+        num_calls = calls.made[_HANDLED]
+        if self._slicing.length and not has_failed and num_calls != len(calls.moves) + len(calls.states):
             raise LayoutError(
                 "cp-forward-differs",
-                f"{calls.path} has made {made} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
+                f"{calls.path} has made {num_calls} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
                 "forward. Use cp=1",
             )
 
@@ -270,18 +270,18 @@ class NeighbourTokens:
         if move is None:
             return NotImplemented
         calls.made[_HANDLED] += 1
-        given, tokens = operands_of(func, args, kwargs), self._slicing.length // self._slicing.degree
-        found = [at for at, one in enumerate(given) if one.dim() > move.dim]
+        tensors, tokens = operands_of(func, args, kwargs), self._slicing.length // self._slicing.degree
+        indices = [at for at, tensor in enumerate(tensors) if tensor.dim() > move.dim]
         if move.kind == "write":
-            found = found[1:]
+            indices = indices[1:]
         elif move.kind != "cat":  # of which any part may have the tokens
-            found = found[:1]
+            indices = indices[:1]
         if kind != ("write" if move.kind == "edge" else move.kind):
-            found = []
-        places = (TokenPlace(at, move.dim, move.start) for at in found)
+            indices = []
+        places = (TokenPlace(at, move.dim, move.start) for at in indices)
         forms = (form_of(func, args, kwargs, place, tokens, sources) for place in places)
         needed = move.left, move.right
-        form = next((one for one in forms if one is not None and (one.left, one.right) == needed), None)
+        form = next((f for f in forms if f is not None and (f.left, f.right) == needed), None)
         if form is None:
             raise LayoutError(
                 "cp-forward-differs",
@@ -311,12 +311,12 @@ class NeighbourTokens:
                 "for none. Use cp=1",
             )
         calls.made[_HANDLED] += 1
-        before = slicing.suspend()
+        suspended = slicing.suspend()
         try:
             hops = Hops(slicing.index, slicing.degree, slicing.group, move.owner, self._dtype)
             return call.returned(*run_from_state_before(call, hops))
         finally:
-            slicing.resume(before)
+            slicing.resume(suspended)
 
     def _extending(self, move: TokenMove) -> Callable[..., Tensor]:
         slicing, dtype = self._slicing, self._dtype
@@ -326,7 +326,7 @@ class NeighbourTokens:
         ) -> Tensor:
             ends = slicing.index == 0, slicing.index == slicing.degree - 1
             if not left and not right:
-                is_there = any(one is not None and is_end for one, is_end in zip((first, last), ends, strict=True))
+                is_there = any(edge is not None and is_end for edge, is_end in zip((first, last), ends, strict=True))
                 return x.view_as(x) if is_there else x
             are_edges = tuple(edge is not None and is_end for edge, is_end in zip((first, last), ends, strict=True))
             how = _How(move.owner, slicing.group, dim, left, right, dtype, are_edges)
@@ -382,17 +382,17 @@ class _Extended(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, first: Edge | None, last: Edge | None, how: _How) -> Tensor:
         dim, size = how.dim, x.shape[how.dim]
         ctx.how, ctx.size = how, size
-        before = _passed(x.narrow(dim, size - how.left, how.left), how, 1)
+        of_left = _passed(x.narrow(dim, size - how.left, how.left), how, 1)
         behind = _passed(x.narrow(dim, 0, how.right), how, -1)
         parts = [
             edge if is_edge and isinstance(edge, Tensor) else passed()
             for edge, is_edge, passed in (
-                (first, how.are_edges[0], before),
+                (first, how.are_edges[0], of_left),
                 (None, False, lambda: x),
                 (last, how.are_edges[1], behind),
             )
         ]
-        for passed in (before, behind):
+        for passed in (of_left, behind):
             passed()
         return torch.cat([part.to(x.dtype) for part in parts], dim)
 
@@ -400,18 +400,18 @@ class _Extended(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         how = ctx.how
-        of_first, mine, of_last = gradients[0].split((how.left, ctx.size, how.right), how.dim)
+        of_first, of_own, of_last = gradients[0].split((how.left, ctx.size, how.right), how.dim)
         first, of_before = _divided(of_first, how.are_edges[0])
         last, of_behind = _divided(of_last, how.are_edges[1])
         to_behind, to_before = _passed(of_behind, how, 1), _passed(of_before, how, -1)
-        mine = mine.clone()
+        of_own = of_own.clone()
         from_before, from_behind = to_behind(), to_before()
         if how.right:
-            mine.narrow(how.dim, 0, how.right).add_(from_before)
+            of_own.narrow(how.dim, 0, how.right).add_(from_before)
         if how.left:
-            mine.narrow(how.dim, ctx.size - how.left, how.left).add_(from_behind)
+            of_own.narrow(how.dim, ctx.size - how.left, how.left).add_(from_behind)
         _, needs_first, needs_last, _ = ctx.needs_input_grad
-        return mine, first if needs_first else None, last if needs_last else None, None
+        return of_own, first if needs_first else None, last if needs_last else None, None
 
 
 def _divided(gradient: Tensor, is_edge: bool) -> tuple[Tensor, Tensor]:

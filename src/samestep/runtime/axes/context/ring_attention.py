@@ -75,10 +75,10 @@ class Ring(NamedTuple):
         """
         if key.shape[1] != value.shape[1]:
             heads = query.shape[1]
-            key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+            key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         how = RingForm(self, spec.but(mask=None), scale_of(spec, query))
-        found: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, how)
-        return found
+        result: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, how)
+        return result
 
     @property
     def degree(self) -> int:
@@ -110,10 +110,10 @@ class RingForm(NamedTuple):
         The kernel of causal attention takes as many queries as keys; the formula takes the keys of some queries by itself.
         """
         size = self.ring.placement.size
-        half, whole = size // 2, slice(0, size)
+        half, everything = size // 2, slice(0, size)
         first, second = slice(0, half), slice(half, size)
         if not by_flash or not self.spec.causal:
-            return (RingVisit(second, whole, is_causal=False),), (RingVisit(first, whole, is_causal=False),)
+            return (RingVisit(second, everything, is_causal=False),), (RingVisit(first, everything, is_causal=False),)
         late = RingVisit(first, first, is_causal=True), RingVisit(second, second, is_causal=True)
         return (RingVisit(second, first, is_causal=False),), late
 
@@ -137,17 +137,17 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, *found = ctx.saved_tensors
+        query, key, value, mask, *result = ctx.saved_tensors
         needs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2], ctx.needs_input_grad[3]
-        return *ring_backward(ctx.how, gradients[0], (query, key, value, mask), (found[0], found[1]), needs), None
+        return *ring_backward(ctx.how, gradients[0], (query, key, value, mask), (result[0], result[1]), needs), None
 
 
-def ring_forward(how: RingForm, given: _Given) -> tuple[Tensor, Tensor]:
+def ring_forward(how: RingForm, operands: _Given) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exps of this rank's queries over the keys of all ranks.
 
     Collective over the group of the ring, see [Note: collective calls].
     """
-    query, key, value, mask = given
+    query, key, value, mask = operands
     sums = _Softmax.of(query, value)
     here = _packed(key, value)
     for hop, source, seen in how.visits():
@@ -166,19 +166,19 @@ def ring_backward(
     how: RingForm,
     gradient: Tensor,
     tensors: _Given,
-    found: tuple[Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of queries, keys, values and mask, given that of the output and what the forward has `found`.
+    """Return the gradients of queries, keys, values and mask, given that of the output and the `result` of the forward.
 
     `needs` says whether keys and values, and the mask, take one. Collective over the group of the ring, see [Note: collective calls].
     """
-    (query, key, value, mask), (output, log_sum_exp), (returns, of_mask) = tensors, found, needs
-    given = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    products = (widen(given) * widen(output)).sum(-1)
+    (query, key, value, mask), (output, log_sum_exp), (returns, of_mask) = tensors, result, needs
+    of_output = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    products = (widen(of_output) * widen(output)).sum(-1)
     into = Gradients(query, key, value, mask if of_mask else None)
-    back = _Back(given, output, log_sum_exp, products.unsqueeze(-1), into)
-    here = mine = _packed(key, value)
+    back = _Back(of_output, output, log_sum_exp, products.unsqueeze(-1), into)
+    here = packed = _packed(key, value)
     sums = Sum(key), Sum(value)
     early, late = how.halves_of_own(fits_flash(query, value, how.spec.but(mask=mask)))
     coming: Callable[[], Tensor] | None = None
@@ -196,14 +196,14 @@ def ring_backward(
             add(source, here, part)
         if hop and returns:
             total = coming() if coming is not None else torch.zeros_like(here, dtype=wide(key))
-            for whole, some in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
+            for summed, some in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
                 if not some.is_empty:
-                    whole.add_(some.value)
+                    summed.add_(some.value)
             coming = how.shift(total, OF_GRADIENTS)
         here = here if arriving is None else arriving()
     into.of_keys, into.of_values = sums
     for part in late:  # while the gradients of this rank's keys come back
-        add(how.ring.rank, mine, part)
+        add(how.ring.rank, packed, part)
     back_home = (None, None) if coming is None else _unpacked(coming(), key, value)
     of_keys, of_values = (
         None if some is None else (some if part.is_empty else some.add_(part.value)).to(key.dtype)
@@ -244,12 +244,12 @@ class _Softmax(NamedTuple):
 
     def add(self, rows: slice, output: Tensor, log_sum_exp: Tensor) -> None:
         """Add the attention of some queries to further keys."""
-        before, total = self.log_sum_exp[:, :, rows], self.output[:, :, rows]
-        both = torch.logaddexp(before, log_sum_exp.to(before.dtype))
+        previous, total = self.log_sum_exp[:, :, rows], self.output[:, :, rows]
+        both = torch.logaddexp(previous, log_sum_exp.to(previous.dtype))
         finite = both.masked_fill(both == -math.inf, 0.0)  # of queries that have seen no key
-        total.mul_((before - finite).exp().unsqueeze(-1))
+        total.mul_((previous - finite).exp().unsqueeze(-1))
         total.add_(output * (log_sum_exp - finite).exp().unsqueeze(-1))
-        before.copy_(both)
+        previous.copy_(both)
 
 
 class _Back(NamedTuple):
@@ -264,18 +264,18 @@ class _Back(NamedTuple):
 
 
 def _blocks(
-    how: RingForm, source: int, seen: RingVisit, given: _Given
+    how: RingForm, source: int, seen: RingVisit, operands: _Given
 ) -> Iterator[tuple[AttentionSpec, Pairs, AttentionTile]]:
     """Yield the blocks of a visit in which a query may see a key."""
-    spec, pairs = how.spec.but(mask=given[3]), how.ring.pairs(source)
-    for block in blocks(spec, pairs, seen.queries, given[0].shape[0] * given[0].shape[1] * given[1].shape[2]):
+    spec, pairs = how.spec.but(mask=operands[3]), how.ring.pairs(source)
+    for block in blocks(spec, pairs, seen.queries, operands[0].shape[0] * operands[0].shape[1] * operands[1].shape[2]):
         if not hides_all(spec, pairs, block):
             yield spec, pairs, block
 
 
-def _dropped_form(how: RingForm, source: int, seen: RingVisit, given: _Given) -> FlashForm | None:
+def _dropped_form(how: RingForm, source: int, seen: RingVisit, operands: _Given) -> FlashForm | None:
     """Return the form of a visit that our kernels of dropout compute; None where they do not."""
-    query, key, value, mask = given
+    query, key, value, mask = operands
     spec, pairs = how.spec.but(mask=mask), how.ring.pairs(source)
     if not fits_dropped_flash(query, key, value, spec):
         return None
@@ -286,19 +286,19 @@ def _dropped_form(how: RingForm, source: int, seen: RingVisit, given: _Given) ->
     return flash_form(spec, how.scale, queries, keys, seen.queries)
 
 
-def _visit_forward(how: RingForm, source: int, seen: RingVisit, given: _Given, sums: _Softmax) -> None:
+def _visit_forward(how: RingForm, source: int, seen: RingVisit, operands: _Given, sums: _Softmax) -> None:
     """Add the attention to the keys and values of one rank."""
-    query, key, value, mask = given
+    query, key, value, mask = operands
     if fits_flash(query, value, how.spec.but(mask=mask)):
         some = query[:, :, seen.queries], key[:, :, seen.keys], value[:, :, seen.keys]
         sums.add(seen.queries, *flash_forward(*some, is_causal=seen.is_causal, scale=how.scale))
         return
-    if (form := _dropped_form(how, source, seen, given)) is not None:
+    if (form := _dropped_form(how, source, seen, operands)) is not None:
         some = query[:, :, seen.queries], key[:, :, seen.keys], value[:, :, seen.keys]
         sums.add(seen.queries, *flash_launches.forward(*some, form))
         return
     key, value = widen(key), widen(value)
-    for spec, pairs, block in _blocks(how, source, seen, given):
+    for spec, pairs, block in _blocks(how, source, seen, operands):
         scores = scores_of(spec, how.scale, pairs, block, query, key)
         weights, log_sum_exp = weights_of(spec, scores, needs_lse=True)
         assert log_sum_exp is not None
@@ -306,30 +306,30 @@ def _visit_forward(how: RingForm, source: int, seen: RingVisit, given: _Given, s
         sums.add(block.rows, output, log_sum_exp)
 
 
-def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, back: _Back) -> None:
+def _visit_backward(how: RingForm, source: int, seen: RingVisit, operands: _Given, back: _Back) -> None:
     """Add the gradients of queries and mask, and those of the keys and values of one rank that are seen."""
-    query, key, value, mask = given
+    query, key, value, mask = operands
     into, rows = back.into, seen.queries
     if fits_flash(query, value, how.spec.but(mask=mask)):
-        mine = [one[:, :, rows] for one in (back.given, query, back.output, back.log_sum_exp)]
-        found = flash_backward(
-            mine[0],
-            mine[1],
+        parts = [x[:, :, rows] for x in (back.given, query, back.output, back.log_sum_exp)]
+        gradients = flash_backward(
+            parts[0],
+            parts[1],
             key[:, :, seen.keys],
             value[:, :, seen.keys],
-            *mine[2:],
+            *parts[2:],
             is_causal=seen.is_causal,
             scale=how.scale,
         )
-        _add(into, seen, found)
+        _add(into, seen, gradients)
         return
-    if (form := _dropped_form(how, source, seen, given)) is not None:
+    if (form := _dropped_form(how, source, seen, operands)) is not None:
         three = query[:, :, rows], key[:, :, seen.keys], value[:, :, seen.keys]
         known = back.log_sum_exp[:, :, rows], back.products[:, :, rows, 0]
         _add(into, seen, flash_launches.backward(back.given[:, :, rows], three, *known, form, in_float32=True))
         return
     key, value = widen(key), widen(value)
-    for spec, pairs, block in _blocks(how, source, seen, given):
+    for spec, pairs, block in _blocks(how, source, seen, operands):
         scores = scores_of(spec, how.scale, pairs, block, query, key)
         weights = weights_given(scores, back.log_sum_exp[:, :, block.rows])
         gradient, products = widen(back.given[:, :, block.rows]), back.products[:, :, block.rows]
@@ -337,8 +337,8 @@ def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, 
         add_gradients(spec, how.scale, pairs, block, (query, key, value), computed, gradient, products, into)
 
 
-def _add(into: Gradients, seen: RingVisit, found: tuple[Tensor, Tensor, Tensor]) -> None:
+def _add(into: Gradients, seen: RingVisit, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
     """Add the gradients of the queries, keys and values of a visit."""
-    into.of_queries.add(seen.queries, found[0])
-    into.of_keys.add(seen.keys, found[1])
-    into.of_values.add(seen.keys, found[2])
+    into.of_queries.add(seen.queries, gradients[0])
+    into.of_keys.add(seen.keys, gradients[1])
+    into.of_values.add(seen.keys, gradients[2])

@@ -25,7 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DocumentMask, multi_head_attention
 from samestep.errors import LayoutError
-from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands, tokens_of
+from samestep.independence.sliced_shapes import (
+    Reshaping,
+    fit_reshape,
+    loss_of_slice,
+    sequence_dim,
+    slice_whole_operands,
+    tokens_of,
+)
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
@@ -64,9 +71,9 @@ class WholeSequences:
         """Return the samples that the loss compares with this rank's outputs: all tokens."""
         return samples
 
-    def rows_of(self, whole: Tensor) -> Tensor:
+    def rows_of(self, tensor: Tensor) -> Tensor:
         """Return all tokens of a tensor."""
-        return whole
+        return tensor
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape of hidden states between blocks."""
@@ -139,13 +146,13 @@ class Slicing:
 
     @contextmanager
     def _slicing(self, length: int, block: str, moves: Any = None) -> Iterator[None]:
-        before = self.length, self.block, self.exchanged, self._cut
+        previous = self.length, self.block, self.exchanged, self._cut
         self.length, self.block, self.exchanged, self._cut = length, block, 0, SharedRows()
         try:
             with Exchanging(self), self.moves.receiving(), self.moves.at(moves):
                 yield
         finally:
-            self.length, self.block, self.exchanged, self._cut = before
+            self.length, self.block, self.exchanged, self._cut = previous
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a block's forward, and of its recomputation with the slice that is active now."""
@@ -158,23 +165,23 @@ class Slicing:
             Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
         )
 
-    def rows_of(self, whole: Tensor) -> Tensor:
+    def rows_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
-        return self._shared(whole, 1)
+        return self._shared(tensor, 1)
 
-    def rows_along(self, whole: Tensor, dim: int) -> Tensor:
+    def rows_along(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has a row for each token along a dimension."""
-        return own_rows(whole, self.placement(self.length).runs(self.index), dim)
+        return own_rows(tensor, self.placement(self.length).runs(self.index), dim)
 
     def suspend(self) -> tuple[int, str, int]:
         """Let the code that runs next have whole sequences; return the argument with which `resume` ends that."""
-        before = self.length, self.block, self.exchanged
+        state = self.length, self.block, self.exchanged
         self.length, self.block = 0, ""
-        return before
+        return state
 
-    def resume(self, before: tuple[int, str, int]) -> None:
+    def resume(self, state: tuple[int, str, int]) -> None:
         """Let the code that runs next have slices again."""
-        self.length, self.block, self.exchanged = before
+        self.length, self.block, self.exchanged = state
 
     def placement(self, length: int) -> SlicePlacement:
         """Return which of so many tokens each rank holds."""
@@ -298,6 +305,9 @@ class Slicing:
         if func is F.multi_head_attention_forward:
             return multi_head_attention(mode, *args, **kwargs)
         size = self.length // self.degree
+        loss = loss_of_slice(func, args, kwargs, self.length, size, self.rows_of)
+        if loss is not None:
+            return loss
         args = fit_reshape(func, args, self.length, size)
         args = slice_whole_operands(func, args, self.length, size, self.rows_of)
         if moves.sources is not None:

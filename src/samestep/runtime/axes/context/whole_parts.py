@@ -42,11 +42,11 @@ class _Slices(Protocol):
 
     def placement(self, length: int) -> SlicePlacement: ...
 
-    def rows_along(self, whole: Tensor, dim: int) -> Tensor: ...
+    def rows_along(self, tensor: Tensor, dim: int) -> Tensor: ...
 
     def suspend(self) -> tuple[int, str, int]: ...
 
-    def resume(self, before: tuple[int, str, int]) -> None: ...
+    def resume(self, state: tuple[int, str, int]) -> None: ...
 
 
 def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
@@ -69,7 +69,7 @@ class _GatheredCalls:
 
     def __init__(self, part: GatheredPart, slicing: _Slices) -> None:
         self._part, self._slicing = part, slicing
-        self._given = {one.place: one for one in part.given}
+        self._given = {part_given.place: part_given for part_given in part.given}
         self._returned = dict(part.returned)
         self._before: tuple[int, str, int] | None = None
 
@@ -80,25 +80,25 @@ class _GatheredCalls:
         if not slicing.length:
             return None
         leaves, tree = tree_flatten_with_path((args, kwargs))
-        found = [self._whole(keystr(place), leaf) for place, leaf in leaves]
+        wholes = [self._whole(keystr(place), leaf) for place, leaf in leaves]
         self._before = slicing.suspend()
-        return tree_unflatten(found, tree)
+        return tree_unflatten(wholes, tree)
 
     def _whole(self, place: str, leaf: Any) -> Any:
-        one = self._given.get(place)
-        if one is None or not isinstance(leaf, Tensor):
+        argument = self._given.get(place)
+        if argument is None or not isinstance(leaf, Tensor):
             return leaf
-        if one.is_known and isinstance(whole := getattr(leaf, "whole", None), Tensor):
-            return whole
+        if argument.is_known and isinstance(tensor := getattr(leaf, "whole", None), Tensor):
+            return tensor
         placement = self._slicing.placement(self._slicing.length)
-        if leaf.dim() <= one.dim or leaf.shape[one.dim] != placement.size:
+        if leaf.dim() <= argument.dim or leaf.shape[argument.dim] != placement.size:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{self._part.owner} is given {place} of shape {list(leaf.shape)}, and in the traced forward a row for each of a "
-                f"rank's {placement.size} tokens along dimension {one.dim}. Use cp=1",
+                f"rank's {placement.size} tokens along dimension {argument.dim}. Use cp=1",
             )
-        there = functools.partial(gather_tokens, placement=placement, dim=one.dim)
-        back = functools.partial(_summed, placement=placement, dim=one.dim)
+        there = functools.partial(gather_tokens, placement=placement, dim=argument.dim)
+        back = functools.partial(_summed, placement=placement, dim=argument.dim)
         return apply_move(leaf, self._slicing.group, self._part.owner, there, back)
 
     def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -124,9 +124,9 @@ class _GatheredCalls:
         return part if leaf.requires_grad else with_whole(part, leaf)
 
 
-def with_whole(part: Tensor, whole: Tensor) -> Tensor:
+def with_whole(part: Tensor, tensor: Tensor) -> Tensor:
     """Return a rank's tokens of a tensor without a gradient, with the tensor itself for parts that compute all tokens."""
-    part.whole = whole  # type: ignore[attr-defined]
+    part.whole = tensor  # type: ignore[attr-defined]
     return part
 
 
@@ -135,22 +135,22 @@ def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placeme
 
     Collective over `cp`, see [Note: collective calls].
     """
-    mine = part.movedim(dim, 0).contiguous()
-    found = mine.new_empty((placement.degree * len(mine), *mine.shape[1:]))
+    rows = part.movedim(dim, 0).contiguous()
+    gathered = rows.new_empty((placement.degree * len(rows), *rows.shape[1:]))
     with owned(owner):
-        all_gather(found, mine, group=group)
+        all_gather(gathered, rows, group=group)
     if placement.is_head_tail:
-        found = rows_of(found, _places(placement), 0)
-    return found.movedim(0, dim).contiguous()  # as code may view it
+        gathered = rows_of(gathered, _places(placement), 0)
+    return gathered.movedim(0, dim).contiguous()  # as code may view it
 
 
 def _summed(gradient: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
     """Return the sum over ranks of this rank's tokens of a gradient."""
     sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0).contiguous()
-    mine = sent.new_empty((placement.size, *sent.shape[1:]))
+    own_part = sent.new_empty((placement.size, *sent.shape[1:]))
     with owned(owner):
-        reduce_scatter(mine, sent, group=group)
-    return mine.movedim(0, dim).contiguous()
+        reduce_scatter(own_part, sent, group=group)
+    return own_part.movedim(0, dim).contiguous()
 
 
 def _in_order_of_ranks(placement: SlicePlacement) -> list[range]:
@@ -159,11 +159,11 @@ def _in_order_of_ranks(placement: SlicePlacement) -> list[range]:
 
 def _places(placement: SlicePlacement) -> list[range]:
     """Return where the runs of tokens are that ranks hold one after another, in the order of the sequence."""
-    found, start = dict[int, range](), 0
+    places, start = dict[int, range](), 0
     for run in _in_order_of_ranks(placement):
-        found[run.start] = range(start, start + len(run))
+        places[run.start] = range(start, start + len(run))
         start += len(run)
-    return [found[first] for first in sorted(found)]
+    return [places[first] for first in sorted(places)]
 
 
 def rows_of(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
@@ -188,18 +188,18 @@ class SharedRows:
     def __init__(self) -> None:
         self._cut: dict[tuple[int, int, bool], tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int]] = {}
 
-    def of(self, whole: Tensor, runs: Sequence[range], dim: int) -> Tensor:
+    def of(self, x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
         """Return the rows at some runs of places of a tensor along a dimension; of a weight, which is there anyway, a view."""
-        if isinstance(whole, nn.Parameter):
-            return rows_of(whole, runs, dim)
-        key = id(whole), dim, torch.is_grad_enabled()
+        if isinstance(x, nn.Parameter):
+            return rows_of(x, runs, dim)
+        key = id(x), dim, torch.is_grad_enabled()
         if key in self._cut:
             of, version, cut, cut_version = self._cut[key]
             rows = cut()
-            if of() is whole and version == version_of(whole) and rows is not None and cut_version == version_of(rows):
+            if of() is x and version == version_of(x) and rows is not None and cut_version == version_of(rows):
                 return rows
-        rows = own_rows(whole, runs, dim)
-        self._cut[key] = weakref.ref(whole), version_of(whole), weakref.ref(rows), version_of(rows)
+        rows = own_rows(x, runs, dim)
+        self._cut[key] = weakref.ref(x), version_of(x), weakref.ref(rows), version_of(rows)
         return rows
 
 
@@ -244,18 +244,29 @@ class TokenRanks:
             f"{index} {list(tensor.shape)}. Use cp=1",
         )
 
-    def whole(self, mine: Tensor, owner: str) -> Tensor:
+    def whole(self, part: Tensor, owner: str) -> Tensor:
         """Return the rows of all tokens [B, T, ...] from those of this rank's [B, T/N, ...].
 
         Collective over `cp`, see [Note: collective calls].
         """
         assert self._group is not None
-        placement = self._placement(self._degree * mine.shape[DIM])
-        return gather_tokens(mine, self._group, owner, placement=placement, dim=DIM)
+        placement = self._placement(self._degree * part.shape[DIM])
+        return gather_tokens(part, self._group, owner, placement=placement, dim=DIM)
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks [N * R, ...] from this rank's [R, ...].
+
+        Collective over `cp`, see [Note: collective calls].
+        """
+        if self._group is None:
+            return tensor
+        gathered = tensor.new_empty((self._degree * len(tensor), *tensor.shape[1:]))
+        all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
-        return rows_of(whole, self._placement(whole.shape[dim]).runs(self.index), dim)
+        return rows_of(tensor, self._placement(tensor.shape[dim]).runs(self.index), dim)
 
     def _placement(self, length: int) -> SlicePlacement:
         return placement_of(self._step.model, self._step.layout, length, self._step.ranks_per_node)

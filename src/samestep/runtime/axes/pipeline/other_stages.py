@@ -38,12 +38,12 @@ class OtherStageWeight(nn.Parameter):
             return _gradient_of(written)
         try:
             # Of a Parameter torch makes plain tensors, which would forget it.
-            made = Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+            result = Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise _refusal(args) from error
-        if isinstance(made, OtherStageWeight) and not made.weight_name:
-            made.weight_name = _name_among(args)
-        return made
+        if isinstance(result, OtherStageWeight) and not result.weight_name:
+            result.weight_name = _name_among(args)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be written into a file, as by `torch.save`.
@@ -60,22 +60,22 @@ def _gradient_of(weight: Any) -> Tensor:
     """Return what a loop is given as the gradient of a weight of another stage: it has no values either, and is not None, as of a
     weight without a gradient, which a sum over all weights would leave out.
     """
-    held = vars(weight)
-    if "gradient" not in held:
-        held["gradient"] = made = torch.empty_like(weight.detach()).as_subclass(OtherStageWeight)
-        made.weight_name = f"{weight.weight_name}.grad"
-    gradient: Tensor = held["gradient"]
+    attributes = vars(weight)
+    if "gradient" not in attributes:
+        attributes["gradient"] = weightless = torch.empty_like(weight.detach()).as_subclass(OtherStageWeight)
+        weightless.weight_name = f"{weight.weight_name}.grad"
+    gradient: Tensor = attributes["gradient"]
     return gradient
 
 
-def _name_among(given: Iterable[Any]) -> str:
+def _name_among(values: Iterable[Any]) -> str:
     """Return the name of the first weight of another stage from which one of some operands was computed."""
-    return next((operand.weight_name for operand in operands(*given) if isinstance(operand, OtherStageWeight)), "")
+    return next((operand.weight_name for operand in operands(*values) if isinstance(operand, OtherStageWeight)), "")
 
 
-def _refusal(given: Iterable[Any]) -> LayoutError:
+def _refusal(values: Iterable[Any]) -> LayoutError:
     """Return the error of an operation that needs the values of a weight among what it was given."""
-    if (name := _name_among(given)).endswith(".grad"):
+    if (name := _name_among(values)).endswith(".grad"):
         return LayoutError(
             "another-stage",
             f"{name} is in another stage of the pipeline: report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips "

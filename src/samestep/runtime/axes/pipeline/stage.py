@@ -1,7 +1,7 @@
 """One pipeline stage of any model, without changes to its code (twin of `strategies/pipeline.py`).
 
-Every stage runs the model's forward, in which stand-ins replace the layers of other stages. So the model's code
-computes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in
+Every stage runs the model's forward, in which calls of other stages' layers are not carried out. So the model's code
+computes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, such a
 block returns its input, and an embedding zeros of the right shape; before the first block of a chunk the stage replaces
 that tensor by the received activation, after whatever the model does to embeddings; after the last block of the chunk
 it takes the result out.
@@ -35,7 +35,7 @@ from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.recorded_flows import shapes_in
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
-from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
+from samestep.runtime.axes.pipeline.stand_ins import ReadWeights, StageLayers
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -67,18 +67,9 @@ class Stage(PartOfStep):
         self._model, self._facts = traced.module, traced.facts
         self.num_chunks = len(program.chunks)
         self._layers = program.step.model.layers
-        self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
         self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
         """How often modules have been entered where each chunk begins."""
-        self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
-        holders = list(self._model.modules())
-        self._places = {
-            path: [(holder, leaf) for holder in holders for leaf, part in holder._modules.items() if part is real]
-            for path, real in self._real.items()
-        }
-        """The modules that hold each of these, with its name in them: two models may share one."""
-        make = Placeholders.of(traced, program.step, mesh.device)
-        self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._modules = StageLayers(traced, program.step, mesh.device)
         self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         model = program.step.model
@@ -153,13 +144,13 @@ class Stage(PartOfStep):
                 torch.autograd.backward(roots, [gradients[index] for index in taken])
         else:
             del self._outputs[microbatch, chunk]
-        given = self._inputs.pop((microbatch, chunk), None)
-        if given is not None:
-            self._check_idle(layers.start, given)
-            given = self._taking_gradient(layers.start, given)
-        if given:
-            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
-            self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
+        inputs = self._inputs.pop((microbatch, chunk), None)
+        if inputs is not None:
+            self._check_idle(layers.start, inputs)
+            inputs = self._taking_gradient(layers.start, inputs)
+        if inputs:
+            gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
+            self._messages.send(action, gradients, self._awaited(layers.start, inputs, backward=True))
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute the weight gradients that the backward of a micro-batch has postponed."""
@@ -181,8 +172,8 @@ class Stage(PartOfStep):
         Collective over `pp`, see [Note: collective calls].
         """
         last = self._mesh.members("pp")[-1]
-        held = getattr(outputs, "logits", outputs)
-        return broadcast_from(last, held, self._mesh.groups["pp"], self._mesh.device)
+        logits = getattr(outputs, "logits", outputs)
+        return broadcast_from(last, logits, self._mesh.groups["pp"], self._mesh.device)
 
     # -- a recorded flow ---------------------------------------------------------------------------
 
@@ -194,12 +185,12 @@ class Stage(PartOfStep):
 
         def receive() -> list[Tensor]:
             """Return the tensors that cross the boundary before the chunk."""
-            found = self._received(action, awaited)
+            tensors = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
             is_differentiated = torch.is_grad_enabled() or not is_forward_only()
-            for tensor, (value, *_) in zip(found, events.incoming, strict=True):
+            for tensor, (value, *_) in zip(tensors, events.incoming, strict=True):
                 tensor.requires_grad_(flow.values[value].takes_gradient and is_differentiated)
-            return found
+            return tensors
 
         def send(tensors: Sequence[Tensor]) -> None:
             """Send the tensors that cross the boundary after the chunk."""
@@ -209,9 +200,7 @@ class Stage(PartOfStep):
         with _or_refuse(self._layers[layers.start].name):
             events = StageEvents.of(self._layers, layers, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
-        reporting = self._replace_modules(
-            lambda path, _: Reporting(self._stand_ins[path], functools.partial(mode.call, path))
-        )
+        reporting = self._modules.called(lambda path, _: functools.partial(mode.call, path))
         with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
         mode.finish()
@@ -237,33 +226,33 @@ class Stage(PartOfStep):
         return [
             Awaited(
                 c.owner,
-                (sum(torch.Size(value.shape).numel() for value in (one, *more)),) if more else one.shape,
-                one.dtype,
+                (sum(torch.Size(value.shape).numel() for value in (first, *more)),) if more else first.shape,
+                first.dtype,
             )
-            for (one, *more), c in zip(values, crossings, strict=True)
+            for (first, *more), c in zip(values, crossings, strict=True)
         ]
 
     # -- one tensor --------------------------------------------------------------------------------
 
     def _pass_on(self, action: Action, samples: Any) -> Any:
-        """Run the model's forward with the layers of one chunk, and stand-ins that return their input."""
+        """Run the model's forward with the layers of one chunk; others return their input."""
         layers = self._program.chunks[action.chunk]
         handles = []
         if layers.start > 0:
-            first = self._real[self._layers[layers.start].modules[0]]
+            first = self._modules[self._layers[layers.start].modules[0]]
             # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
             hook = self._receive(action)
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-        ends: dict[str, nn.Module] = {}
+        ends: dict[str, Callable[..., Any]] = {}
         if not self.is_last(action.chunk):
-            last = self._real[path := self._layers[layers.stop - 1].modules[-1]]
-            send = functools.partial(self._send_result, action)
+            last = self._modules[path := self._layers[layers.stop - 1].modules[-1]]
             if last._backward_hooks or last._backward_pre_hooks:  # which torch puts behind all other hooks
-                ends[path] = Reporting(self._stand_ins[path], functools.partial(_call_and_send, send))
+                ends[path] = functools.partial(self._call_and_send, action)
             else:
-                handles.append(last.register_forward_hook(send))
+                hook = lambda _, args, output: self._send_result(action, args, output)  # noqa: E731
+                handles.append(last.register_forward_hook(hook))
         try:
-            with self._replace_modules(lambda path, at: ends.get(path) if at in layers else self._stand_ins[path]):
+            with self._modules.called(lambda path, at: ends.get(path) if at in layers else self._modules.pass_on(path)):
                 outputs = call_model(self._model, samples)
         finally:
             for handle in handles:
@@ -287,7 +276,12 @@ class Stage(PartOfStep):
                 "forward that runs it in every step",
             )
 
-    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
+    def _call_and_send(self, action: Action, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        sent = self._send_result(action, args, output)
+        return output if sent is None else sent
+
+    def _send_result(self, action: Action, args: Any, output: Tensor) -> Any:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
         self._outputs[action.microbatch, action.chunk] = [output]
         boundary = self._program.chunks[action.chunk].stop
@@ -319,10 +313,10 @@ class Stage(PartOfStep):
 
         return hook
 
-    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+    def _passed_shape(self, shape_of_all: torch.Size) -> tuple[int, ...]:
         """Return the shape of the blocks' output in this layout, given that on one device."""
         layout = self._program.step.layout
-        shape = self._slicing.shape_of(whole)
+        shape = self._slicing.shape_of(shape_of_all)
         return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
 
     def _one_awaited(self, boundary: int, shape: tuple[int, ...]) -> list[Awaited]:
@@ -377,28 +371,7 @@ class Stage(PartOfStep):
         compute = self._program.step.compute_dtype
         crossings = [c for c in self._crossings[boundary] if c.takes_gradient or not backward]
         pairs = zip(tensors, crossings, strict=True)
-        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
-
-    @contextmanager
-    def _replace_modules(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
-        """Replace modules while a forward runs inside; `by` is given a module's path and the index of its layer."""
-        for index, path in self._slots:
-            self._put(path, by(path, index) or self._real[path])
-        try:
-            yield
-        finally:
-            for path, real in self._real.items():
-                self._put(path, real)
-
-    def _put(self, path: str, module: nn.Module) -> None:
-        for holder, leaf in self._places[path]:
-            holder._modules[leaf] = module
-
-
-def _call_and_send(send: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    output = module(*args, **kwargs)
-    sent = send(module, args, output)
-    return output if sent is None else sent
+        return [Awaited(c.owner, tuple(tensor.shape), DTYPES[c.dtype or compute]) for tensor, c in pairs]
 
 
 @contextmanager

@@ -60,11 +60,11 @@ from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import map_tensors, tensors_in, tree_map_only
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros that takes no memory, and is no view, so that it can be given other data."""
-    one = torch.zeros(1, dtype=dtype, device=device)
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: float = 0.0) -> Tensor:
+    """Return a tensor of one value that takes no memory, and is no view, so that it can be given other data."""
+    number = torch.full((1,), value if dtype.is_floating_point else 0, dtype=dtype, device=device)
     empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(one.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
+    return empty.set_(number.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
 
 
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
@@ -111,8 +111,8 @@ class StageForward(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _HOOKS and not self._makes(args[0]):
             return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None
-        given = given_to(func, args, kwargs)
-        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+        tensors = given_to(func, args, kwargs)
+        reads = tuple(self._numbers[tensor] for tensor in tensors if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
             outcome = func(*args, **kwargs)
             # After the last event come hooks of the run, such as those of FSDP2.
@@ -120,17 +120,17 @@ class StageForward(TorchFunctionMode):
             if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome):
                 raise self._differs(name_of(func), is_of_hook=func is Tensor.view_as and args[0] is args[1])
             return outcome
-        return self._follow(name_of(func), func, given, args, kwargs)
+        return self._follow(name_of(func), func, tensors, args, kwargs)
 
-    def call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
         if self._depth:
-            return module(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+            return call(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        reads = tuple(self._numbers[tensor] for tensor in tensors if tensor in self._numbers)
         if not self._is_next(path, reads, is_call=True):
             raise self._differs(path)
-        return self._follow(path, module, given, args, kwargs)
+        return self._follow(path, call, tensors, args, kwargs)
 
     def reads(self, weight: str) -> bool:
         """Return whether one of this stage's events uses a weight."""
@@ -176,7 +176,7 @@ class StageForward(TorchFunctionMode):
         )
 
     def _follow(
-        self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, func: Callable[..., Any], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Carry out the next event, or return stand-ins of its results; calls within it are no events."""
         self._depth += 1
@@ -184,34 +184,34 @@ class StageForward(TorchFunctionMode):
         is_active = current_function_mode() is self
         try:
             with pop_function_mode_temporarily() if is_active else nullcontext():
-                return self._run_call(name, func, given, args, kwargs)
+                return self._run_call(name, func, tensors, args, kwargs)
         finally:
             self._depth -= 1
 
     def _run_call(
-        self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, func: Callable[..., Any], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         number, event = self._next, self._flow.events[self._next]
         if number == self._stop:
             crossing = [[self._tensor(value) for value in values] for values in self._events.outgoing]
-            self._send([one if not more else flat([one, *more]) for one, *more in crossing])
+            self._send([first if not more else flat([first, *more]) for first, *more in crossing])
         if number == self._start and self._events.incoming:
             self._fill()
         self._next += 1
         containers = containers_in((args, kwargs)) if event.is_call else []
-        before = contents_of(containers)
+        contents = contents_of(containers)
         if number not in self._events.numbers:
-            outcome = self._stand_in(event, func, given, args, kwargs, containers)
+            outcome = self._stand_in(event, func, tensors, args, kwargs, containers)
         else:
-            outcome = self._apart(event, given, func(*args, **kwargs))
-        self._number(event, given, tensors_made_by(outcome, changes_of(containers, before)), name)
+            outcome = self._apart(event, tensors, func(*args, **kwargs))
+        self._number(event, tensors, tensors_made_by(outcome, changes_of(containers, contents)), name)
         return outcome
 
     def _stand_in(
         self,
         event: Event,
         func: Callable[..., Any],
-        given: list[Tensor],
+        tensors: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         containers: Sequence[Container],
@@ -221,16 +221,16 @@ class StageForward(TorchFunctionMode):
             with torch.no_grad():
                 func(*zeros[0], **zeros[1])
         results = iter(zip(event.makes, event.given, strict=True))
-        made: dict[int | None, Tensor] = {}
+        stand_ins: dict[int | None, Tensor] = {}
 
         def stand_in(recorded: Tensor) -> Tensor:
             value, place = next(results)
             if place >= 0:
-                return given[place]
-            if value not in made:  # one tensor may be returned twice, or be returned and kept in a list
+                return tensors[place]
+            if value not in stand_ins:  # one tensor may be returned twice, or be returned and kept in a list
                 early = None if value is None else self._early.pop(value, None)
-                made[value] = placeholder(recorded.shape, recorded.dtype, self._device) if early is None else early
-            return made[value]
+                stand_ins[value] = placeholder(recorded.shape, recorded.dtype, self._device) if early is None else early
+            return stand_ins[value]
 
         outcome = map_tensors(event.outcome, stand_in)
         for change in event.changes:
@@ -242,11 +242,11 @@ class StageForward(TorchFunctionMode):
             torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor in self._numbers else tensor
         )
 
-    def _apart(self, event: Event, given: list[Tensor], outcome: Any) -> Any:
+    def _apart(self, event: Event, tensors: list[Tensor], outcome: Any) -> Any:
         """Return an outcome in which a new value differs from every argument: `x.contiguous()` may return x itself,
         or not."""
         values = iter(event.makes)
-        ours = {id(tensor) for tensor in given}
+        ours = {id(tensor) for tensor in tensors}
 
         def apart(tensor: Tensor) -> Tensor:
             return tensor.view_as(tensor) if next(values, None) is not None and id(tensor) in ours else tensor
@@ -257,17 +257,17 @@ class StageForward(TorchFunctionMode):
         )
         return outcome if is_apart else map_tensors(outcome, apart)
 
-    def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
+    def _number(self, event: Event, tensors: list[Tensor], results: Sequence[Tensor], name: str) -> None:
         """Note which values an event's results are, and the arguments that it has written into."""
         for place, value in event.writes:
-            self._is(given[place], value)
-        if len(made) != len(event.makes):
+            self._is(tensors[place], value)
+        if len(results) != len(event.makes):
             raise self._differs(f"other results of {name}")
-        for tensor, made_value, place in zip(made, event.makes, event.given, strict=True):
+        for tensor, made_value, place in zip(results, event.makes, event.given, strict=True):
             if made_value is not None:
                 self._is(tensor, made_value)
-            elif tensor not in self._numbers and given[place] in self._numbers:
-                self._is(tensor, self._numbers[given[place]])
+            elif tensor not in self._numbers and tensors[place] in self._numbers:
+                self._is(tensor, self._numbers[tensors[place]])
 
     def _is(self, tensor: Tensor, value: int) -> None:
         self._numbers[tensor] = value
@@ -278,9 +278,9 @@ class StageForward(TorchFunctionMode):
             self._kept[value] = tensor
 
     def _tensor(self, value: int) -> Tensor:
-        found = self._tensors[value]()
-        assert found is not None, "what a later event reads is held by the model's code"
-        return found
+        tensor = self._tensors[value]()
+        assert tensor is not None, "what a later event reads is held by the model's code"
+        return tensor
 
     def _fill(self) -> None:
         """Put the tensors that are received into the objects that stood for them."""
@@ -369,9 +369,9 @@ class Flows:
         """Put the copy into the modes (training or evaluation) of the model."""
         self._is_training = model.training
         theirs = dict(model.named_modules())
-        for path, mine in self._module.named_modules():
+        for path, part in self._module.named_modules():
             if path in theirs:  # a loop may have taken it out
-                mine.training = theirs[path].training
+                part.training = theirs[path].training
 
     def known(self, shapes: Hashable) -> Flow | None:
         """Return the flow of samples of these shapes, if it has been recorded."""
@@ -428,10 +428,10 @@ def _without_modes() -> Iterator[None]:
 
 def _put_in_dtype(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
     """Put a weight of a module on the meta device, under all its names, in a dtype."""
-    held = module.get_parameter(names[0])
-    if held.dtype == dtype:
+    weight = module.get_parameter(names[0])
+    if weight.dtype == dtype:
         return
-    param = nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
+    param = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
     for name in names:
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, param)

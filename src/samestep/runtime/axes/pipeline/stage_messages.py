@@ -78,21 +78,21 @@ class Messages:
         """
         boundary, step = self._boundary(action, sends=True)
         pending: Pending = []
-        for index, (tensor, one) in enumerate(zip(tensors, awaited, strict=True)):
-            if tuple(tensor.shape) != one.shape or tensor.dtype != one.dtype:
+        for index, (tensor, message) in enumerate(zip(tensors, awaited, strict=True)):
+            if tuple(tensor.shape) != message.shape or tensor.dtype != message.dtype:
                 raise LayoutError(
                     "pp-shapes-vary",
-                    f"{one.owner} is {_describe_tensor(tensor.shape, tensor.dtype)}, and in the trace was "
-                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it. Use pp=1",
+                    f"{message.owner} is {_describe_tensor(tensor.shape, tensor.dtype)}, and in the trace was "
+                    f"{_describe_tensor(message.shape, message.dtype)}, so the next stage of the pipeline cannot take it. Use pp=1",
                 )
-            kept = tensor.contiguous()
-            with owned(one.owner, "send") as issue:
+            sendable = tensor.contiguous()
+            with owned(message.owner, "send") as issue:
                 group = self._mesh.links[self._link_of(action, sends=True)]
                 work = issue.sent(
-                    dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action, index))
+                    dist.isend(sendable, self._peer(step), group=group, tag=self._tag(boundary, action, index))
                 )
             assert work is not None
-            pending.append((work, kept))
+            pending.append((work, sendable))
         self._sent[action] = pending
 
     def receive(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
@@ -101,8 +101,8 @@ class Messages:
         if link.due and link.due[-1] == action:
             link.due.pop()
         pending = link.posted.pop(action) if action in link.posted else self._post(action, awaited)
-        given, posted = [one.shape for one in awaited], [tuple(into.shape) for _, into in pending]
-        assert given == posted, f"{action} is given {given}, and {posted} was awaited"
+        shapes, posted = [message.shape for message in awaited], [tuple(into.shape) for _, into in pending]
+        assert shapes == posted, f"{action} is given {shapes}, and {posted} was awaited"
         for work, _ in pending:
             work.wait()
         for sent in () if is_forward_only() else self._arrivals[action]:
@@ -127,9 +127,9 @@ class Messages:
         boundary, step = self._boundary(action, sends=False)
         group = self._mesh.links[self._link_of(action)]
         pending: Pending = []
-        for index, one in enumerate(awaited):
-            into = torch.empty(one.shape, dtype=one.dtype, device=self._mesh.device)
-            with owned(one.owner, "recv") as issue:
+        for index, message in enumerate(awaited):
+            into = torch.empty(message.shape, dtype=message.dtype, device=self._mesh.device)
+            with owned(message.owner, "recv") as issue:
                 work = issue.sent(
                     dist.irecv(into, self._peer(step), group=group, tag=self._tag(boundary, action, index))
                 )
@@ -194,11 +194,11 @@ def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
     for action in orders[stage]:
         for sender, needed in schedules.needs(action, stage, layout.pp, chunks):
             if sender != stage:
-                before, after = known.get(sender, 0), orders[sender].index(needed) + 1
-                known[sender] = max(before, after)
+                first, after = known.get(sender, 0), orders[sender].index(needed) + 1
+                known[sender] = max(first, after)
                 passed = [
                     sent
-                    for theirs in orders[sender][before:after]
+                    for theirs in orders[sender][first:after]
                     for owner, sent in schedules.needs(theirs, sender, layout.pp, chunks)
                     if owner == stage
                 ]

@@ -1,4 +1,4 @@
-"""Stand-ins in the model's forward: for layers that other stages run, and for weights that the model's code reads.
+"""What a stage's forward finds in place of layers that other stages run, and of weights that the model's code reads.
 
 A weight that the model's code itself reads in a forward is a value of the recorded flow (`tracing/flow.py`), which
 every stage that reads it holds. While a forward of one chunk runs, the modules hold in place of these weights:
@@ -10,7 +10,9 @@ every stage that reads it holds. While a forward of one chunk runs, the modules 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -27,163 +28,136 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.tracing.flow import Flow, makes_event
 from samestep.trees import tree_map_only
 
-
-@dataclass(frozen=True)
-class Placeholders:
-    """Makes tensors in place of the weights that another stage holds, for code that asks for their dtype or device."""
-
-    device: torch.device
-    dtypes: Mapping[int, torch.dtype]
-    """Dtype that each weight has within the module on the stage that holds it, by the identity of the weight here."""
-
-    @classmethod
-    def of(cls, traced: TracedModel, step: StepSpec, device: torch.device) -> Placeholders:
-        """Return what makes the placeholders of a run."""
-        named = dict(traced.module.named_parameters(remove_duplicate=False))
-        names = ((name, param) for param in traced.spec.params for name in (param.name, *param.aliases))
-        return cls(
-            device, {id(named[name]): DTYPES[step.working_dtype(param)] for name, param in names if name in named}
-        )
-
-    def of_weight(self, weight: Tensor) -> Tensor:
-        """Return a tensor that stands in for a weight, unless this stage holds it."""
-        if not weight.is_meta:
-            return weight
-        return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
-
-
-class LayerStandIn(nn.Module):
-    """Replaces a layer that another stage runs; attributes that the model's code reads or sets are those of the layer.
-
-    So are its modules: code that sets a flag of each adapter in `model.modules()`, and sets it back behind a part of the forward, finds
-    those of this stage.
-    """
-
-    def __new__(cls, real: nn.Module, *_: Any, **__: Any) -> LayerStandIn:
-        """Return one with the special methods of the layer's class: Python looks for these in classes alone."""
-        return super().__new__(_with_special_methods(cls, real.__class__))  # type: ignore[arg-type]
-
-    def __init__(
-        self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders, *, is_part: bool = False
-    ) -> None:
-        super().__init__()
-        is_here = not any(param.is_meta for param in real.parameters())
-        own = {"_real": real, "_facts": facts, "_placeholders": placeholders, "_is_here": is_here, "_makes_event": None}
-        self.__dict__.update(own, _is_part=is_part, _elsewhere={})
-        del self.__dict__["training"]
-
-    @property
-    def _parameters(self) -> dict[str, Any]:
-        """The layer's parameters as they stand, for code that asks the model for its parameters; those of a part are its layer's."""
-        own = self.__dict__
-        if own["_is_here"] or own["_is_part"]:
-            return own["_real"]._parameters if own["_is_here"] else {}
-        return {name: self._found(name, param) for name, param in own["_real"].named_parameters()}
-
-    @_parameters.setter
-    def _parameters(self, _: Any) -> None:
-        """Ignore the dict that the constructor of a module makes."""
-
-    def _found(self, name: str, param: nn.Parameter) -> nn.Parameter:
-        """Return a parameter, or what stands for one that is on another stage."""
-        elsewhere: dict[str, nn.Parameter] = self.__dict__["_elsewhere"]
-        if param.is_meta and name not in elsewhere:
-            elsewhere[name] = nn.Parameter(self._placeholders.of_weight(param), requires_grad=False)
-        return elsewhere[name] if param.is_meta else param
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The layer's class, for code that asks with `isinstance`."""
-        return type(self.__dict__["_real"])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_real"], name, value)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of the layer: what stands in for them, where another stage runs it."""
-        for name, child in self.__dict__["_real"].named_children():
-            is_here = self._is_here
-            yield name, child if is_here else LayerStandIn(child, self._facts, self._placeholders, is_part=True)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module and those of the layer, with their paths."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        for name, child in self.named_children():
-            yield from child.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._standing_for(getattr(object.__getattribute__(self, "_real"), name))
-
-    def _standing_for(self, found: Any) -> Any:
-        """Return what the layer holds, or what stands for it where it has weights of another stage."""
-        if isinstance(found, Tensor):
-            return self._placeholders.of_weight(found)
-        if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
-            return LayerStandIn(found, self._facts, self._placeholders)
-        return found
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a view of the input, so that a hook on its gradient is on nothing that this stage computes; an embedding returns zeros
-        that take no memory.
-        """
-        own = self.__dict__
-        real = own["_real"]
-        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
-        if own["_makes_event"] is None:
-            own["_makes_event"] = makes_event(real)
-        if not own["_makes_event"]:
-            return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
-        if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
-            zero = torch.zeros((), dtype=self._placeholders.of_weight(real.weight).dtype, device=given.device)
-            zero.requires_grad_(real.weight.requires_grad and torch.is_grad_enabled())  # code may put a hook on it
-            return zero.expand(*given.shape, real.embedding_dim)
-        if isinstance(given, Tensor):
-            return given.view_as(given)
-        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))  # it is given a shape, say
-        with torch.no_grad():
-            return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
-
-
-_SPECIAL = ("__len__", "__getitem__", "__iter__", "__reversed__", "__contains__", "__bool__")
-"""The special methods of containers, which blocks may be."""
+_Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""A function that is given the call of a layer, and its arguments."""
+_CALL = "_samestep_call"
 
 
 @functools.cache
-def _with_special_methods(base: type, kind: type) -> type:
-    """Return the class of what stands for a module of a class."""
+def _called_by(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of modules like those of a class, with calls that a function of each module carries out."""
 
-    def method(name: str) -> Callable[..., Any]:
-        def call(self: LayerStandIn, *args: Any) -> Any:
-            found = getattr(kind, name)(self.__dict__["_real"], *args)
-            is_iterator = name in ("__iter__", "__reversed__")
-            return map(self._standing_for, found) if is_iterator else self._standing_for(found)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        instead: _Call = vars(self)[_CALL]
+        return instead(functools.partial(kind.__call__, self), args, kwargs)
 
-        return call
-
-    methods = {name: method(name) for name in _SPECIAL if hasattr(kind, name)}
-    return type(base.__name__, (base,), methods) if methods else base
+    names: dict[str, Any] = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(names))
 
 
-class Reporting(LayerStandIn):
-    """Replaces a layer of any stage in a forward, and reports its calls, as to one that follows a recorded flow."""
+@dataclass(slots=True)
+class _Slot:
+    """The place of a tensor of another stage in a module of a layer."""
 
-    def __init__(self, stand_in: LayerStandIn, call: Callable[[nn.Module, Any, Any], Any]) -> None:
-        real = object.__getattribute__(stand_in, "_real")
-        super().__init__(real, stand_in._facts, stand_in._placeholders)
-        self.__dict__.update(_call=functools.partial(call, real), _makes_event=makes_event(real))
+    table: dict[str, Any]
+    key: str
+    other: Tensor
+    """The tensor that is not there: during a forward the one without values, else what stands for it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer returns if it is this stage's, or what stands in for that."""
-        if not self._makes_event:
-            return object.__getattribute__(self, "_real")(*args, **kwargs)
-        return self._call(args, kwargs)
+
+class StageLayers:
+    """The layers of the model that a forward of a stage calls; those of other stages have shapes and no values.
+
+    While the forward runs, functions of the stage carry out the calls of layers, so that their hooks and their forward do not run. The
+    model's code reads and sets attributes of the layers themselves. A tensor of another stage is replaced meanwhile by one that takes no
+    memory, for code that asks for its dtype or device. It is of zeros if a trace shows that nothing reads what is computed with it, and
+    of NaN if the code looks at values, so that no trace holds for all samples.
+    """
+
+    def __init__(self, traced: TracedModel, step: StepSpec, device: torch.device) -> None:
+        self._facts, self._device = traced.facts, device
+        value = math.nan if step.model.varies_at and not step.model.varies_within else 0.0
+        paths = [(path, index) for index, layer in enumerate(step.model.layers) for path in layer.modules if path]
+        self._by_path = {path: traced.module.get_submodule(path) for path, _ in paths}
+        # Rotary angles and the like make no event: every stage computes them for itself.
+        self._called = [(path, index) for path, index in paths if makes_event(self._by_path[path])]
+        named = dict(traced.module.named_parameters(remove_duplicate=False))
+        self._dtypes = {
+            id(named[name]): DTYPES[step.working_dtype(param)]
+            for param in traced.spec.params
+            for name in (param.name, *param.aliases)
+            if name in named
+        }
+        self._slots: dict[tuple[int, str], _Slot] = {}
+        for module in self._by_path.values():
+            for table, key in _tensors_in(module):
+                if table[key].is_meta:
+                    stands = self._placeholder(table[key], value)
+                    is_weight = isinstance(table[key], nn.Parameter)
+                    other = nn.Parameter(stands, requires_grad=False) if is_weight else stands
+                    self._slots[id(table), key] = _Slot(table, key, other)
+
+    def __getitem__(self, path: str) -> nn.Module:
+        """Return the module with this path."""
+        return self._by_path[path]
+
+    @contextmanager
+    def called(self, by: Callable[[str, int], _Call | None]) -> Iterator[None]:
+        """Let functions carry out calls inside; `by` is given a module's path and the index of its layer."""
+        calls = {self._by_path[path]: by(path, index) for path, index in self._called}  # two paths may be of one module
+        kinds = {module: type(module) for module, call in calls.items() if call is not None}
+        classes = {module: _called_by(kind) for module, kind in kinds.items()}  # type: ignore[arg-type]
+        _exchange(self._slots.values())
+        try:
+            for module, kind in classes.items():
+                vars(module)[_CALL] = calls[module]
+                object.__setattr__(module, "__class__", kind)
+            yield
+        finally:
+            for module, kind in kinds.items():
+                object.__setattr__(module, "__class__", kind)
+                vars(module).pop(_CALL, None)
+            _exchange(self._slots.values())
+
+    def pass_on(self, path: str) -> _Call:
+        """Return a function that stands for a layer of another stage: it returns a view of the input, so that a hook on its gradient is on
+        nothing that this stage computes; for an embedding zeros that take no memory.
+        """
+        return functools.partial(self._passed, self._by_path[path])
+
+    def _passed(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
+        if not isinstance(hidden, Tensor):  # it is given a shape, say
+            return self._result_of(module, call, args, kwargs)
+        if not isinstance(module, nn.Embedding):
+            return hidden.view_as(hidden)
+        weight, slot = module.weight, self._slots.get((id(module._parameters), "weight"))
+        zero = torch.zeros((), dtype=weight.dtype, device=hidden.device)
+        trains = (weight if slot is None else slot.other).requires_grad
+        zero.requires_grad_(trains and torch.is_grad_enabled())  # code may put a hook on it
+        return zero.expand(*hidden.shape, module.embedding_dim)
+
+    def _result_of(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return tensors of zeros of the shapes that a layer returns, which it computes from shapes alone."""
+        slots = [self._slots[id(table), key] for table, key in _tensors_in(module) if (id(table), key) in self._slots]
+        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        _exchange(slots)
+        try:
+            with torch.no_grad():
+                return tree_map_only(Tensor, self._placeholder, call(*on_meta[0], **on_meta[1]))
+        finally:
+            _exchange(slots)
+
+    def _placeholder(self, tensor: Tensor, value: float = 0.0) -> Tensor:
+        """Return a tensor that stands in for one without values, in the dtype that a weight has on the stage that holds it."""
+        if not tensor.is_meta:
+            return tensor
+        return placeholder(tensor.shape, self._dtypes.get(id(tensor), tensor.dtype), self._device, value)
+
+
+def _tensors_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the dicts of a module and of the modules in it that hold tensors, with their keys."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers, vars(part)):
+            yield from ((table, key) for key, value in list(table.items()) if isinstance(value, Tensor))
+
+
+def _exchange(slots: Iterable[_Slot]) -> None:
+    """Put the other tensor of each place into it."""
+    for slot in slots:
+        slot.table[slot.key], slot.other = slot.other, slot.table[slot.key]
 
 
 _Slots = list[tuple[nn.Module, str]]
@@ -204,7 +178,7 @@ class ReadWeights:
     @contextmanager
     def placed(self, flow: Flow, mode: StageForward) -> Iterator[None]:
         """Put the weights in place while a forward of the model runs inside."""
-        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        originals: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         values = dict(flow.weights)
 
         def enter(*_: Any) -> None:
@@ -213,14 +187,14 @@ class ReadWeights:
                 value = values.get(name)
                 stands = self._stands(name, flow, mode, is_value=value is not None)
                 for module, leaf in self._slots[name]:
-                    before.append((module, leaf, module._parameters[leaf]))
+                    originals.append((module, leaf, module._parameters[leaf]))
                     module._parameters[leaf] = stands  # type: ignore[assignment]
                 if value is not None:
                     mode.holds(stands, value)
 
         def leave(*_: Any) -> None:
-            while before:
-                module, leaf, param = before.pop()
+            while originals:
+                module, leaf, param = originals.pop()
                 module._parameters[leaf] = param
 
         handles = (
@@ -239,6 +213,6 @@ class ReadWeights:
         weight = module._parameters[leaf]
         assert weight is not None
         if is_value and not mode.reads(name):
-            found = flow.values[dict(flow.weights)[name]]
-            return nn.Parameter(placeholder(found.shape, found.dtype, self._device), requires_grad=False)
+            recorded = flow.values[dict(flow.weights)[name]]
+            return nn.Parameter(placeholder(recorded.shape, recorded.dtype, self._device), requires_grad=False)
         return weight.clone() if name in self._copied else weight

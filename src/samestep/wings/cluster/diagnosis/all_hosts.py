@@ -78,8 +78,8 @@ def world_lines(heard: Heard) -> Iterator[ReportLine]:
             "fault", "world", f"the processes see worlds of different sizes: {shown}", "one WORLD_SIZE for all works"
         )
     ranks = defaultdict(list)
-    for one in who:
-        ranks[one.rank].append(one)
+    for member in who:
+        ranks[member.rank].append(member)
     for rank, same in sorted(ranks.items()):
         if rank >= 0 and len(same) > 1:
             shown = (

@@ -38,9 +38,9 @@ def lines_of(host_findings: HostFindings) -> list[ReportLine]:
 Parts = tuple[Level, str, str] | tuple[Level, str, str, str]
 
 
-def about(host: str, level: Level, topic: str, found: str, remedy: str = "") -> ReportLine:
+def about(host: str, level: Level, topic: str, text: str, remedy: str = "") -> ReportLine:
     """Return a line about one host."""
-    return ReportLine(level, topic, found, remedy, (host,))
+    return ReportLine(level, topic, text, remedy, (host,))
 
 
 def _late_line(host: str, late: str) -> ReportLine:

@@ -97,14 +97,14 @@ class Questions:
 
     def _ask_findings(self) -> None:
         said = self._asked("findings", self._all(), 2 * PROBE_S)
-        kept = []
+        findings = []
         for place, record in said.items():
             host_findings = of_record(HostFindings, record.get("findings"))
             if host_findings is not None:
-                kept.append(self._hosts[place])
+                findings.append(self._hosts[place])
                 self._found.append(host_findings)
                 self._ports.append(tuple(record["ports"]))
-        self._hosts = kept
+        self._hosts = findings
 
     def _write(self) -> dict[int, tuple[str, str]]:
         """Let every host write its file; return why it could not, and its nonce."""

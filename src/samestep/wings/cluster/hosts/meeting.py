@@ -188,14 +188,14 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
                 raise JobError(
                     "rendezvous-address", f"--rendezvous {at} cannot be listened at: {error.strerror}"
                 ) from None
-        found = _follow((str(address[0]), at.port), at, {**facts, "process": process}, timeout_s)
-        if isinstance(found, Meeting):
-            return found
+        meeting = _follow((str(address[0]), at.port), at, {**facts, "process": process}, timeout_s)
+        if isinstance(meeting, Meeting):
+            return meeting
         if time.monotonic() > end_s:
-            if found:
+            if meeting:
                 raise JobError(
                     "rendezvous-address",
-                    f"--rendezvous {at}: {found}. Use the address of the host that leads the run",
+                    f"--rendezvous {at}: {meeting}. Use the address of the host that leads the run",
                 )
             raise WorkerError(
                 "hosts-not-met",
@@ -335,9 +335,9 @@ class Lobby:
         for connected, thread in list(self._greetings.items()):
             _shut(connected)
             thread.join()
-        for _peer, found in self._greeted:
-            if isinstance(found, Channel):
-                found.close()
+        for _peer, greeted in self._greeted:
+            if isinstance(greeted, Channel):
+                greeted.close()
 
     def look(self, wait_s: float) -> list[Arrival]:
         """Wait for something to happen, at most `wait_s` seconds, and return the hosts that are there, in the order of arrival."""
@@ -401,11 +401,11 @@ class Lobby:
         """Take in the greetings that are over."""
         with self._lock:
             over, self._greeted = self._greeted, []
-        for peer, found in over:
-            if isinstance(found, Channel):
-                self._arrivals.append(Arrival(found))
+        for peer, greeted in over:
+            if isinstance(greeted, Channel):
+                self._arrivals.append(Arrival(greeted))
             else:
-                warnings.warn(f"a host at {peer} was turned away: {found}", stacklevel=3)
+                warnings.warn(f"a host at {peer} was turned away: {greeted}", stacklevel=3)
 
 
 def _shut(connected: socket.socket) -> None:

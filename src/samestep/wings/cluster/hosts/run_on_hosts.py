@@ -77,24 +77,24 @@ class LedHosts:
 
 
 def train_on_hosts(
-    job: Job, given: Mapping[str, Any], prove: bool, least_ranks: int | None, rendezvous: Rendezvous
+    job: Job, arguments: Mapping[str, Any], prove: bool, least_ranks: int | None, rendezvous: Rendezvous
 ) -> Summary:
     """Lead a run on several hosts, or follow the one that does; if that one is lost, go on with those that are left.
 
     Raises:
         WorkerError: the leading host is lost, and the run does not go on without it.
     """
-    settings = identity(job, {**given, "prove": prove, "least_ranks": least_ranks})
+    settings = identity(job, {**arguments, "prove": prove, "least_ranks": least_ranks})
     meeting = meet(rendezvous, settings, job.run.timeout_s)
     while True:
         with meeting:
             if meeting.leader is None:
-                elastic = Elasticity(least_ranks, given["layout"] == AUTO, LedHosts(meeting))
-                summary = lead_workers(job, given, None, prove, elastic, rendezvous.num_hosts)
+                elastic = Elasticity(least_ranks, arguments["layout"] == AUTO, LedHosts(meeting))
+                summary = lead_workers(job, arguments, None, prove, elastic, rendezvous.num_hosts)
                 assert summary is not None
                 meeting.dismiss(json.loads(summary.to_json()))
                 return summary
-            last = follow(meeting, job, given["init_from"], rank_part.work, allow_code=given["allow_code"])
+            last = follow(meeting, job, arguments["init_from"], rank_part.work, allow_code=arguments["allow_code"])
         if not isinstance(last, Lost):
             return Summary.of(last)
         if least_ranks is None:
@@ -103,7 +103,7 @@ def train_on_hosts(
                 f"{last.why}; --ranks MIN:MAX lets the others continue, and --auto-resume continues with all of them later",
             )
         meeting = meet_again(last, rendezvous, settings)
-        given, prove = {**given, "out": last.folder, "resume": False, "auto_resume": True}, False
+        arguments, prove = {**arguments, "out": last.folder, "resume": False, "auto_resume": True}, False
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def follow(
     return summary
 
 
-def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
+def meet_again(lost: Lost, at: Rendezvous, facts: Mapping[str, str]) -> Meeting:
     """Connect the hosts that are left, at the first of them that is there, to go on without the one that led them.
 
     Only a run that has died is taken over: its lock is left in the folder. A run that is cut off still holds it, and
@@ -200,7 +200,7 @@ def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
     for number, host in enumerate(lost.hosts):
         here = dataclasses.replace(at, host=host, num_hosts=len(lost.hosts) - number)
         try:
-            return meet(here, mine, _AGAIN_S, least_hosts=1)
+            return meet(here, facts, _AGAIN_S, least_hosts=1)
         except WorkerError as error:
             print(error, flush=True)
     raise WorkerError("host-lost", f"{lost.why}; none of {', '.join(lost.hosts)} leads the run instead")

@@ -277,7 +277,7 @@ class Prices:
                 op_s = self._known_ops[key] = self._op_s(like, group, more, step)
             for place, number in uses.items():
                 sums[place] += number * op_s
-        fields = (sums[one * count : (one + 1) * count] for one in _Sum)
+        fields = (sums[part * count : (part + 1) * count] for part in _Sum)
         return tuple(map(Seconds, *fields))
 
     def _op_s(self, like: int, group: GroupShape | None, more: int, step: StepSpec) -> float:
@@ -361,12 +361,15 @@ class Prices:
         key = layout.cuts, recompute or layout.recompute, step.splits_backward
         if key not in self._known_sizes:
             layout = layout.but(recompute=key[1])
-            cut, one = self.cut(step), step.but(samples=1, layout=layout)
+            cut, of_sample = self.cut(step), step.but(samples=1, layout=layout)
             may_leave = layout.recompute == "offload"
-            saved = [saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers]
+            saved = [saved_bytes(of_sample, layer, may_leave and layer.is_block) for layer in cut.step.model.layers]
             parts = zip(saved, cut.weights, strict=True)
             self._known_sizes[key] = (
-                tuple(Sizes._make((one.kept, one.whole - one.kept, *weight_sizes)) for one, weight_sizes in parts),
+                tuple(
+                    Sizes._make((layer.after_forward, layer.in_backward - layer.after_forward, *weight_sizes))
+                    for layer, weight_sizes in parts
+                ),
                 tuple(map(BackwardSizes.of, saved, cut.gradients)),
             )
         return self._known_sizes[key]

@@ -39,7 +39,7 @@ class Seconds(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of layers on one rank: bytes of a sample, elements and bytes of their weights."""
 
-    kept: float = 0.0
+    activations: float = 0.0
     """Activations after the forward."""
     again: float = 0.0
     """Further activations that exist once they have been recomputed."""
@@ -86,7 +86,7 @@ class BackwardSizes(NamedTuple):
         return cls(
             working=saved.working - saved.working_fixed,
             boundaries=saved.boundaries,
-            left=saved.boundaries + min(saved.boundaries, saved.whole),
+            left=saved.boundaries + min(saved.boundaries, saved.in_backward),
             loss=saved.loss + saved.loss_working - saved.loss_fixed,
             loss_fixed=saved.loss_fixed,
             gradient=max(gradients, default=0),
@@ -105,10 +105,10 @@ class Units(NamedTuple):
     expert_scattered: float = 0.0
     expert_awaited: float = 0.0
     """The part of `expert_gathered` that no earlier unit prefetches for the backward: one unit of a layer is prefetched."""
-    held: float = 0.0
+    local: float = 0.0
     """Bytes of all weights that a rank holds."""
-    held_trained: float = 0.0
-    kept: float = 0.0
+    local_trained: float = 0.0
+    root: float = 0.0
     """Bytes of weights that are gathered with no layer, and kept until the first layer's backward where there are no stages."""
 
     @property
@@ -187,16 +187,16 @@ def _in_units(step: StepSpec, numels: Sequence[tuple[ParamSpec, int]]) -> list[f
 def units(step: StepSpec, layer: int) -> Units:
     """Return the gathered and scattered weights of a layer."""
     shared: list[tuple[ParamSpec, int]] = []
-    held = held_trained = kept = 0.0
+    local = local_trained = root = 0.0
     for param in step.model.params_of(layer):
         parts = _num_holders(step, param)
         numel = padded_rows(param, parts)
-        held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
-        held_trained += numel / parts * param.trainable
+        local += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
+        local_trained += numel / parts * param.trainable
         if parts > 1:
             shared.append((param, numel))
-            kept += step.weight_bytes(param) if _is_kept(step, param) else 0
-    return Units._make((*_in_units(step, shared), _awaited(step, layer, shared), held, held_trained, kept))
+            root += step.weight_bytes(param) if _is_kept(step, param) else 0
+    return Units._make((*_in_units(step, shared), _awaited(step, layer, shared), local, local_trained, root))
 
 
 def _is_kept(step: StepSpec, param: ParamSpec) -> bool:

@@ -51,7 +51,7 @@ class StageHeld(NamedTuple):
     """Sizes of a stage that depend neither on how the data axis is split nor on the ZeRO stage."""
 
     sizes: Sizes
-    kept: float
+    activations: float
     """Least bytes of activations at its peak."""
     adds_up: bool
     """Whether it has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
@@ -62,7 +62,7 @@ class _AtBackward(NamedTuple):
 
     gathered: float = 0.0
     """Its weights, and prefetched ones."""
-    whole: float = 0.0
+    gradients: float = 0.0
     """Its gradients, all of which exist at its end."""
     sent: float = 0.0
     """Gradients of its unit that is reduced last, which are held until the next one is reduced."""
@@ -83,7 +83,7 @@ def _at_backward(
     gathered = units.gathered + sent
     return [
         (again + samples * works.working, gathered + works.gradient),
-        (samples * (works.left - sizes.kept) - freed, gathered + units.whole),
+        (samples * (works.left - sizes.activations) - freed, gathered + units.gradients),
     ]
 
 
@@ -132,7 +132,7 @@ class Needs:
         kinds, works = self.prices.sizes(step, recompute), self.prices.backward_sizes(step, recompute)
         lasts = [run[-1] for run in runs.kinds[::pp]]
         return (
-            tuple(sum(number * kinds[kind].kept for kind, number in run) for run in runs.counts[::pp]),
+            tuple(sum(number * kinds[kind].activations for kind, number in run) for run in runs.counts[::pp]),
             tuple(max(kinds[last].again + works[last].working, works[last].loss) for last in lasts),
             self._sent(step, 0, virtual_stages),
         )
@@ -233,7 +233,7 @@ class Needs:
         # The micro-batch before has left the gradients that it reduced last.
         sent = self.prices.reduced_last_bytes(step) if of_units and is_met_again and step.layout.pp == 1 else 0.0
         activations, unit = self._activations(step, stage, of_units, sent)
-        always = (units.all_gathered if step.zero == 2 else 0.0) + (units.kept if step.layout.pp == 1 else 0.0)
+        always = (units.all_gathered if step.zero == 2 else 0.0) + (units.root if step.layout.pp == 1 else 0.0)
         states = self._states(step, sizes, units) + self.prices.model.buffer_bytes - self._on_host(step)
         late = 0.0 if is_met_again else self._late_gradients(step, sizes, units)
         need = Need(states, activations, unit + always, late)
@@ -244,9 +244,9 @@ class Needs:
     def _accumulated(self, step: StepSpec, stage: int, states: float, units: Units, always: float) -> Need:
         """Bound a stage that keeps whole gradients until the last micro-batch's backward, and only then shards."""
         layout, sizes = step.layout, self.prices.run_sizes(step)
-        states += (units.all_scattered - units.held_trained) * BYTES_OF[step.master_dtype]
+        states += (units.all_scattered - units.local_trained) * BYTES_OF[step.master_dtype]
         counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        activations = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
+        activations = sum(count * sizes[chunk * layout.pp + stage].activations for chunk, count in enumerate(counts))
         activations += sum(map(operator.mul, counts, self._sent(step, stage, layout.virtual_stages)))
         if any(counts):  # the backward of one of the chunks follows
             kinds, works = self.prices.sizes(step), self.prices.backward_sizes(step)
@@ -265,7 +265,7 @@ class Needs:
     def _late_gradients(self, step: StepSpec, sizes: Sizes, units: Units) -> float:
         """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
         if step.zero >= 2:
-            return units.held_trained * BYTES_OF[step.master_dtype]
+            return units.local_trained * BYTES_OF[step.master_dtype]
         return sizes.trained * BYTES_OF[step.master_dtype] if step.layout.dp_cp_size == 1 else 0.0
 
     def _activations(
@@ -284,7 +284,9 @@ class Needs:
         larger, rest = larger_twin(step)
         step = larger if flight.latest < rest else step
         sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
-        activations = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(flight.counts))
+        activations = sum(
+            count * sizes[chunk * layout.pp + stage].activations for chunk, count in enumerate(flight.counts)
+        )
         activations = samples * (activations + _sent_bytes(self._sent(step, stage, layout.virtual_stages), flight))
         if flight.next_chunk is None:
             return activations, 0.0
@@ -299,7 +301,7 @@ class Needs:
         for kind in runs.tails[run]:
             units = self._units_at(step, of_units, kind, runs.counts[run], 2)
             fullest = max(fullest, *_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum)
-            freed += samples * kinds[kind].kept
+            freed += samples * kinds[kind].activations
             sent = units.sent if units and units.sent else sent
         blocks = self._blocks(runs.counts[run]) if of_units else []
         if sum(number for _, number in blocks) > 1:
@@ -352,7 +354,7 @@ class Needs:
         if step.zero >= 2:
             master, states = BYTES_OF[step.master_dtype], step.states.least_number(self.states_per_param)
             state_bytes = 0 if step.layout.offload else states * step.states.least_bytes
-            return units.held + units.held_trained * (master + state_bytes)
+            return units.local + units.local_trained * (master + state_bytes)
         return self._whole_states(step, sizes, step.zero, step.layout.num_shards, step.ranks.size("dp_expert"))
 
     def _whole_states(self, step: StepSpec, sizes: Sizes, zero: int, shards: int, experts: int) -> float:

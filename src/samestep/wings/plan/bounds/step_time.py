@@ -274,11 +274,11 @@ class Bounds:
         large = self.bodies.of_runs(larger) if rest else small
         first = max(1, rest)
         busy = {
-            (one, more): (
-                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
-                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            (less, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * less.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (less.backward_s + less.weight_s),
             )
-            for one, more in set(zip(small, large, strict=True))
+            for less, more in set(zip(small, large, strict=True))
         }
         of_run = [busy[pair] for pair in zip(small, large, strict=True)]
         waited_s = max(0.0, self._first_forward_s(larger if rest else step) - large[0].first_s)
@@ -295,7 +295,9 @@ class Bounds:
             end_s += self.bodies.turns_s(step, runs)
             # Deferred weight gradients that follow that gradient.
             left = after_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
-            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
+            left_s = sum(
+                (large if action.microbatch < rest else small)[action.chunk * pp + stage].weight_s for action in left
+            )
             after_s = max(after_s + last.backward_s, end_s - left_s)
             ends_s[stage] = max(end_s, after_s + left_s)
             for run in runs:
@@ -377,7 +379,7 @@ class Bounds:
             streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
         else:
             each = (
-                number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+                number * self._replicated_s(step, self.prices.units(step)[kind].local_trained)
                 for kind, number in runs.counts[run]
             )
             streams_s = (sum(each),)
@@ -468,7 +470,7 @@ class Bounds:
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
         first = self.bodies.part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
-            number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+            number * self._replicated_s(step, self.prices.units(step)[kind].local_trained)
             for run in runs.counts[stage :: layout.pp]
             for kind, number in run
         )

@@ -1,1 +1,1 @@
-"""The verb `measure`: microbenchmarks of this machine, its hardware profile, and measured steps that refit the profile."""
+"""The verb `measure`: microbenchmarks of this machine, its hardware profile, and steps of layouts, to which `calibrate.py` refits it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,29 @@ import tomli_w
 import torch
 
 from samestep import calls, hardware
-from samestep.errors import InputError
+from samestep.datasets import batches
+from samestep.errors import InputError, LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.durable_files import check_writable, write_whole
 from samestep.output.text import readable
-from samestep.runtime.processes import workers
+from samestep.program.program import Program
+from samestep.runtime.optimizers.optimizer_source import check_optimizer
+from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.strategies import programs_of
+from samestep.training.workload import Workload
+from samestep.wings.plan.calibrate import Calibration, calibrated, fit_of
+from samestep.wings.plan.measured_steps import TimedStep
 from samestep.wings.plan.measurement import microbenchmarks
 from samestep.wings.plan.measurement.microbenchmarks import Device, Figures
-from samestep.wings.plan.measurement.refit import StepTimes, step_times
 from samestep.wings.plan.simulation.attention import unit_over
 from samestep.wings.plan.simulation.cost import ATTENTION_REACHED
 
+STEPS = 5
+"""The number of steps of a layout that are timed, after a first one that is not."""
 _MOST_RANKS = 8  # ranks on a CPU: more would share the memory that they measure
 _OVERLAPS_BELOW = 0.75  # of the sum of two equal times; 0.5 would hide one of them completely
 
@@ -62,8 +72,8 @@ def benchmark_hardware(*, out: str | Path | None = None, ranks: int | None = Non
 
 
 @calls.checked
-def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> StepTimes:
-    """Run each layout for a few steps on this machine, and refit its hardware profile to the measured times.
+def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> Calibration:
+    """Run each layout for a few steps on this machine, and refit its hardware profile to the measured times, as `calibrate` does.
 
     Layouts that the optimizer of the job does not support are left out. The result has the predicted and measured seconds of each layout, and
     the refitted profile.
@@ -74,7 +84,42 @@ def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> StepTimes:
     chosen = [Layout(layout) if isinstance(layout, str) else layout for layout in layouts]
     if not chosen:
         raise InputError("command-options", "benchmark_layouts needs a layout to run, such as layouts=['dp=2', 'tp=2']")
-    return step_times(job, chosen)
+    device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)
+    workload = Workload(job)
+    steps, programs = list[TimedStep](), list[tuple[Program, ...]]()
+    for layout in chosen:
+        workload.trace_for(layout)
+        try:
+            check_optimizer(workload.source.optimizer, workload.spec, layout)
+        except LayoutError:
+            continue  # the search does not know which layouts an optimizer supports
+        times = workers.run_workers(
+            _times,
+            (workload, layout),
+            ranks=layout.world_size,
+            device=device,
+            threads=job.run.threads,
+            timeout_s=job.run.timeout_s,
+            quiet=True,
+        )
+        step_s = statistics.median(times)
+        steps.append(TimedStep(origin=f"{STEPS} steps", job=job, model=workload.spec, layout=layout, step_s=step_s))
+        per_node = job.run.ranks_per_node or machine.devices_per_node
+        programs.append(programs_of(workload.spec, job, layout, per_node))
+    if not steps:
+        raise InputError(
+            "nothing-to-measure",
+            f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run. Use a layout that cuts no weights, such as dp=2",
+        )
+    return calibrated(steps, fit_of(steps, programs, machine), machine, hardware.own_path(), [])
+
+
+def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
+    """Return the seconds of a few steps, without the first one."""
+    run = Run(workload.source, layout, workload.job, place)
+    run.prepare(workload.example)
+    steps = itertools.islice(batches(workload.dataset, workload.job), STEPS + 1)
+    return [run.step(batch).step_s for batch in steps][1:]
 
 
 def as_text(machine: Hardware) -> str:

@@ -114,12 +114,12 @@ class _Pool:
 
     def give(self, block: MemoryBlock) -> None:
         """Free a block, and merge it with its free neighbours."""
-        before, after = block.before, block.after
-        if before is not None and before.is_free:
-            self._remove(before)
-            before.size += block.size
-            self._join(before, after)
-            block = before
+        previous, after = block.before, block.after
+        if previous is not None and previous.is_free:
+            self._remove(previous)
+            previous.size += block.size
+            self._join(previous, after)
+            block = previous
         if after is not None and after.is_free:
             self._remove(after)
             block.size += after.size

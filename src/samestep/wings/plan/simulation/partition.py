@@ -334,6 +334,6 @@ class LineSpan(NamedTuple):
             return self.line.busy_s.get(stream, 0.0)
         return sum(
             end_s - start_s
-            for (own, _), start_s, end_s in zip(self.line.ops, (0.0, *self.ends_s), self.ends_s, strict=False)
-            if own == stream
+            for (op_stream, _), start_s, end_s in zip(self.line.ops, (0.0, *self.ends_s), self.ends_s, strict=False)
+            if op_stream == stream
         )

@@ -50,17 +50,17 @@ class ReservedBytes(NamedTuple):
 
 
 def reserved_bytes(
-    program: Program, states_per_param: int = 2, rank: int = 0, *, expandable: bool = True, whole: bool = False
+    program: Program, states_per_param: int = 2, rank: int = 0, *, expandable: bool = True, all_rounds: bool = False
 ) -> ReservedBytes:
     """Return the bytes that the allocator of `rank` takes from its device over some steps.
 
-    `expandable` is whether segments grow, as samestep lets them; torch's default are segments of fixed sizes. Under `whole` all rounds
+    `expandable` is whether segments grow, as samestep lets them; torch's default are segments of fixed sizes. Under `all_rounds` all rounds
     of equal micro-batches are played.
     """
     played = _PlayedSteps(CachingAllocator(expandable=expandable))
     tensors = _Tensors(program)
     played.do(-1, _held_at_rest(program, states_per_param, rank))
-    shortened = program if whole else replace(program, tasks=without_equal_rounds(program.tasks))
+    shortened = program if all_rounds else replace(program, tasks=without_equal_rounds(program.tasks))
     followers = found_by(shortened, arriving_bytes(program), functools.partial(_Changes, tensors))
     tasks = [(task.microbatch, changes) for task, changes in followers]
     states, widened = _states(program, states_per_param, rank), widened_bytes(program, states_per_param, rank)
@@ -199,7 +199,7 @@ class _Changes(LiveBytes):
             self._take("activations", (owner, self._first_layer), self._tensors.of_layer(None, size_bytes))
             return
         saved = self.sizes.saved[owner]
-        most, size = min(saved.boundaries, saved.whole), min(saved.boundaries, saved.kept)
+        most, size = min(saved.boundaries, saved.in_backward), min(saved.boundaries, saved.after_forward)
         edge = min(size_bytes, most - size if self._repeats else most)
         self._take("activations", ("within", owner), self._tensors.of_layer(owner, size_bytes - edge))
         self._take("activations", owner, self._tensors.of_layer(owner, edge))
@@ -215,7 +215,7 @@ class _Changes(LiveBytes):
     def _leave(self, layer: int | None) -> None:
         assert layer is not None
         saved = self.sizes.saved[layer]
-        self._left = max(0, saved.whole - saved.boundaries)
+        self._left = max(0, saved.in_backward - saved.boundaries)
         self.found.append(MemoryChange(("activations", ("within", layer))))
 
     def _keep_logits(self, layer: int | None, size_bytes: int) -> None:

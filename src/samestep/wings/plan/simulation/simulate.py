@@ -92,18 +92,20 @@ class Interval:
         return self.low * predicted, self.high * predicted
 
     def chance_below(self, limit: float, predicted: float) -> float:
-        """Return the probability that the measured value is at most `limit`: its logarithm is taken to be normal."""
+        """Return the probability that the measured value is at most `limit`."""
         if limit <= 0 or predicted <= 0:
             return float(predicted <= limit)
-        middle = (math.log(self.low) + math.log(self.high)) / 2
-        deviation = (math.log(self.high) - math.log(self.low)) / (2 * _TENTH)
-        return statistics.NormalDist(middle, deviation).cdf(math.log(limit / predicted))
+        return self._log_ratio.cdf(math.log(limit / predicted))
 
     def safe_below(self, limit: float, chance: float) -> float:
         """Return the largest prediction whose measured value is at most `limit` with a probability of `chance`, in the unit of `limit` (seconds or bytes)."""
-        middle = (math.log(self.low) + math.log(self.high)) / 2
-        deviation = (math.log(self.high) - math.log(self.low)) / (2 * _TENTH)
-        return limit / math.exp(statistics.NormalDist(middle, deviation).inv_cdf(chance))
+        return limit / math.exp(self._log_ratio.inv_cdf(chance))
+
+    @property
+    def _log_ratio(self) -> statistics.NormalDist:
+        """The logarithm of measured / predicted, of which a tenth lies beyond either end."""
+        low, high = math.log(self.low), math.log(self.high)
+        return statistics.NormalDist((low + high) / 2, (high - low) / (2 * _TENTH))
 
 
 CARD_BYTES_PER_S = 50e9
@@ -120,7 +122,7 @@ def class_of(hardware: Hardware, devices: int) -> str:
 
 
 @functools.cache
-def intervals(kind: str = "all") -> dict[str, Interval]:
+def intervals(kind: str) -> dict[str, Interval]:
     """Return the intervals of `time` and `memory` of a class of machines from the record of predictions (docs/foresight.md)."""
     tables = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
     return {name: Interval(**figures) for name, figures in {**tables["all"], **tables.get(kind, {})}.items()}
@@ -406,14 +408,34 @@ def _fractions(prediction: Prediction) -> tuple[float, float]:
     return (1 - work_s / spent_s, (work_s - arithmetic_s) / spent_s) if spent_s else (0.0, 0.0)
 
 
+POOR = 1.8
+"""The upper end of an interval over its lower one from which on the record is called poor."""
+_KINDS = {"cards": "cards on PCIe", "few": "parts of a node", "nodes": "nodes"}
+
+
+def describe_accuracy(hardware: Hardware, devices: int) -> list[str]:
+    """Return a line on how far predictions for such machines have been from what was measured, and one where that is far."""
+    kind = class_of(hardware, devices)
+    time, memory = intervals(kind)["time"], intervals(kind)["memory"]
+    lines = [
+        f"accuracy: 80% of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times the predicted time, "
+        f"and 80% of {memory.rows:,} runs needed {memory.low:.2f} to {memory.high:.2f} times the predicted memory (docs/foresight.md)"
+    ]
+    if time.high / time.low >= POOR:
+        lines.append(
+            f"predictions for {_KINDS[kind]} are inaccurate: measure this machine before you rely on the seconds (samestep measure)"
+        )
+    return lines
+
+
 MOST_LINES = 60
 """Number of lines above which a program is only summarised by default, so that the rest stays on the screen."""
 
 
-def as_text(prediction: Prediction, *, whole: bool = False) -> str:
-    """Return a prediction as text; a long program is shortened to its tasks unless the `whole` is asked for."""
+def as_text(prediction: Prediction, *, lists_ops: bool = False) -> str:
+    """Return a prediction as text; a long program is shortened to its tasks, unless `lists_ops`."""
     lines = program_text(prediction).splitlines()
-    if not whole and len(lines) - len(prediction.programs) * (len(prediction.programs) > 1) > MOST_LINES:
+    if not lists_ops and len(lines) - len(prediction.programs) * (len(prediction.programs) > 1) > MOST_LINES:
         lines = [*_tasks(prediction.programs)]
     fits = "fits" if prediction.fits else "does not fit"
     chance = f"; {prediction.chance_to_fit:.0%} likely to fit, by the errors of past predictions"
@@ -425,6 +447,7 @@ def as_text(prediction: Prediction, *, whole: bool = False) -> str:
             f"bottleneck: {binds(prediction)}",
             *unpriced(prediction.job),
             *allocator_summary(prediction.peak, prediction.reserved_bytes, prediction.hardware),
+            *map(wrap, describe_accuracy(prediction.hardware, prediction.devices)),
             *lines,
         ]
     )
