@@ -281,7 +281,9 @@ def test_a_loss_that_draws_later_is_named():
     run._own.source = replace(run._own.source, loss=noisy_loss)
     first, *_ = batches(Tokens(), watched(1))
     NOISE_OF["loss"] = 1.0
-    with pytest.raises(UnprovenError, match="step 1: .*a loss or a backward draws random numbers from the generator NOISE"):
+    with pytest.raises(
+        UnprovenError, match="step 1: .*a loss or a backward draws random numbers from the generator NOISE"
+    ):
         run.step(first)
     NOISE_OF["loss"] = 0.0
 
