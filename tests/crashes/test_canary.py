@@ -282,7 +282,7 @@ def test_a_loss_that_draws_later_is_named():
     first, *_ = batches(Tokens(), watched(1))
     NOISE_OF["loss"] = 1.0
     with pytest.raises(
-        UnprovenError, match="step 1: .*a loss or a backward draws random numbers from the generator NOISE"
+        UnprovenError, match=r"step 1: .*a loss or a backward draws random numbers from the generator NOISE"
     ):
         run.step(first)
     NOISE_OF["loss"] = 0.0
