@@ -66,7 +66,7 @@ class OutsideChanges:
                     f"{path} was in evaluation mode when the run was made, which the layout relies on, and it is in training "
                     f"mode now. Build it in training mode, and call eval() of it in run.model until then"
                 )
-        return held.weights.updater.rates.refusal()
+        return assembly.weights.updater.rates.refusal()
 
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
