@@ -116,7 +116,9 @@ def _measure(name: str, value: Any) -> None:
 
 def _main(name: str, value: Any) -> None:
     if not callable(value):
-        others = "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script of an engine"
+        others = (
+            "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script of an engine"
+        )
         _refuse(name, value, f"a function, which every rank calls; {others}")
 
 

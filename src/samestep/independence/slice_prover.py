@@ -358,7 +358,7 @@ class SliceProver(Prover):
             return
         with disable_current_modes():
             self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
-            dims = (0, 2) if of_loss is not None else (1,) if logits.dim() == 3 else ()
+            dims = (0, 2) if of_loss is not None else (1, 2) if logits.dim() == 3 else ()
             if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
