@@ -3,6 +3,7 @@
 # make costs   run all tests with all turns, on a quiet machine; keep the processor time of each file, and print the dearest fifty
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
+# make mutants [SEED=0] [COUNT=40]   small wrongs drawn in src/: which test notices each? Goes on where it was; first `make reach`
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
 # make launchers  train the default job, made small, by each launcher: installs both MPIs and Ray, says what it skipped and why
@@ -17,7 +18,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test costs parity shard matrix families crashes launchers mpi ray triton docs pictures gpu check format bench setup clean
+.PHONY: train test costs parity shard matrix mutants reach families crashes launchers mpi ray triton docs pictures gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -38,6 +39,12 @@ shard: $(READY)
 matrix: HERE = $(or $(wildcard $(BIN)/python),$(PYTHON))
 matrix:
 	$(HERE) -m tests.matrix
+
+reach: $(READY)
+	$(BIN)/python benchmarks/mutants.py reach
+
+mutants: $(READY)
+	$(BIN)/python benchmarks/mutants.py run --seed $(or $(SEED),0) --count $(or $(COUNT),40)
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)

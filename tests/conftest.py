@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -138,6 +139,16 @@ def _samestep_runs_no_code() -> Iterator[None]:
     """Whatever a test loads, in its process or on any rank: samestep unpickles and runs none of it, and starts no process."""
     yield
     assert audit.by_samestep() == []
+
+
+@pytest.fixture(scope="session")
+def ranks_inherit_the_compiler() -> None:
+    """Make the first graphs of a process here, of fixed and of any sizes: they import for 2 s, which each rank would do anew."""
+    importlib.import_module("torch.distributed.tensor.experimental")
+    for rows in (3, 4):
+        x = torch.ones(rows, 2, requires_grad=True)
+        torch.compile(lambda x: (x + x.shape[0]).sin(), backend="aot_eager", dynamic=rows > 3)(x).sum().backward()
+    pools.close_all()
 
 
 @pytest.fixture

@@ -249,6 +249,7 @@ def test_layouts_compute_what_a_plain_loop_computes(layout: str, coupled: int | 
     prove(layout, coupled, batch)
 
 
+@pytest.mark.usefixtures("ranks_inherit_the_compiler")
 @pytest.mark.parametrize(
     ("layout", "coupled", "part"),
     [

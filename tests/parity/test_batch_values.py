@@ -80,6 +80,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.usefixtures("ranks_inherit_the_compiler")
 @pytest.mark.parametrize(
     ("name", "layout", "part"),
     [

@@ -25,7 +25,7 @@ from tests.laboratory import combinations, in_loop, job_of, watched, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
-STEPS = 5
+STEPS = 4
 JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 

@@ -22,7 +22,7 @@ from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, wat
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool
 
-STEPS = 4
+STEPS = 3
 JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 

@@ -8,7 +8,6 @@ order is refused by name, on all ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -426,11 +425,23 @@ def _cases_with_layouts() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _traced() -> None:
-    """Trace what runs by default before the first pool of ranks is forked, which inherits it."""
-    cases = [*(CASES[name] for name in DAILY), *ORDERS.items(), *itertools.product(EXCHANGING, ASIDE.values())]
-    for case in (*cases, ("Dealt", (15,)), ("Normed", (15,))):
+def _traced(request: pytest.FixtureRequest) -> None:
+    """Trace what the rows name that run, before the first pool of ranks is forked, which inherits it."""
+    rows = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    for case in {case: None for row in rows if (case := _case_of(**row)) is not None}:
         run_of(0, 1, case, "dp=1")
+
+
+def _case_of(name: str = "", model: str = "", text: str = "", **_: Any) -> Case | None:
+    if text:
+        return model, (15,)
+    if not model:
+        return CASES.get(name)
+    return model, ASIDE[name] if name else ORDERS[model]
 
 
 @pytest.mark.parametrize(("name", "layouts"), list(_cases_with_layouts()))

@@ -114,6 +114,7 @@ def test_a_loop_calls_the_model_with_a_batch_or_with_its_own_arguments(layout: s
         torch.testing.assert_close(of_batch, two_views(model, _batches()[0]).detach())
 
 
+@pytest.mark.usefixtures("ranks_inherit_the_compiler")
 @pytest.mark.every_row
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2"])
 @pytest.mark.parametrize("name", CHANGES)

@@ -266,18 +266,19 @@ REFUSED = {
 }
 
 
-def _observed(name: str, layout: str) -> list[Any]:
-    return on_ranks(layout, observe, f"transforms {name}", clipped())
+def _row(name: str, layout: str) -> Any:
+    """Return a row that names its model, which is traced before ranks are forked."""
+    return pytest.param(f"transforms {name}", layout, id=f"{name}-{layout}")
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), daily((name, layout) for name, layouts in EQUAL.items() for layout in layouts)
+    ("model", "layout"), daily(_row(name, layout) for name, layouts in EQUAL.items() for layout in layouts)
 )
-def test_a_forward_with_gradients_or_transforms_is_equal(name: str, layout: str) -> None:
-    assert_same(_observed(name, layout), reference(f"transforms {name}"), TOLERANCE)
+def test_a_forward_with_gradients_or_transforms_is_equal(model: str, layout: str) -> None:
+    assert_same(on_ranks(layout, observe, model, clipped()), reference(model), TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "layout"), REFUSED)
-def test_what_a_layout_cannot_carry_out_is_refused_by_name(name: str, layout: str) -> None:
-    with pytest.raises(InputError, match=REFUSED[name, layout]):
-        _observed(name, layout)
+@pytest.mark.parametrize(("model", "layout"), [_row(*row) for row in REFUSED])
+def test_what_a_layout_cannot_carry_out_is_refused_by_name(model: str, layout: str) -> None:
+    with pytest.raises(InputError, match=REFUSED[model.removeprefix("transforms "), layout]):
+        on_ranks(layout, observe, model, clipped())

@@ -15,7 +15,7 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
 
-STEPS, BATCH, WIDTH = 5, 8, 6
+STEPS, BATCH, WIDTH = 3, 8, 6
 
 
 class Views:

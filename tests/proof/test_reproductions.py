@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
+from tests import traced
 from tests.covering import daily
+from tests.pool import close_all
 from tests.proof.reproductions import EITHER, EQUAL, OUTCOMES, REPRODUCTIONS, Outcome, outcome
 
 ROWS = [(case, layout) for case in REPRODUCTIONS for layout in case.layouts]
@@ -17,6 +20,15 @@ CASES = [
     for (case, layout), kind in zip(ROWS, KINDS, strict=True)
 ]
 KNOWN = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_case_is_examined_once() -> Iterator[None]:
+    """Ranks read what one device, or the first of them, has found out; they are forked behind this, and end with it."""
+    close_all()
+    with traced.alike_once():
+        yield
+    close_all()
 
 
 @pytest.mark.filterwarnings("ignore")

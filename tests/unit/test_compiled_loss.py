@@ -36,6 +36,7 @@ def stepped(rank: int, world: int, model: str, layout: str, job: Job) -> Seen:
     return [report.loss for report in reports], [*run.state_dict().values()], said
 
 
+@pytest.mark.usefixtures("ranks_inherit_the_compiler")
 @pytest.mark.parametrize(
     ("layout", "model", "precision", "graphs"),
     [
