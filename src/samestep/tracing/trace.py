@@ -297,7 +297,7 @@ def _layer_specs(
         )
         specs.append(spec)
     if head := _head_of(specs[-1], {sizes[key] // num_samples for key in outputs[-1]}):
-        peak = working_of(head.logits * num_samples).get(len(layers) - 1, WorkingSet())
+        peak = working_of(head.logits * num_samples).get(len(layers) - 1, WorkingSet()).elements
         specs[-1] = dataclasses.replace(specs[-1], head=_with_costs(head, sizes, saved[-1], peak, num_samples))
     return tuple(specs)
 
@@ -375,12 +375,10 @@ def _head_of(last: LayerSpec, sizes: Collection[int]) -> HeadSpec | None:
     )
 
 
-def _with_costs(
-    head: HeadSpec, sizes: Mapping[int, int], saved: set[int], peak: WorkingSet, num_samples: int
-) -> HeadSpec:
+def _with_costs(head: HeadSpec, sizes: Mapping[int, int], saved: set[int], peak: int, num_samples: int) -> HeadSpec:
     """Return the head with the elements for one sample that its layer keeps, and works on in the backward, besides the logits."""
     rest = sum(sizes[key] for key in saved if sizes[key] != head.logits * num_samples)
-    return dataclasses.replace(head, saved_elements=rest // num_samples, working_elements=peak.elements // num_samples)
+    return dataclasses.replace(head, saved_elements=rest // num_samples, working_elements=peak // num_samples)
 
 
 def _of_one(product: Product, num_samples: int) -> Product:
