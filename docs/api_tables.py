@@ -100,6 +100,14 @@ def _text(value: Any) -> str:
 
 
 NEAREST = {
+    "CheckpointTable": "`save_*` of `transformers.TrainingArguments`, `accelerate.ProjectConfiguration`",
+    "DataTable": "`accelerate.DataLoaderConfiguration`",
+    "ModelTable": "`transformers.PretrainedConfig`, `peft.LoraConfig`",
+    "NumericsTable": "`torch.distributed.fsdp.MixedPrecisionPolicy`",
+    "OptimizerTable": "Arguments of `torch.optim.AdamW`",
+    "RunTable": "Arguments of `torchrun`, `accelerate.ProfileKwargs`",
+    "ScheduleTable": "`transformers.get_scheduler`",
+    "TrainTable": "`transformers.TrainingArguments`",
     "Batch": "A batch of `torch.utils.data.DataLoader`",
     "EarlyStopping": "`transformers.EarlyStoppingCallback`",
     "Hardware": "None",

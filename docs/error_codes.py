@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,14 +38,19 @@ class Site(NamedTuple):
     """The name of the public class."""
     text: str
     """The text, with `…` for each part that differs from case to case."""
+    raised_in: str
+    """The file below `src/samestep`."""
 
 
 def sites(texts: Mapping[Path, str]) -> list[Site]:
     """Return the places of source files, by their paths in `src/samestep`, that make errors with codes."""
-    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text)) if isinstance(node, _MAKERS)]
+    nodes = {
+        path.as_posix(): [node for node in ast.walk(ast.parse(text)) if isinstance(node, _MAKERS)]
+        for path, text in texts.items()
+    }
     bases = {
         node.name: node.bases[0].id
-        for node in nodes
+        for node in itertools.chain(*nodes.values())
         if isinstance(node, ast.ClassDef) and node.bases and isinstance(node.bases[0], ast.Name)
     }
     public = {
@@ -52,7 +58,7 @@ def sites(texts: Mapping[Path, str]) -> list[Site]:
         for node in ast.parse(texts[Path("errors.py")]).body
         if isinstance(node, ast.ClassDef)
     }
-    return sorted(set(_of_nodes(nodes, bases, public)))
+    return sorted({Site(*site, path) for path, of_file in nodes.items() for site in _of_nodes(of_file, bases, public)})
 
 
 @functools.cache
@@ -61,7 +67,9 @@ def source() -> list[Site]:
     return sites({path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")})
 
 
-def _of_nodes(nodes: Iterable[ast.AST], bases: Mapping[str, str], public: Mapping[str, object]) -> Iterator[Site]:
+def _of_nodes(
+    nodes: Iterable[ast.AST], bases: Mapping[str, str], public: Mapping[str, object]
+) -> Iterator[tuple[str, str, str]]:
     for node in nodes:
         if isinstance(node, ast.ClassDef) and node.name in bases and _public_name(node.name, bases, public) in public:
             within = [
@@ -89,27 +97,27 @@ def _public_name(name: str, bases: Mapping[str, str], public: Mapping[str, objec
 
 def _of_call(
     arguments: list[ast.expr], name: str, bases: Mapping[str, str], public: Mapping[str, object]
-) -> Iterator[Site]:
-    """Yield the site of a call that makes an error of a public class, or of one below it."""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield code, class and text of a call that makes an error of a public class, or of one below it."""
     name = _public_name(name, bases, public)
     code = arguments[0] if arguments else None
     if name in public and len(arguments) > 1 and isinstance(code, ast.Constant) and _CODE.fullmatch(str(code.value)):
-        yield Site(str(code.value), name, re.sub(f"{HOLE}+", HOLE, _text(arguments[1])))
+        yield str(code.value), name, re.sub(f"{HOLE}+", HOLE, text_of(arguments[1]))
 
 
-def _text(node: ast.expr) -> str:
+def text_of(node: ast.expr) -> str:
     """Return the text that an expression makes, with a hole for each part that is not known."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else HOLE for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
+        return text_of(node.left) + text_of(node.right)
     return HOLE
 
 
 def table() -> str:
-    """Return the codes as tables, one for each class: the code, and the texts."""
+    """Return the codes as tables, one for each class: the code, the texts, and the files that raise them."""
     found = source()
     classes = [
         node
@@ -119,18 +127,20 @@ def table() -> str:
     lines: list[str] = []
     anchors = set[str]()
     for node in classes:
-        codes: dict[str, list[str]] = {}
+        codes: dict[str, list[Site]] = {}
         for site in found:
             if site.error == node.name:
-                codes.setdefault(site.code, []).append(_cell(site.text))
+                codes.setdefault(site.code, []).append(site)
         if not codes:
             continue
         about = (ast.get_docstring(node) or "").partition("\n")[0]
-        lines += [f"\n### {node.name}\n", about, "", "| code | text |", "| --- | --- |"]
-        for code, texts in codes.items():
+        lines += [f"\n### {node.name}\n", about, "", "| code | text | raised in |", "| --- | --- | --- |"]
+        for code, raised in codes.items():
             anchor = "" if code in anchors else f'<a id="{code}"></a>'
             anchors.add(code)
-            lines.append(f"| {anchor}`{code}` | {'<br>'.join(texts)} |")
+            texts = dict.fromkeys(_cell(site.text) for site in raised)
+            files = dict.fromkeys(f"`{site.raised_in}`" for site in raised)
+            lines.append(f"| {anchor}`{code}` | {'<br>'.join(texts)} | {'<br>'.join(sorted(files))} |")
     return "\n".join(lines)
 
 

@@ -3,11 +3,12 @@
     python docs/plain_english.py           prints every fault, and the mean words of a sentence on each page; exits 1 if there is one
     python docs/plain_english.py README.md prints those of some surfaces
 
-A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, or the error texts.
+A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, the error texts, or the messages of `doctor` and of the parser.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -30,12 +31,12 @@ WORDS = tomllib.loads((ROOT / "docs" / "words.toml").read_text(encoding="utf-8")
 
 def _patterns(surface: str) -> list[tuple[re.Pattern[str], str, str]]:
     """Return the patterns of a surface, each with the words to use and its rule."""
-    of_it = [word for word in WORDS["word"] if word.get("only", surface) == surface]
+    of_it = [word for word in WORDS["word"] if surface in word.get("only", (surface,))]
     return [(re.compile(word["pattern"], re.IGNORECASE), word["use"], word["rule"]) for word in of_it]
 
 
-PATTERNS = {surface: _patterns(surface) for surface in ("", "errors")}
-"""The patterns of errors, and the ones of every other surface."""
+PATTERNS = {surface: _patterns(surface) for surface in ("", "errors", "messages")}
+"""The patterns of errors and of other messages, and the ones of every other surface."""
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs")
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
@@ -55,6 +56,7 @@ def surfaces() -> dict[str, Texts]:
     found["job keys"] = [(where, plain(text)) for where, text in _keys()]
     found["docstrings"] = [(where, plain(text)) for where, text in _docstrings()]
     found["errors"] = [(site.code, plain(site.text)) for site in error_codes.source()]
+    found["messages"] = [(where, plain(text)) for where, text in _findings()]
     return found
 
 
@@ -129,6 +131,20 @@ def _docstrings() -> Iterator[tuple[str, str]]:
     for name, one in public.items():
         for paragraph in (inspect.getdoc(one) or "").split("\n\n"):
             yield name, re.sub(r"^ *(\w+): ", r"`\1`: ", paragraph, flags=re.MULTILINE)
+
+
+def _findings() -> Iterator[tuple[str, str]]:
+    """Yield the texts of `samestep doctor` and of the parser: all of their sources but docstrings, single words and values."""
+    package = ROOT / "src" / "samestep"
+    for path in (*sorted((package / "wings" / "cluster" / "diagnosis").glob("*.py")), package / "arguments.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs | parts:
+                text = error_codes.text_of(node)
+                if len(words(text)) > 3:
+                    yield f"{path.name}:{node.lineno}", text
 
 
 def faults(texts: Texts, surface: str = "") -> list[str]:

@@ -56,7 +56,17 @@ def states() -> None:
 
 
 def loop(place: Any, dataset: torch.utils.data.Dataset[Any]) -> float:
-    job = samestep.Job(train={"global_batch": 8, "steps": 3}, optimizer={"clip_norm": 1.0})
+    job = samestep.Job(
+        model=samestep.ModelTable(),
+        data=samestep.DataTable(sequence_length=16),
+        train={"global_batch": 8, "steps": 3},
+        optimizer=samestep.OptimizerTable(clip_norm=1.0),
+        schedule=samestep.ScheduleTable(warmup_steps=1),
+        numerics=samestep.NumericsTable(precision="bf16"),
+        checkpoint=samestep.CheckpointTable(),
+        run=samestep.RunTable(device="cpu"),
+    )
+    train: samestep.TrainTable = job.train
     layout: samestep.Layout = samestep.Layout(dp=2, zero=3)
     model = nn.Linear(2, 2)
     for loss in (
@@ -71,7 +81,7 @@ def loop(place: Any, dataset: torch.utils.data.Dataset[Any]) -> float:
             model, loss, torch.optim.SGD(model.parameters(), lr=0.1), layout=str(layout), job=job
         )
     samestep.track(run, "progress", samestep.EarlyStopping(dataset, metrics=accuracy, monitor="accuracy", mode="max"))
-    losses = []
+    losses: list[float] = []
     for batch in samestep.batches(dataset, job, first_step=run.steps_taken):
         values: samestep.Batch = batch
         report: samestep.StepReport = run.step(values)
@@ -80,7 +90,7 @@ def loop(place: Any, dataset: torch.utils.data.Dataset[Any]) -> float:
     newest = samestep.latest("folder")
     run.load(newest if newest is not None else "folder")
     weights: Mapping[str, Tensor] = run.state_dict()
-    return sum(losses) + len(weights) + run.evaluate(dataset, accuracy)["accuracy"]
+    return sum(losses) / train.steps + len(weights) + run.evaluate(dataset, accuracy)["accuracy"]
 
 
 def commands() -> list[str]:

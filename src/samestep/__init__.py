@@ -39,7 +39,9 @@ from samestep.errors import (
 )
 from samestep.job import Job
 from samestep.job_files import load
+from samestep.job_tables import CheckpointTable, DataTable, ModelTable, NumericsTable, RunTable, TrainTable
 from samestep.layout import Layout
+from samestep.optimizer_tables import OptimizerTable, ScheduleTable
 
 if TYPE_CHECKING:
     from samestep import losses as losses
@@ -76,49 +78,42 @@ if TYPE_CHECKING:
     from samestep.wings.plan.simulation.simulate import simulate
 
 _LAZY = {
-    "Batch": "samestep.datasets.batch",
-    "Hardware": "samestep.hardware",
-    "EarlyStopping": "samestep.training.evaluations",
-    "Plan": "samestep.wings.plan.search",
-    "Prediction": "samestep.wings.plan.simulation.simulate",
-    "Run": "samestep.runtime.run",
-    "StepReport": "samestep.runtime.step_report",
-    "Verdict": "samestep.proof.verdict",
-    "after_step": "samestep.building.over_samples",
-    "batch_cat": "samestep.building.over_samples",
-    "batch_mean": "samestep.building.over_samples",
-    "batch_sum": "samestep.building.over_samples",
-    "batches": "samestep.datasets",
-    "calibrate": "samestep.wings.plan.calibrate",
-    "doctor": "samestep.wings.cluster.diagnosis.doctor",
-    "evaluate": "samestep.training.trained",
-    "explain": "samestep.wings.explain.explain",
-    "export": "samestep.training.trained",
-    "independent": "samestep.independence.row_rules",
-    "inspect": "samestep.training.inspection",
-    "latest": "samestep.runtime.checkpoints.manifests",
-    "launch": "samestep.training.launch",
-    "layouts": "samestep.enumeration.legality",
-    "benchmark_hardware": "samestep.wings.plan.measurement.profile",
-    "benchmark_layouts": "samestep.wings.plan.measurement.profile",
-    "model_loss": "samestep.building.model_loss",
-    "mean_over": "samestep.building.torch_losses",
-    "parallelize": "samestep.runtime.run",
-    "plan": "samestep.wings.plan.plan",
-    "ray_worker": "samestep.wings.cluster.engines.ray_job",
-    "sample": "samestep.training.trained",
-    "simulate": "samestep.wings.plan.simulation.simulate",
-    "track": "samestep.training.tracking",
-    "train": "samestep.training.train",
-    "verify": "samestep.proof.verify",
-    "write_submission": "samestep.training.launch",
-    "whole_batch": "samestep.building.over_samples",
+    "samestep.building.model_loss": "model_loss",
+    "samestep.building.over_samples": "after_step batch_cat batch_mean batch_sum whole_batch",
+    "samestep.building.torch_losses": "mean_over",
+    "samestep.datasets": "batches",
+    "samestep.datasets.batch": "Batch",
+    "samestep.enumeration.legality": "layouts",
+    "samestep.hardware": "Hardware",
+    "samestep.independence.row_rules": "independent",
+    "samestep.proof.verdict": "Verdict",
+    "samestep.proof.verify": "verify",
+    "samestep.runtime.checkpoints.manifests": "latest",
+    "samestep.runtime.run": "Run parallelize",
+    "samestep.runtime.step_report": "StepReport",
+    "samestep.training.evaluations": "EarlyStopping",
+    "samestep.training.inspection": "inspect",
+    "samestep.training.launch": "launch write_submission",
+    "samestep.training.tracking": "track",
+    "samestep.training.train": "train",
+    "samestep.training.trained": "evaluate export sample",
+    "samestep.wings.cluster.diagnosis.doctor": "doctor",
+    "samestep.wings.cluster.engines.ray_job": "ray_worker",
+    "samestep.wings.explain.explain": "explain",
+    "samestep.wings.plan.calibrate": "calibrate",
+    "samestep.wings.plan.measurement.profile": "benchmark_hardware benchmark_layouts",
+    "samestep.wings.plan.plan": "plan",
+    "samestep.wings.plan.search": "Plan",
+    "samestep.wings.plan.simulation.simulate": "Prediction simulate",
 }
+_MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 
 __all__ = [
     "Batch",
     "CheckpointError",
+    "CheckpointTable",
     "DataError",
+    "DataTable",
     "DriftError",
     "EarlyStopping",
     "Hardware",
@@ -128,7 +123,10 @@ __all__ = [
     "Layout",
     "LayoutError",
     "ModelError",
+    "ModelTable",
     "NonFiniteError",
+    "NumericsTable",
+    "OptimizerTable",
     "OutOfMemoryError",
     "Plan",
     "Prediction",
@@ -136,10 +134,13 @@ __all__ = [
     "RepeatError",
     "Run",
     "RunError",
+    "RunTable",
     "SamestepError",
     "SaveError",
+    "ScheduleTable",
     "SpikeError",
     "StepReport",
+    "TrainTable",
     "UnprovenError",
     "Verdict",
     "WorkerError",
@@ -190,9 +191,9 @@ def __getattr__(name: str) -> _Any:
         return _import_module("samestep.losses")
     if name in _RENAMED:
         raise AttributeError(f"samestep.{name} has a new name: use samestep.{_RENAMED[name]}")
-    if name not in _LAZY:
+    if name not in _MODULES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    module = _LAZY[name]
+    module = _MODULES[name]
     if not module.startswith("samestep.wings."):
         return getattr(_import_module(module), name)
     wing, _, file = module.removeprefix("samestep.wings.").partition(".")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -49,7 +52,7 @@ class Parser(ArgumentParser):
         if "--set" in self._option_string_actions and not is_misspelt:
             for key in jobs.keys_named(flag.lstrip("-").replace("-", "_"))[:1]:
                 return flag, f": use --set {key}=VALUE"
-        return flag, did_you_mean(flag, self._option_string_actions)
+        return flag, did_you_mean(flag, self._option_string_actions.keys() - {"-h", "--help"})
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake; where a flag is missing, an unknown one that may stand for it is named.
@@ -58,11 +61,10 @@ class Parser(ArgumentParser):
             InputError: always.
         """
         if "arguments are required" in message:
-            flags = (word for word in self._given if word.startswith("--"))
-            unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
-            message = "; ".join(
-                [message, *(f"unknown argument {''.join(self._unknown(name))}" for name in [*unknown][:1])]
-            )
+            known = self._option_string_actions
+            unknown = (word for word in self._given if word.startswith("--") and word.partition("=")[0] not in known)
+            if word := next(unknown, ""):
+                message += f"; unknown argument {''.join(self._unknown(word))}"
         raise InputError("arguments", f"{message}; see {self.prog} --help")
 
 
@@ -98,23 +100,20 @@ def verbs_of(parser: ArgumentParser) -> dict[str, tuple[str, ArgumentParser]]:
     return {name: (about[name], choice) for name, choice in verbs.choices.items()}
 
 
-def add_json(parser: ArgumentParser) -> None:
-    """Add what every verb takes: where its result goes as JSON."""
-    about = "print the result as JSON only; with FILE, write the JSON to FILE and print the text"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=about)
-
-
 def _add_job(parser: ArgumentParser) -> None:
     parser.add_argument(
         "job", nargs="?", type=Path, metavar="JOB.toml", help="the job file; default: the built-in job, a small Llama"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the job, such as optimizer.lr=1e-3; may be repeated",
-    )
+    _add_set(parser)
+
+
+def _add_set(parser: ArgumentParser) -> None:
+    about = "override a key of the job, such as optimizer.lr=1e-3; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def _add_device(parser: ArgumentParser, about: str, default: str | None = "auto") -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=default, help=about)
 
 
 def _add_layout(parser: ArgumentParser, more: str = "") -> None:
@@ -184,8 +183,7 @@ def add_launch(parser: ArgumentParser) -> None:
     )
     about = "the layout that parallelize uses in the script if it is given none"
     parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=about)
-    about = "the device of the ranks; default: auto (GPUs if there are any)"
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=about)
+    _add_device(parser, "the device of the ranks; default: auto (GPUs if there are any)")
 
 
 def add_submit(parser: ArgumentParser) -> None:
@@ -214,8 +212,7 @@ def add_verify(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_count, default=3, metavar="N", help="end after step N of the comparison; default: 3"
     )
-    about = "the device that runs the comparison; default: run.device of the job"
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=about)
+    _add_device(parser, "the device that runs the comparison; default: run.device of the job", None)
     about = "float64: skip the second comparison, in the precision of the job; default: job"
     parser.add_argument("--precision", choices=("job", "float64"), default="job", help=about)
     about = "compare every legal layout of --devices, and each option by itself"
@@ -251,7 +248,7 @@ def add_sample(parser: ArgumentParser) -> None:
         "--tokens", type=_count, metavar="N", help="the number of tokens to generate; default: train.sample_tokens"
     )
     about = "the sampling temperature; 0 always takes the most likely token; default: train.sample_temperature"
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help=about)
+    parser.add_argument("--temperature", type=_number, metavar="T", help=about)
     parser.add_argument("--seed", type=int, metavar="N", help="the seed of the sampling; default: train.seed")
     _add_ema(parser)
 
@@ -295,9 +292,9 @@ def add_plan(parser: ArgumentParser) -> None:
     about = "the fraction of the memory of each device that a layout must leave free; default: 0.05"
     parser.add_argument("--keep-free", type=float, default=0.05, metavar="PART", help=about)
     about = "print how long training on this many tokens takes"
-    parser.add_argument("--days-for-tokens", type=_num_tokens, metavar="2T", help=about)
+    parser.add_argument("--days-for-tokens", type=_above_0, metavar="2T", help=about)
     about = "the price of one device for one hour; prints the cost of the training"
-    parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help=about)
+    parser.add_argument("--cost-per-hour", type=_above_0, metavar="PRICE", help=about)
     _add_to(parser, "the fastest layout")
     _add_html(parser)
 
@@ -357,11 +354,6 @@ def add_layouts(parser: ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
 
-def add_inspect(parser: ArgumentParser) -> None:
-    """Add the arguments of `inspect`."""
-    _add_job(parser)
-
-
 def add_profiles(parser: ArgumentParser) -> None:
     """Add the arguments of `profiles`."""
     about = "print a hardware profile as TOML, with the source of every number; a template for your own"
@@ -381,21 +373,14 @@ def add_measure(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
     about = "the number of devices that measure at once; default: all GPUs, or all cores of the CPU"
     parser.add_argument("--ranks", type=_ranks, metavar="N", help=about)
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="the device to measure; default: auto (a GPU if there is one)",
-    )
+    _add_device(parser, "the device to measure; default: auto (a GPU if there is one)")
 
 
 def add_doctor(parser: ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     about = "the job to run; it is compared on all hosts, and the report ends with the bottleneck of its layout"
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help=about)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job; may be repeated"
-    )
+    _add_set(parser)
     _add_layout(parser, ", or the fastest one that `plan` finds")
     _add_hardware(parser)
     about = "a folder that all hosts must share; default: the current folder"
@@ -403,16 +388,8 @@ def add_doctor(parser: ArgumentParser) -> None:
     about = "write the hardware profile with the measured links"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
     about = "the seconds to wait for the other hosts; default: 10"
-    parser.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help=about)
+    parser.add_argument("--wait", type=partial(_number, most=86_400), default=10.0, metavar="S", help=about)
     _add_hosts(parser)
-
-
-def _seconds(text: str) -> float:
-    """Read a number of seconds from 0 to a day."""
-    number = _number(text)
-    if not 0 <= number <= 86_400:
-        raise ArgumentTypeError(f"{text} is not a number of seconds; 10 and 0.5 are")
-    return number
 
 
 def add_calibrate(parser: ArgumentParser) -> None:
@@ -422,19 +399,43 @@ def add_calibrate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--job", type=Path, metavar="JOB", help="a job that supplies the columns missing from the CSV; default: none"
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of that job; may be repeated"
-    )
+    _add_set(parser)
     _add_hardware(parser)
     parser.add_argument("--out", type=Path, metavar="PROFILE", help="the profile to write; default: none")
 
 
+COMMANDS: dict[str, tuple[str, Callable[[ArgumentParser], None]]] = {
+    "train": ("train a job on this machine, or as one rank of torchrun or srun", add_train),
+    "verify": ("compare a layout with one device on your job. Exit status: 0 equal, 1 different, 2 not possible", add_verify),
+    "launch": ("run your script on the ranks of this machine", add_launch),
+    "submit": ("submit a job to a cluster: Slurm, Kubernetes, Ray, MPI, ssh or torchrun", add_submit),
+    "export": ("write the model of a run as a folder for transformers, peft or torch", add_export),
+    "sample": ("generate text with the model of a run", add_sample),
+    "evaluate": ("compute the validation loss of a checkpoint, in one process", add_evaluate),
+    "plan": ("find the fastest layout that fits, and explain why the others do not; needs no torch", add_plan),
+    "simulate": ("predict the time and memory of one layout; needs no torch", add_simulate),
+    "explain": ("show where the time of recorded steps went, which ranks waited, and what to try", add_explain),
+    "layouts": ("list the legal layouts of a job on N devices, and explain why another one is not legal", add_layouts),
+    "inspect": ("print the blocks of the model, and which weights can be sharded", _add_job),
+    "measure": ("benchmark this machine and write its hardware profile, in a minute or two", add_measure),
+    "doctor": (
+        "check all hosts of an allocation for faults and slow links, in half a minute. Exit status: 1 if there is a fault",
+        add_doctor,
+    ),
+    "calibrate": ("refit a hardware profile to measured steps of any framework; needs no torch for presets", add_calibrate),
+    "presets": ("list the models that plan and simulate have by name", lambda _: None),
+    "profiles": ("list the hardware profiles that plan and simulate have by name", add_profiles),
+    "env": ("print versions and devices, for a bug report", lambda _: None),
+    "completion": ("print the completion script for a shell", add_completion),
+}  # fmt: skip
+"""The commands in the order of the help text, each with a line about it and the function that adds its arguments."""
+
+
 def _count(text: str, most: int = MOST_STEPS) -> int:
     """Read a whole number of at least 1."""
-    if not text.isdecimal() or not text.isascii() or not text.strip("0"):
-        raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    if len(text) > len(str(most)) or int(text) > most:
-        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that is supported")
+    is_number = text.isdecimal() and text.isascii() and len(text.lstrip("0")) <= len(str(most))
+    if not is_number or not 1 <= int(text) <= most:
+        raise ArgumentTypeError(f"must be a whole number from 1 to {most}, got {text[:40]}")
     return int(text)
 
 
@@ -444,42 +445,28 @@ def _ranks(text: str) -> int:
 
 
 def _rank_range(text: str) -> tuple[int | None, int]:
-    """Read a number of ranks, and the least number to go on with if one is given before it."""
+    """Read a number of ranks, and before it the least number with which a restart may continue, if one is given."""
     least, colon, most = text.rpartition(":")
     if not colon:
         return None, _ranks(text)
     if _ranks(least) > _ranks(most):
-        raise ArgumentTypeError(f"{text} has no number between its ends; {most}:{least} has")
+        raise ArgumentTypeError(f"MIN is greater than MAX in {text}. Use {most}:{least}")
     return _ranks(least), _ranks(most)
 
 
-def _price(text: str) -> float:
-    """Read a price above zero."""
-    number = _number(text)
-    if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a price; 2.5 is one")
-    return number
+def _number(text: str, least: float = 0.0, most: float = math.inf) -> float:
+    """Read a number from `least` to `most`, which are included if they are finite."""
+    with suppress(ValueError):
+        if least <= float(text) <= most and float(text) < math.inf:
+            return float(text)
+    bound = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+    raise ArgumentTypeError(f"must be a number {bound}, got {text[:40]}")
 
 
-def _temperature(text: str) -> float:
-    """Read a temperature of at least zero."""
-    number = _number(text)
-    if not 0 <= number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a temperature; 0 and 0.8 are")
-    return number
-
-
-def _num_tokens(text: str) -> float:
-    """Read a number of tokens, with 300B for 3e11."""
+def _above_0(text: str) -> float:
+    """Read a number above 0, with K, M, B or T for thousands, millions and so on."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    number = scale * _number(text[:-1] if scale > 1.0 else text)
-    if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a number of tokens. Use 2T, 300B and 1e12")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
+    with suppress(ArgumentTypeError):
+        if number := scale * _number(text[:-1] if scale > 1.0 else text):
+            return _number(str(number))
+    raise ArgumentTypeError(f"must be a number greater than 0, such as 2.5, 300B or 2T, got {text[:40]}")

@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from samestep.errors import InputError, JobError, LayoutError, ModelError, short_repr
 from samestep.job import Job
@@ -52,39 +52,35 @@ def _is_optional(parameter: inspect.Parameter) -> bool:
     return parameter.default is None or "None" in str(parameter.annotation).replace("|", " ").split()
 
 
+def _refuse(name: str, value: Any, works: str, error: type[InputError] = InputError) -> NoReturn:
+    """Raise the error of an argument of a wrong kind.
+
+    Raises:
+        error: always.
+    """
+    raise error("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}. Use {works}")
+
+
 def _job(name: str, value: Any) -> None:
     if not isinstance(value, Job):
-        raise JobError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}, and a samestep.Job is taken: samestep.Job(train={{...}}) makes one of "
-            "tables, samestep.load(path) reads one from a file",
-        )
+        _refuse(name, value, "a samestep.Job: samestep.Job(train={...}), or samestep.load(path) of a file", JobError)
 
 
 def _layout(name: str, value: Any) -> None:
     if not isinstance(value, (str, Layout)):
-        raise LayoutError(
-            "argument-type",
-            f'{name} = {short_repr(value)} is {_kind(value)}. Use one line of text, such as {name}="dp=2 tp=2"',
-        )
+        _refuse(name, value, f'one line of text, such as {name}="dp=2 tp=2"', LayoutError)
 
 
 def _count(name: str, value: Any) -> None:
     try:
         operator.index(value)
     except TypeError:
-        raise InputError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}. Use a whole number, such as {name}=2",
-        ) from None
+        _refuse(name, value, f"a whole number, such as {name}=2")
 
 
 def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise InputError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}. Use the path of a file or a folder",
-        )
+        _refuse(name, value, "the path of a file or a folder")
 
 
 def _model(name: str, value: Any) -> None:
@@ -93,10 +89,7 @@ def _model(name: str, value: Any) -> None:
             _model(f"{name}[{key!r}]", item)
         return
     if not callable(value):
-        raise ModelError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function that builds an nn.Module, or a module",
-        )
+        _refuse(name, value, "a function that builds an nn.Module, or a module", ModelError)
     if not hasattr(value, "named_parameters") or isinstance(value, type):
         _takes(name, value, (), "nothing. Use a lambda that calls it with its arguments", ModelError)
 
@@ -110,27 +103,20 @@ def _optimizer(name: str, value: Any) -> None:
         return
     works = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(value):
-        raise JobError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function of the parameters, such as {works}",
-        )
+        _refuse(name, value, f"a function of the parameters, such as {works}", JobError)
     _takes(name, value, ([],), f"one argument, a list of parameters. Use {works}", JobError)
 
 
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
-        raise JobError("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}. Use {works}")
+        _refuse(name, value, works, JobError)
     _takes(name, value, (None, None), f"two arguments. Use {works}", JobError)
 
 
 def _main(name: str, value: Any) -> None:
     if not callable(value):
-        raise InputError(
-            "argument-type",
-            f"{name} = {short_repr(value)} is {_kind(value)}. Use a function, which every rank calls; samestep.train(job) "
-            "trains a job, and samestep.write_submission(job, on) writes the script of an engine",
-        )
+        _refuse(name, value, "a function, which every rank calls. samestep.train(job) trains a job")
 
 
 def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:

@@ -37,6 +37,12 @@ from samestep.schedules import SCHEDULES
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writes to standard output that say nothing about samestep."""
+_WINGS = {
+    **dict.fromkeys(("plan", "simulate", "measure", "calibrate"), "plan"),
+    **dict.fromkeys(("submit", "doctor"), "cluster"),
+    "explain": "explain",
+}
+"""The commands of wings, with the wing of each."""
 _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safetensors")
 
 
@@ -115,52 +121,13 @@ def _parser() -> ArgumentParser:
     parser = arguments.Parser(prog="samestep", allow_abbrev=False, description=about)
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def verb(name: str, run: Callable[[Namespace], Result | VerbFailure], about: str) -> ArgumentParser:
+    here = {"env": _env, "completion": _completion} | {name: _of_wing(wing, name) for name, wing in _WINGS.items()}
+    for name, (about, add) in arguments.COMMANDS.items():
         added: ArgumentParser = commands.add_parser(name, help=about, allow_abbrev=False)
-        added.set_defaults(verb=run)
-        arguments.add_json(added)
-        return added
-
-    about = "compare a layout with one device on your job. Exit status: 0 equal, 1 different, 2 not possible"
-    arguments.add_train(verb("train", verbs.train, "train a job on this machine, or as one rank of torchrun or srun"))
-    arguments.add_verify(verb("verify", verbs.verify, about))
-    arguments.add_launch(verb("launch", verbs.launch, "run your script on the ranks of this machine"))
-    about = "submit a job to a cluster: Slurm, Kubernetes, Ray, MPI, ssh or torchrun"
-    arguments.add_submit(verb("submit", _of_wing("cluster", "submit"), about))
-    about = "write the model of a run as a folder for transformers, peft or torch"
-    arguments.add_export(verb("export", verbs.export, about))
-    arguments.add_sample(verb("sample", verbs.sample, "generate text with the model of a run"))
-    arguments.add_evaluate(
-        verb("evaluate", verbs.evaluate, "compute the validation loss of a checkpoint, in one process")
-    )
-    about = "find the fastest layout that fits, and explain why the others do not; needs no torch"
-    arguments.add_plan(verb("plan", _of_wing("plan", "plan"), about))
-    about = "predict the time and memory of one layout; needs no torch"
-    arguments.add_simulate(verb("simulate", _of_wing("plan", "simulate"), about))
-    about = "show where the time of recorded steps went, which ranks waited, and what to try"
-    arguments.add_explain(verb("explain", _of_wing("explain", "explain"), about))
-    about = "list the legal layouts of a job on N devices, and explain why another one is not legal"
-    arguments.add_layouts(verb("layouts", verbs.layouts, about))
-    about = "print the blocks of the model, and which weights can be sharded"
-    arguments.add_inspect(verb("inspect", verbs.inspect, about))
-    arguments.add_measure(
-        verb(
-            "measure",
-            _of_wing("plan", "measure"),
-            "benchmark this machine and write its hardware profile, in a minute or two",
-        )
-    )
-    about = "check all hosts of an allocation for faults and slow links, in half a minute. Exit status: 1 if there is a fault"
-    arguments.add_doctor(verb("doctor", _of_wing("cluster", "doctor"), about))
-    about = "refit a hardware profile to measured steps of any framework; needs no torch for presets"
-    arguments.add_calibrate(verb("calibrate", _of_wing("plan", "calibrate"), about))
-    verb("presets", verbs.presets, "list the models that plan and simulate have by name")
-    arguments.add_profiles(
-        verb("profiles", verbs.profiles, "list the hardware profiles that plan and simulate have by name")
-    )
-    verb("env", _env, "print versions and devices, for a bug report")
-    arguments.add_completion(verb("completion", _completion, "print the completion script for a shell"))
+        added.set_defaults(verb=here.get(name) or getattr(verbs, name))
+        about = "print the result as JSON only; with FILE, write the JSON to FILE and print the text"
+        added.add_argument("--json", type=Path, metavar="FILE", help=about)
+        add(added)
     return parser
 
 
@@ -203,15 +170,8 @@ def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> N
         print(f"samestep: warning: {_visible(message)}", file=sys.stderr)
 
 
-def _environment_text() -> str:
-    """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
-    python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    packages = (f"{package} {_version(package) or 'is not installed'}" for package in _PACKAGES)
-    return "\n".join([python, *packages, *_list_shadowed(), *_gpus()])
-
-
-def _environment() -> dict[str, object]:
-    """Return the same as plain data; a package that is not installed is None."""
+def _environment() -> dict[str, Any]:
+    """Return the versions of Python and of the packages that results depend on, None if one is not installed, and the GPUs."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -220,6 +180,14 @@ def _environment() -> dict[str, object]:
         "shadowed": _list_shadowed(),
         "gpus": _gpus(),
     }
+
+
+def _environment_text() -> str:
+    """Return the same as text, one line each."""
+    found = _environment()
+    packages = (f"{package} {version or 'is not installed'}" for package, version in found["packages"].items())
+    head = f"python {found['python']} on {found['platform']}, {found['cores']} cores"
+    return "\n".join([head, *packages, *found["shadowed"], *found["gpus"]])
 
 
 def _gpus() -> list[str]:

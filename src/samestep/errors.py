@@ -28,22 +28,35 @@ from __future__ import annotations
 
 import difflib
 import site
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
 
 
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
 
     def __init__(self, code: str, text: str) -> None:
-        """Set the code, one of docs/reference/errors.md, and the text."""
+        """Set the code, one of docs/reference/errors.md, and the text; if no program catches an error, only its user's lines are printed."""
         super().__init__(code, text)
         self.code = code
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _print_users_lines
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+    @property
+    def with_code(self) -> str:
+        """The text, with the code in brackets at the end of its first line."""
+        first, end, rest = str(self).partition("\n")
+        return f"{first} [{self.code}]{end}{rest}"
 
     @property
     def remedy(self) -> str:
@@ -141,15 +154,23 @@ def of_words(name: str, texts: Iterable[str]) -> SamestepError:
     return kind(*texts) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*texts)
 
 
-def users_lines(error: BaseException) -> list[str]:
-    """Return the text that is printed for an uncaught error of samestep: the lines of the user's code, and the message."""
+def _print_users_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error: all of its traceback, or of an error of samestep the lines of the user's code."""
+    if not isinstance(error, SamestepError):
+        return sys.__excepthook__(kind, error, trace)
+    return print("\n".join(users_lines(error)), file=sys.stderr)
+
+
+def users_lines(error: SamestepError) -> list[str]:
+    """Return the text that is printed for an uncaught error: the lines of the user's code, and the message with its code."""
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(
-        [frame for frame in shown.stack if not frame.filename.startswith(packages)]
-    )
-    shown.__cause__ = shown.__context__ = None
-    return "".join(shown.format()).splitlines()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
+    message = f"{type(error).__module__}.{type(error).__qualname__}: {error.with_code}"
+    return [
+        "Traceback (most recent call last):",
+        *"".join(traceback.format_list(frames)).splitlines(),
+        *message.splitlines(),
+    ]
 
 
 def short_repr(value: object) -> str:
@@ -165,6 +186,61 @@ def short_repr(value: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or the name of its class where it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+_REMOVED = {
+    'compression = "fp16"': 'compression = "bf16"',
+    'compression = "int4"': 'compression = "int8"',
+    'compression = "topk"': 'compression = "int8" or "powersgd"',
+    'compile = "model"': 'compile = "blocks"',
+    'compile_mode = "reduce-overhead"': 'compile_mode = "default"',
+    'compile_mode = "max-autotune"': 'compile_mode = "max-autotune-no-cudagraphs"',
+}
+"""Words that jobs of earlier versions may have, and what to use in their place."""
+
+
+def mistakes_in(error: ValidationError, source: Callable[[str], str], table: type[BaseModel]) -> tuple[str, str]:
+    """Return the code of the first mistake in nested tables, and all mistakes, one a line: the origin, the key, what was given and what would be right."""
+    lines, codes = [], []
+    for mistake in error.errors(include_url=False):
+        path = [str(part) for part in mistake["loc"]]
+        key = ".".join(path)
+        word = f'{path[-1]} = "{mistake["input"]}"' if path and isinstance(mistake["input"], str) else ""
+        if (instead := _REMOVED.get(word)) is not None:
+            code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
+        elif mistake["type"] == "extra_forbidden":
+            known = _keys_of(path[:-1], table)
+            hint = did_you_mean(path[-1], known)
+            code, text = "job-key-unknown", f"unknown key{hint}; the keys here are {', '.join(known)}"
+        elif mistake["type"] == "value_error":
+            code, text = mistake["ctx"]["error"].code, str(mistake["ctx"]["error"])
+        else:
+            code, text = (
+                "job-value",
+                f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {short_repr(mistake['input'])}",
+            )
+        codes.append(code)
+        lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
+    return codes[0], "\n".join(lines)
+
+
+def _keys_of(path: Sequence[str], root: type[BaseModel]) -> list[str]:
+    """Return the names of the keys of the table at `path`."""
+    table: Any = root
+    for part in (part for part in path if not part.isdecimal()):  # an entry of an array of tables
+        field = table.model_fields.get(part)
+        kinds = types_in(field.annotation) if field else ()
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            return []
+    return list(table.model_fields)
+
+
+def types_in(kind: Any) -> Iterator[Any]:
+    """Yield a type and, recursively, its type arguments."""
+    yield kind
+    for part in get_args(kind):
+        yield from types_in(part)
 
 
 def module_name(path: str) -> str:

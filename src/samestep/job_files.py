@@ -15,9 +15,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from samestep.errors import JobError, short_repr
+from samestep.errors import JobError, short_repr, types_in
 from samestep.job import Job
-from samestep.job_tables import PRESET, types_in
+from samestep.job_tables import PRESET
 
 _KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")
 _WORDS_OF_PATHS = ("text", "tokens", "jsonl", "parquet", "hf", "images")

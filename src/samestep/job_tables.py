@@ -6,7 +6,6 @@ The docstring of a key is its line in the reference of the docs. The optimizer a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -14,12 +13,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from samestep.errors import JobError, UnprovenError, short_repr
+from samestep.errors import JobError, UnprovenError, mistakes_in, short_repr, types_in
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
@@ -67,6 +67,19 @@ _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
 class Table(BaseModel):
     """Keys with their types and ranges; other keys are mistakes."""
 
+    def __init__(self, /, **keys: Any) -> None:
+        """Check the keys.
+
+        Raises:
+            JobError: all mistakes in the keys, one a line.
+        """
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise JobError(*mistakes_in(error, lambda _: type(self).__name__, type(self))) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a table within a job reports to the job
+
     # Infinite numbers are refused in keys, and written as such in free tables, so that a spec's subprocess reads them.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, ser_json_inf_nan="constants"
@@ -79,13 +92,6 @@ class Table(BaseModel):
         if isinstance(value, bool) and {int, float} & set(types_in(cls.model_fields[info.field_name or ""].annotation)):
             raise JobError("job-value", f"input should be a number, got {value!r}")
         return value
-
-
-def types_in(kind: Any) -> Iterator[Any]:
-    """Yield a type and, recursively, its type arguments."""
-    yield kind
-    for part in get_args(kind):
-        yield from types_in(part)
 
 
 ALL_LINEAR = "all-linear"
@@ -285,7 +291,6 @@ class TrainTable(Table):
     compared. 0: only the check of samples in the first step."""
     record: str = ""
     """Steps to record, operation by operation, for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
-
     record_kernels: bool = False
     """Whether torch.profiler also runs in recorded steps: `samestep explain` then shows the kernels of each block, and the steps take longer."""
 

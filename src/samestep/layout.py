@@ -99,12 +99,12 @@ class Layout:
         values = {option.name: option.default for option in fields(self)} | _values_of(type(self), named | options)
         self.__dict__.update(values)
         for name in self._fields_with("is_degree"):
-            check_degree(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _none_of("schedule", self.schedule, SCHEDULES)
-        _check_microbatch(self.microbatch)
-        _check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
-        _check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
+        check_number("microbatch", self.microbatch, MOST_SAMPLES)
+        check_number("loss_chunk", self.loss_chunk, MOST_TOKENS)
+        check_number("mlp_chunk", self.mlp_chunk, MOST_TOKENS)
         if self.world_size > MOST_RANKS:
             raise LayoutError(
                 "value-out-of-range",
@@ -206,31 +206,22 @@ class Layout:
 
 _WORDS_OF_OTHERS = {
     "ddp": "dp=N",
-    "fsdp": "dp=N zero=3",
-    "fsdp2": "dp=N zero=3",
+    **dict.fromkeys(("fsdp", "fsdp2"), "dp=N zero=3"),
     "hsdp": "dp_replicate=R dp_shard=S zero=3",
-    "zero1": "zero=1",
-    "zero2": "zero=2",
-    "zero3": "zero=3",
+    **{f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)},
     "mp": "tp=N",
     "sp": "sequence_parallel",
     "ulysses": "cp=N cp_method=ulysses",
     "ring": "cp=N cp_method=ring",
     "usp": "cp=N cp_method=usp",
-    "micro_batch": "microbatch=N",
-    "micro_batch_size": "microbatch=N",
-    "mbs": "microbatch=N",
-    "accum": "microbatch=N, the samples that a rank computes at once",
-    "grad_accum": "microbatch=N, the samples that a rank computes at once",
-    "gradient_accumulation_steps": "microbatch=N, the samples that a rank computes at once",
-    "gas": "microbatch=N, the samples that a rank computes at once",
-    "gradient_accumulation": "microbatch=N, the samples that a rank computes at once",
-    "checkpointing": "recompute=full",
-    "activation_checkpointing": "recompute=full",
-    "gradient_checkpointing": "recompute=full",
+    **dict.fromkeys(("micro_batch", "micro_batch_size", "mbs"), "microbatch=N"),
+    **dict.fromkeys(
+        ("accum", "grad_accum", "gas", "gradient_accumulation", "gradient_accumulation_steps"),
+        "microbatch=N, the samples that a rank computes at once",
+    ),
+    **dict.fromkeys(("checkpointing", "activation_checkpointing", "gradient_checkpointing"), "recompute=full"),
     "vpp": "schedule=interleaved virtual_stages=N",
-    "bf16": "numerics.precision of the job",
-    "fp16": "numerics.precision of the job",
+    **dict.fromkeys(("bf16", "fp16"), "numerics.precision of the job"),
 }
 """Names that other frameworks have for an option, and the option."""
 _VALUES_OF_OTHERS = {
@@ -278,7 +269,7 @@ def _values_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
                 "layout-option-twice",
                 "dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them",
             )
-        check_degree("dp", values["dp"])
+        check_number("dp", values["dp"])
         values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = values.pop("dp")
     elif values.get("dp_shard", 1) > 1:
         values.setdefault("zero", 3)
@@ -348,34 +339,11 @@ def _none_of(name: str, value: object, choices: Iterable[str]) -> LayoutError:
     )
 
 
-def check_degree(name: str, value: int) -> None:
-    """Refuse a number of ranks, devices or stages that no layout can have.
+def check_number(name: str, value: int | None, most: int = MOST_RANKS) -> None:
+    """Refuse a number of ranks, devices, stages, samples or tokens that no layout can have; None is the default.
 
     Raises:
-        LayoutError: it is below 1 or above `MOST_RANKS`.
+        LayoutError: it is below 1 or above `most`.
     """
-    if not 1 <= value <= MOST_RANKS:
-        bound = "at least 1" if value < 1 else f"at most {MOST_RANKS}"
-        raise LayoutError("value-out-of-range", f"{name}={value}: a degree is {bound}")
-
-
-def _check_tokens(name: str, tokens: int | None, what: str) -> None:
-    """Refuse a number of tokens that no chunk can have; None is none.
-
-    Raises:
-        LayoutError: it is below 1 or above `MOST_TOKENS`.
-    """
-    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
-        bound = "at least 1 token" if tokens < 1 else f"at most {MOST_TOKENS} tokens"
-        raise LayoutError("value-out-of-range", f"{name}={tokens}: {what} holds {bound}")
-
-
-def _check_microbatch(samples: int | None) -> None:
-    """Refuse a number of samples that no micro-batch can have; None is none.
-
-    Raises:
-        LayoutError: it is below 1 or above `MOST_SAMPLES`.
-    """
-    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
-        bound = "at least 1 sample" if samples < 1 else f"at most {MOST_SAMPLES} samples"
-        raise LayoutError("value-out-of-range", f"microbatch={samples}: a micro-batch holds {bound}")
+    if value is not None and not 1 <= value <= most:
+        raise LayoutError("value-out-of-range", f"{name}={value} must be from 1 to {most}")

@@ -25,14 +25,13 @@ def train(words: Namespace) -> Result:
     goes_on = (words.resume or words.auto_resume) and words.job is None and out and (out / run_folder.JOB).exists()
     if goes_on:
         words.job = out / run_folder.JOB
+    words.set += [f"train.record={words.record}"] if words.record else []
+    words.set += ["train.record_kernels=true"] if words.kernels else []
     job = allowing(words)
     if goes_on and "code" not in words.allow:
         from samestep.training import foreign_code
 
         foreign_code.refuse(job, words.job, jobs.default(words.set))
-    recorded = ({"record": words.record} if words.record else {}) | ({"record_kernels": True} if words.kernels else {})
-    if recorded:
-        job = job.model_copy(update={"train": type(job.train)(**{**job.train.model_dump(), **recorded})})
     limit_threads(job.run.threads)
     least_ranks, ranks = words.ranks
     options = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}

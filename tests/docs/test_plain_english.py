@@ -39,6 +39,13 @@ def test_a_text_that_breaks_a_rule_is_found(text: str, rule: str, english: Any) 
     assert f"({rule};" in fault
 
 
+@pytest.mark.parametrize("surface", ["errors", "messages"])
+@pytest.mark.parametrize("text", ["tp=1 works", "a smaller batch works, or tp=2", "one version on all hosts works."])
+def test_a_remedy_says_use_or_set(text: str, surface: str, english: Any) -> None:
+    (fault,) = english.faults([("here", text)], surface)
+    assert "(R5;" in fault
+
+
 @pytest.mark.parametrize("text", ["Use `is no table` here.", "# What is refused", "```\nseldom\n```", "What is it?"])
 def test_code_and_headings_are_left_out(text: str, english: Any) -> None:
     assert english.faults(english.of_page(f"{text}\n")) == []

@@ -120,7 +120,7 @@ def test_the_layout_is_one_line() -> None:
     assert (layout.world_size, layout.dp, layout.num_shards, layout.num_replicas) == (16, 2, 8, 1)
     assert Layout(str(layout)) == layout
     assert (Layout("dp=2 cp=4").num_replicas, Layout("cp=4 zero=1").num_shards) == (8, 4)
-    with pytest.raises(LayoutError, match="cp=0: a degree is at least 1"):
+    with pytest.raises(LayoutError, match="cp=0 must be from 1 to 1048576"):
         Layout("cp=0")
 
 

@@ -97,7 +97,7 @@ def test_its_ranks_are_those_inside_all_others() -> None:
     assert ranks.groups("rows") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert ranks.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert ranks.groups("dp_replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    with pytest.raises(LayoutError, match="rows=0: a degree is at least 1"):
+    with pytest.raises(LayoutError, match="rows=0 must be from 1 to 1048576"):
         RowsLayout("rows=0")
 
 

@@ -53,9 +53,9 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
         "layout 'dp=2 zero=1' has 2 ranks, not 3. Use --ranks 2, or a layout with degrees that multiply to 3, such as dp=3",
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
-    "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
-    "ranks text": (["--ranks", "two"], {}, "argument --ranks: two is not a whole number of at least 1"),
-    "ranks range": (["--ranks", "4:2"], {}, "argument --ranks: 4:2 has no number between its ends; 2:4 has"),
+    "ranks zero": (["--ranks", "0"], {}, "argument --ranks: must be a whole number from 1 to 1048576, got 0"),
+    "ranks text": (["--ranks", "two"], {}, "argument --ranks: must be a whole number from 1 to 1048576, got two"),
+    "ranks range": (["--ranks", "4:2"], {}, "argument --ranks: MIN is greater than MAX in 4:2. Use 2:4"),
     "fewer ranks": (["--ranks", "1:2"], {}, "--ranks 1:2 lets a restart continue with fewer ranks, and run.restarts = 0"),
     "half a rendezvous": (["--nodes", "2"], {}, "--rendezvous and --token-file missing: several hosts need --nodes N"),
     "one host": (
@@ -73,6 +73,9 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "a key without its table": (["--set", "lr=0.1"], {}, "--set lr=0.1: a key has the name of its table. Use --set optimizer.lr=0.1."),
     "a job behind --allow": (["--allow", "samples", "loss", "nope.toml"], {}, "no job file at nope.toml"),
     "a layout without quotes": (["--layout", "dp=2", "zero=3"], {}, 'use quotes: --layout "dp=2 zero=3"'),
+    "a flag of another command": (["--trace", "a"], {}, "unknown argument --trace; see samestep train --help"),
+    "recorded steps": (["--record", "5:2"], {}, "train.record: '5:2' ends before it begins. Use FIRST:LAST"),
+    "recorded step": (["--record", "first"], {}, "train.record: 'first' names no steps. Use FIRST:LAST"),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
     "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends. Use --set"),
     "job file": (["nope.toml"], {}, "no job file at nope.toml"),
@@ -116,6 +119,22 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("sample --temperature -1", "--temperature: must be a number of at least 0, got -1"),
+        ("sample --temperature nan", "--temperature: must be a number of at least 0, got nan"),
+        ("doctor --wait 90000", "--wait: must be a number from 0 to 86400, got 90000"),
+        ("plan --devices 2 --days-for-tokens 0B", "--days-for-tokens: must be a number greater than 0, such as"),
+        ("plan --devices 2 --cost-per-hour inf", "--cost-per-hour: must be a number greater than 0, such as"),
+        ("sample --tokens 0", "--tokens: must be a whole number from 1 to"),
+    ],
+)
+def test_a_number_of_a_flag_has_its_range(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"samestep: argument {says}")
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_gets_one_line_and_exit_2(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words, changes, says = MISTAKES[case]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.datasets import (
     batches,
@@ -153,6 +154,20 @@ def test_a_chat_counts_only_the_assistants_tokens(tmp_path):
     assert bytes(counted).decode() == "Yo\0So\0"
     for token, label in zip(ids(text)[1:], sample["labels"], strict=True):
         assert label in (token, NOT_COUNTED)
+
+
+def test_a_text_field_that_no_row_has_is_told(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A long reply"}]}
+    told = "data.text_field = {!r} is in no row: only conversations are read"
+    for rows, field, is_told in (
+        ([chat, chat], "texxt", True),
+        ([chat, chat], "doc.body", True),
+        ([chat, chat], "text", False),
+        ([chat, {"body": "A text of its own"}], "body", False),
+    ):
+        source = write_lines(tmp_path / "d.jsonl", rows)
+        dataset = open_dataset(job_of(source, sequence_length=4, text_field=field))
+        assert list(dataset.remarks) == [told.format(field)] * is_told
 
 
 def test_a_saved_hugging_face_dataset(tmp_path):
@@ -495,6 +510,22 @@ def test_batches_go_on_from_any_step(tmp_path):
     assert whole[5].dataset is dataset
     assert [len(part) for part in shares(whole[5].indices, 1, 2, 4)] == [1, 1, 1, 0]
     assert list(batches(dataset, job, first_step=20)) == []
+
+
+def test_a_batch_is_indexed_by_its_fields_and_holds_the_samples_of_its_indices():
+    job = Job(train={"global_batch": 4, "steps": 3})
+    x, y = torch.randn(12, 2), torch.arange(12)
+    for batch in batches(TensorDataset(x, y), job):
+        points, labels = batch
+        assert labels.tolist() == batch.indices.tolist()
+        assert torch.equal(points, x[labels])
+    fields = [{"x": x[i], "labels": y[i]} for i in range(12)]
+    loader = DataLoader(fields, batch_size=4)
+    assert [batch["labels"].tolist() for batch in batches(loader, job)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    stream = (one for one in fields)
+    assert torch.cat([batch["x"] for batch in batches(stream, job)]).equal(x)
+    with pytest.raises(KeyError, match="inputs"):
+        next(batches(fields, job))["inputs"]
 
 
 def test_an_empty_dataset_has_no_batches():

@@ -76,9 +76,20 @@ def test_forward_names_the_innermost_module(value: float) -> None:
     assert diagnose(model).startswith("2.mlp.act: forward output not finite (max |input| ")
 
 
+@pytest.mark.parametrize(("size", "has_diverged"), [(1e30, True), (1e20, True), (1e3, False)])
+def test_weights_that_have_diverged_point_to_the_learning_rate(size: float, has_diverged: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    for weight in model.parameters():
+        nn.init.constant_(weight, size)
+    found = first_nonfinite(lambda: model(torch.full((2, 4), 3e38)).sum(), model)
+    assert found is not None
+    assert found.startswith("'0': forward output not finite (max |input| 3.0e+38)")
+    assert ("Use a lower learning rate" in found) is has_diverged
+
+
 def test_forward_names_the_module_around_an_operation_of_its_own() -> None:
     found = diagnose(model_of(between=lambda x: x / (x - x)))
-    assert found.startswith("2: forward output not finite (max |input| ")
+    assert found.startswith("'2': forward output not finite (max |input| ")
 
 
 def test_one_bad_element_in_a_nested_output() -> None:
@@ -87,7 +98,7 @@ def test_one_bad_element_in_a_nested_output() -> None:
             return {"pair": (x, torch.tensor([1.0, math.nan]))}
 
     model = nn.Sequential(nn.Linear(4, 4), Outputs(), Call(lambda d: d["pair"][0]))
-    assert diagnose(model, torch.ones(2, 4)).startswith("1: forward output not finite")
+    assert diagnose(model, torch.ones(2, 4)).startswith("'1': forward output not finite")
 
 
 def test_a_bad_batch() -> None:
@@ -108,7 +119,7 @@ def test_a_mask_of_minus_infinity_is_no_fault() -> None:
             return self.attend(x, self.mask_of(x))
 
     model = nn.Sequential(nn.Embedding(5, 4), Masked(), Call(lambda x: x * math.inf))
-    assert diagnose(model).startswith("2: ")
+    assert diagnose(model).startswith("'2': ")
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -141,7 +152,7 @@ def test_a_float16_overflow_says_the_value() -> None:
     nn.init.constant_(model[1].weight, 2.0)
     found = diagnose(half(model), torch.full((1, 4), 10000.0, dtype=torch.float16), lambda y: y.float().sum())
     assert found == (
-        "1: forward output not finite (max |input| 1.0e+04): value 8.0e+04 does not fit float16 (largest 65504)"
+        "'1': forward output not finite (max |input| 1.0e+04): value 8.0e+04 does not fit float16 (largest 65504)"
     )
     assert model[1].weight.dtype == torch.float16
 
@@ -168,7 +179,7 @@ def test_a_module_that_cannot_run_in_float32_is_named_without_the_value() -> Non
     weight = torch.full((2, 2), 400.0, dtype=torch.float16, requires_grad=True)
     model = nn.Sequential(nn.Identity(), Call(lambda x: x @ weight))
     found = diagnose(model, torch.full((1, 2), 300.0, dtype=torch.float16), lambda y: y.float().sum())
-    assert found == "1: forward output not finite (max |input| 3.0e+02)"
+    assert found == "'1': forward output not finite (max |input| 3.0e+02)"
 
 
 def test_a_weight_that_overflowed_in_its_cast_to_float16() -> None:
@@ -176,7 +187,7 @@ def test_a_weight_that_overflowed_in_its_cast_to_float16() -> None:
     nn.init.constant_(model[1].weight, 1e5)
     masters = {name: p.abs().max().item() for name, p in model.named_parameters()}
     found = diagnose(half(model), torch.ones(1, 2, dtype=torch.float16), lambda y: y.float().sum(), masters=masters)
-    assert found == "1: weight is not finite: value 1.0e+05 does not fit float16 (largest 65504)"
+    assert found == "'1': weight is not finite: value 1.0e+05 does not fit float16 (largest 65504)"
 
 
 def test_backward_names_the_innermost_module() -> None:
@@ -188,7 +199,7 @@ def test_backward_names_the_innermost_module() -> None:
 
 def test_backward_names_the_module_around_an_operation_of_its_own() -> None:
     found = diagnose(model_of(between=lambda x: (x - x.detach()).sqrt()))
-    assert found == "2: backward gradient not finite between its modules, after the output of 2.attention"
+    assert found == "'2': backward gradient not finite between its modules, after the output of 2.attention"
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -213,13 +224,13 @@ def test_backward_of_a_weight_only() -> None:
             return x * self.scale.sqrt() + x
 
     found = diagnose(nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4)), torch.ones(1, 4))
-    assert found.startswith("1: backward gradient of scale not finite (max |gradient of its output| ")
+    assert found.startswith("'1': backward gradient of scale not finite (max |gradient of its output| ")
 
 
 def test_a_float16_overflow_in_the_backward() -> None:
     steep = half(nn.Sequential(nn.Linear(4, 4), Call(lambda x: x * 100)))
     found = diagnose(steep, torch.full((1, 4), 0.1, dtype=torch.float16), lambda y: y.float().sum() * 1000)
-    assert found == "1: backward gradient of input not finite (max |gradient of its output| 1.0e+03, float16)"
+    assert found == "'1': backward gradient of input not finite (max |gradient of its output| 1.0e+03, float16)"
 
 
 LOSSES = {
@@ -238,7 +249,7 @@ def test_the_loss(name: str) -> None:
 def test_the_loss_without_its_value() -> None:
     model = model_of()
     found = first_nonfinite(lambda: LOSSES["gradient only"](model(TOKENS)).backward(), model)
-    assert found == "loss: its gradient is not finite at the output of 3"
+    assert found == "loss: its gradient is not finite at the output of '3'"
 
 
 def test_identity_and_operations_in_place_are_not_blamed() -> None:
@@ -247,7 +258,7 @@ def test_identity_and_operations_in_place_are_not_blamed() -> None:
         return nn.Sequential(*layers, Call(lambda x: (x - x.detach()).sqrt()) if bad else nn.Tanh())
 
     assert diagnose(net(False), torch.ones(2, 4)) is None
-    assert diagnose(net(True), torch.ones(2, 4)).startswith("5: backward gradient of input not finite")
+    assert diagnose(net(True), torch.ones(2, 4)).startswith("'5': backward gradient of input not finite")
     assert diagnose(net(False), torch.ones(2, 4), LOSSES["value"]).startswith("loss: ")
 
 

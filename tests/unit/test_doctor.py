@@ -426,7 +426,7 @@ def test_findings_survive_the_way_as_json() -> None:
 
 
 def test_the_record_has_the_lines_and_the_status() -> None:
-    fault = ReportLine("fault", "clock", "its clock is 9 s ahead", "chrony works", ("n2",))
+    fault = ReportLine("fault", "clock", "its clock is 9 s ahead", "Use chrony", ("n2",))
     report = Report("head", (fault, ReportLine("ok", "names", "n1")), 1.5)
     assert report.status == 1
     record = json.loads(json.dumps(report.to_record()))
@@ -436,7 +436,7 @@ def test_the_record_has_the_lines_and_the_status() -> None:
         "about": "clock",
         "hosts": ["n2"],
         "found": "its clock is 9 s ahead",
-        "remedy": "chrony works",
+        "remedy": "Use chrony",
     }
     assert replace(report, lines=report.lines[1:]).status == 0
     assert replace(report, told=0).status == 0
@@ -607,7 +607,7 @@ def test_a_layout_for_another_number_of_ranks_is_named(layout: str | None, is_ho
     assert not [*link_rates.layout_lines(alone, layout, None)]
 
 
-def test_a_meeting_point_that_is_every_host_itself_has_the_address_that_works() -> None:
+def test_a_meeting_point_that_is_every_host_itself_has_the_address_to_use() -> None:
     heard, _ = healthy(3)
     assert len(heard.hosts) > 1
     net = replace(heard.hosts[0].network, meeting_addresses=("127.0.1.1", "10.0.0.1"))

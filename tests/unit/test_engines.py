@@ -169,6 +169,7 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["--on", "slrum"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slurm"], "--ranks-per-node missing"),
         (

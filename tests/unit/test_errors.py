@@ -7,6 +7,8 @@ import importlib
 import inspect
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,55 @@ def test_every_code_stands_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory-predicted",
     } <= codes  # each is found another way
     assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
+
+
+def test_the_page_names_the_files_that_raise_each_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    sites = importlib.import_module("error_codes").source()
+    assert all((ROOT / "src" / "samestep" / site.raised_in).is_file() for site in sites)
+    for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        rows = dict(re.findall(r"^\| (?:<a id=.*?</a>)?`([\w-]+)` \|.*\| (.*?) \|$", section, re.MULTILINE))
+        name = section.partition("\n")[0]
+        expected = {
+            code: {site.raised_in for site in sites if (site.error, site.code) == (name, code)} for code in rows
+        }
+        assert {code: set(re.findall(r"`(.*?)`", files)) for code, files in rows.items()} == expected, name
+
+
+UNCAUGHT = {
+    'samestep.Layout("ddp=2")': "samestep.errors.LayoutError: unknown layout option 'ddp': use dp=N; ",
+    "samestep.Job(train={'stepz': 2})": "samestep.errors.JobError: job: train.stepz: unknown key",
+    'samestep.load("nope.toml")': "samestep.errors.JobError: no job file at nope.toml",
+}
+
+
+@pytest.mark.parametrize("line", UNCAUGHT)
+def test_an_uncaught_error_ends_a_script_with_its_line_the_text_and_the_code(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(f"import samestep\n\n{line}\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    said = done.stderr.splitlines()
+    assert [one.strip() for one in said[:3]] == [
+        "Traceback (most recent call last):",
+        f'File "{script}", line 3, in <module>',
+        line,
+    ]
+    text = next(one for one in said[3:] if one.startswith("samestep"))
+    assert text.startswith(UNCAUGHT[line])
+    assert re.search(r" \[[a-z-]+\]$", text)
+    assert "src/samestep" not in done.stderr
+
+
+def test_an_uncaught_error_of_other_code_is_printed_whole(tmp_path: Path) -> None:
+    """Also if an error of samestep was caught before it."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import samestep\ntry:\n    samestep.Layout('ddp=2')\nexcept samestep.LayoutError as error:\n    raise KeyError(1) from error\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "KeyError: 1"
+    assert "The above exception was the direct cause" in done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))

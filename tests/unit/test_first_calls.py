@@ -270,9 +270,9 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
         (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
         (lambda: samestep.Layout(3), "3 is no line of text"),  # type: ignore[arg-type]
-        (lambda: _parallelized(job={"train": {}}), r"is a dict, and a samestep\.Job is taken"),
-        (lambda: samestep.train("job.toml"), r"is a str, and a samestep\.Job is taken: .*samestep\.load"),
-        (lambda: samestep.batches(JOB, Points()), r"a samestep\.Job is taken"),
+        (lambda: _parallelized(job={"train": {}}), r"is a dict. Use a samestep\.Job: "),
+        (lambda: samestep.train("job.toml"), r"is a str. Use a samestep\.Job: .*samestep\.load"),
+        (lambda: samestep.batches(JOB, Points()), r"Use a samestep\.Job: "),
         (lambda: samestep.batches(Points(), JOB, first_step=-1), "steps are counted from 0"),
         (lambda: Job({"train": {"steps": 3}}), r"Use Job\(train=\{\.\.\.\}\)"),  # type: ignore[arg-type]
         (lambda: samestep.load(None), "is not the path of a job file"),  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from samestep import Job, JobError, job_tables, load
+from samestep import Job, JobError, errors, load
 from samestep import job_files as jobs
 from samestep.building.loss import loss_of
 from samestep.datasets import open_dataset
@@ -217,7 +217,7 @@ NUMERIC = [
     f"{table}.{key}"
     for table in _TABLES
     for key, field in Job.model_fields[table].annotation.model_fields.items()  # type: ignore[union-attr]
-    if {int, float} & set(job_tables.types_in(field.annotation))
+    if {int, float} & set(errors.types_in(field.annotation))
 ]
 """Every key of a job whose value is a number."""
 DEGREES = [f"layout.{key}" for key in ("dp", "tp", "pp", "cp", "ep", "zero", "microbatch", "virtual_stages")]
@@ -245,6 +245,29 @@ def test_any_number_is_refused_in_one_line_or_planned(given: list[tuple[str, str
     assert load_text(job.to_toml()) == job
 
 
+@pytest.mark.parametrize(
+    ("table", "keys", "says"),
+    [
+        (samestep.TrainTable, {"stepz": 3}, "TrainTable: stepz: unknown key (did you mean 'steps'?)"),
+        (samestep.TrainTable, {"steps": True}, "TrainTable: steps: input should be a number, got True"),
+        (samestep.NumericsTable, {"precision": "bfloat"}, "TrainTable: precision: input should be 'float64'"),
+        (samestep.OptimizerTable, {"groups": [{"lr": 1}]}, "OptimizerTable: groups.0.match: field required"),
+    ],
+)
+def test_a_table_of_its_own_reports_its_mistakes_as_a_job_does(table: Any, keys: Any, says: str) -> None:
+    with pytest.raises(JobError) as refused:
+        table(**keys)
+    assert str(refused.value).startswith(says.replace("TrainTable", table.__name__))
+
+
+def test_a_job_takes_tables_that_are_made_before() -> None:
+    job = Job(train=samestep.TrainTable(steps=3, record=2), numerics={"precision": "bf16"})
+    assert (job.train.steps, job.train.record, job.numerics.precision) == (3, "2", "bf16")
+    assert Job.model_validate_json(job.model_dump_json()) == job
+    with pytest.raises(JobError, match=r"^job: train: input should be a valid dictionary or instance of TrainTable"):
+        Job(train=3)  # type: ignore[arg-type]
+
+
 def load_text(text: str) -> Job:
     return Job(**tomllib.loads(text))
 
@@ -261,7 +284,7 @@ def load_text(text: str) -> Job:
         ("optimizer.weight_decay=inf", "input should be a finite number, got inf"),
         ("run.ranks=100000000000", "less than or equal to 1048576, got 100000000000"),
         ("train.steps==3", "one '=' separates key and value"),
-        ("layout.dp=99999999999", "a degree is at most 1048576"),
+        ("layout.dp=99999999999", "must be from 1 to 1048576"),
         ("train.steps=0x" + "f" * 5000, "got a number of thousands of digits"),
     ],
 )

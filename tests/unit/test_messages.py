@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import samestep
 from samestep.datasets import read_samples
@@ -71,6 +72,22 @@ def test_the_samples_that_are_not_finite_are_named_on_every_rank(layout: str) ->
             assert text in found
 
 
+class Missing(Points):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise KeyError("of mine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("collate", [None, list])
+def test_a_sample_that_fails_is_one_of_the_users_data_set_also_in_a_loader(collate: Any) -> None:
+    job = Job(train={"global_batch": 8, "steps": 1})
+    for source in (Missing(), DataLoader(Missing(), batch_size=8, collate_fn=collate)):
+        batch = next(samestep.batches(source, job))
+        with pytest.raises(DataError, match=r"reading sample 5 of a Missing fails: KeyError: 'of mine'"):
+            batch.samples([4, 5])
+
+
 def test_a_sample_of_another_shape_is_named() -> None:
     with pytest.raises(
         DataError, match=r"batch \(sample 5 has \[5\], \[4\], and sample 3 \[4\], \[4\]\): .*read\(indices\)"
@@ -93,10 +110,10 @@ class Between(nn.Module):
 
 def test_a_forward_that_fails_names_its_line() -> None:
     line = Between.forward.__code__.co_firstlineno + 1
-    for build, where in ((Between, "first"), (lambda: nn.Sequential(Between(), nn.Linear(4, 4)), "0.first")):
+    for build, where in ((Between, ""), (lambda: nn.Sequential(Between(), nn.Linear(4, 4)), " at '0'")):
         run = run_of(build)
         with pytest.raises(
-            ModelError, match=rf"the forward at {where} fails: RuntimeError: .*{Path(__file__).name}:{line}\)"
+            ModelError, match=rf"the forward{where} fails: RuntimeError: .*{Path(__file__).name}:{line}\)"
         ):
             run.prepare(read_samples(Points(), [0]))
 

@@ -19,7 +19,7 @@ from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.output.text import SECONDS, digits, duration, share, tick_labels, ticks
+from samestep.output.text import SECONDS, digits, duration, gib, share, tick_labels, ticks
 from samestep.program.recorded import Kernel, StepKernels, kernel_head, kernel_line, kernel_path, path_of
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.training.run_folder import Summary
@@ -32,7 +32,7 @@ from samestep.wings.pages.prediction_page import memory_over_step
 from samestep.wings.plan import plan
 from samestep.wings.plan.simulation import cases
 from samestep.wings.plan.simulation.partition import ROWS, WAIT, Span
-from samestep.wings.plan.simulation.simulate import Prediction, predict
+from samestep.wings.plan.simulation.simulate import Prediction, as_text, predict
 from samestep.wings.plan.simulation.timeline import Timeline
 from tests.unit import pages
 from tests.unit.pages import assert_whole
@@ -140,6 +140,25 @@ def test_the_most_memory_over_a_step_is_the_peak(layout: str) -> None:
         times = [moment.time_s for moment in moments]
         assert times == sorted(times)
         assert 0 <= times[0] <= times[-1] <= found.timeline.step_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "offloads"),
+    [
+        ("dp=2 offload", True),
+        ("dp=2 zero=1 pp=2 microbatch=4 offload", True),
+        ("dp=2 recompute=offload", True),
+        ("dp=2 zero=1", False),
+    ],
+)
+def test_offloading_names_the_cpu_memory_that_all_ranks_need(layout: str, offloads: bool) -> None:
+    found = gpt2(layout)
+    each = [use.host for use in found.memory for _ in range(found.devices // len(found.memory))]
+    assert len(each) == Layout(layout).world_size
+    line = f"CPU memory: {gib(sum(each))} GiB for the offloaded tensors of all ranks"
+    assert bool(sum(each)) is offloads
+    for text in (as_text(found), unescape(prediction_page.page_of(found).to_html())):
+        assert (line in text) is offloads
 
 
 def _luminance(colour: str) -> float:
@@ -336,7 +355,7 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         (differs, "Differs: different data"),
         (foreign(tmp_path / "traces"), "a step on 2 ranks"),
         (compared(tmp_path / "run"), "Where they differ"),
-        (trained, "held-out accuracy"),
+        (trained, "validation accuracy"),
         (trained, "Where the time of the run went"),
     ]
     for found, words in shown:

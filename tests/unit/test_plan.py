@@ -215,7 +215,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
     [
         ([], "the following arguments are required: --devices; see"),
         (["--device", "2"], "required: --devices; unknown argument --device (did you mean '--devices'?)"),
-        (["--devices", "0"], "argument --devices: 0 is not a whole number of at least 1"),
+        (["--devices", "0"], "argument --devices: must be a whole number from 1 to 1048576, got 0"),
         (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
         (["--devices", "2", "--hardware", "H100"], "no hardware 'H100' (did you mean 'h100x8'?)"),
         (["--devices", "2", "--hardware", "a100x8"], "no hardware 'a100x8' (did you mean 'a100-40x8' or 'a100-80x8'?)"),
@@ -225,10 +225,16 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--hardware", "nope.toml"], "there is no file nope.toml: the profiles are a100-40x8, "),
         (["--devices", "2", "--hardware", "/proc"], "/proc is a folder; a hardware profile is a TOML file"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
-        (["--devices", "2", "--why", "dp=0"], "dp=0: a degree is at least 1"),
+        (["--devices", "2", "--why", "dp=0"], "dp=0 must be from 1 to 1048576"),
         (["--devices", "2", "--why", "dp=1,tp=two"], "tp=two is not a whole number"),
-        (["--devices", "2", "--cost-per-hour", "-3"], "-3 is not a price; 2.5 is one"),
-        (["--devices", "2", "--days-for-tokens", "many"], "many is not a number of tokens. Use 2T, 300B and 1e12"),
+        (
+            ["--devices", "2", "--cost-per-hour", "-3"],
+            "must be a number greater than 0, such as 2.5, 300B or 2T, got -3",
+        ),
+        (
+            ["--devices", "2", "--days-for-tokens", "many"],
+            "must be a number greater than 0, such as 2.5, 300B or 2T, got many",
+        ),
         (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
         (["--devices", "2", "--set", "model.source=GPT2-XL"], "(did you mean 'preset:gpt2-xl'?)"),
         (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),

@@ -16,6 +16,7 @@ from samestep.strategies import programs_of
 from samestep.wings.plan import calibrate
 from samestep.wings.plan.calibrate import calibrated, fit_of
 from samestep.wings.plan.measured_steps import TimedStep
+from samestep.wings.plan.measurement import profile
 from tests import small
 
 
@@ -47,6 +48,19 @@ def test_one_step_refits_nothing(tmp_path: Path) -> None:
     assert calibration.hardware == machine
     assert "nothing written: one step" in calibration.to_text()
     assert not (tmp_path / "own.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "is_busy"),
+    [(7.0, 2, True), (1.9, 2, False), (1.2, 1, False), (40.0, 64, True), (20.0, 64, False)],
+)
+def test_a_measurement_on_a_busy_machine_says_so(
+    load: float, cores: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    lines = profile.busy()
+    assert [f"the load was {load:.1f} on {cores} CPU cores" in line for line in lines] == [True] * is_busy
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "measure on nothing": (lambda: samestep.benchmark_hardware(out="here.toml", ranks=0), "ranks=0: a run needs at least 1"),
     "measure on what": (lambda: samestep.benchmark_hardware(out="here.toml", device="gpu"), "device='gpu' is not a device"),
     "measure into nowhere": (lambda: samestep.benchmark_hardware(out="nope/here.toml"), "there is no folder nope"),
-    "train where": (lambda: samestep.train(Job(), layout="dp=0"), "dp=0: a degree is at least 1"),
+    "train where": (lambda: samestep.train(Job(), layout="dp=0"), "dp=0 must be from 1 to 1048576"),
     "train too long": (lambda: samestep.train(Job(), steps=101, ranks=1), "--steps 101 is beyond train.steps = 100"),
     "train on": (lambda: samestep.train(Job(), ranks=1, resume=True), "there is no run below runs/ to resume"),
     "verify where": (lambda: samestep.verify(Job(), layout="dp=two"), "dp=two is not a whole number"),

@@ -320,7 +320,7 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
             "the forward returns its loss"
         )
     else:
-        works = "Use a name that both have"
+        works = f"Use a name that both have, or forward=lambda model, batch: model(batch[{next(iter(batch))!r}])"
     text = f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}. {works}"
     return ModelError("batch-arguments", text)
 

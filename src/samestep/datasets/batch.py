@@ -216,6 +216,24 @@ class OfStream:
     """A batch that a stream may have yielded; without one the next step acts in its place."""
 
     stream: Steps | None
+    step: int
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field of the samples of all ranks, such as `batch["labels"]` or `batch[0]`: a copy, which the first call reads."""
+        return self._read_whole[key]
+
+    @functools.cached_property
+    def _read_whole(self) -> Any:
+        batch: Any = self
+        return batch.samples(batch.shares(0, 1, 1)[0])
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
+
+        With `pin` their tensors lie in memory from which a GPU copies while the caller goes on.
+        """
+        if self.stream is not None:
+            self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
     def end_stream(self) -> None:
         """End the stream that yielded this batch: it yields no further one, and `StepReport.stop` says so."""
@@ -276,14 +294,6 @@ class Batch(OfStream):
             return self.stream.read(Wanted(self.step, rows))
         draw = None if self.seed is None else SampleDraw(self.seed, self.step, lambda _: self.indices)
         return read_samples(self.dataset, rows, draw)
-
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
-
-        With `pin` their tensors lie in memory from which a GPU copies while the caller goes on.
-        """
-        if self.stream is not None:
-            self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
 ONLY_MAP_STYLE = "the samples of a step must be a function of its number, so only a map-style dataset works"
@@ -407,9 +417,6 @@ class GivenBatch(OfStream):
     def samples(self, indices: Integers | Sequence[int]) -> Any:
         """Return the values of the samples at these positions of the batch."""
         return rows_of(self.values, np.asarray(indices) - self._first, self.count)
-
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Do nothing, since the values are here."""
 
 
 def example_of(dataset: Dataset) -> Any:

@@ -46,7 +46,7 @@ class CollatedDataset:
     """The data set of a loader, whose micro-batches are put together by the loader's collate_fn."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
+        self.dataset, self.collate, self.name_of_dataset = dataset, collate, type(dataset).__name__
         if getattr(dataset, "__getitems__", None):
             self.__getitems__ = dataset.__getitems__
 

@@ -62,6 +62,7 @@ class SampleReader:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._name = getattr(dataset, "name_of_dataset", type(dataset).__name__)
         self.draws = False
         """Whether its items have drawn from a generator of the process."""
         self.draws_together = False
@@ -88,7 +89,7 @@ class SampleReader:
             return read_drawn(rows, draw)
         read, sample = getattr(self.dataset, "read", None), getattr(self.dataset, "sample", None)
         if read is not None and (draw is None or sample is None):
-            with failures_of(f"reading samples of a {type(self.dataset).__name__}", DataError):
+            with failures_of(f"reading samples of a {self._name}", DataError):
                 return self._together(read, rows, draw)
         changed = None if draw is None else sample
         return self._together(lambda some: self._stacked(some, self._items(some, draw, changed)), rows, draw)
@@ -116,7 +117,7 @@ class SampleReader:
         if num_samples(values) != count:
             raise DataError(
                 "data-form",
-                f"the function that joins the samples of a {type(self.dataset).__name__} together draws random numbers, so the whole batch is put together "
+                f"the function that joins the samples of a {self._name} together draws random numbers, so the whole batch is put together "
                 "at once, and its result is not divided by samples. Use tensors with the samples first, or numbers of the "
                 "generator that sample(index, generator) is given",
             )
@@ -139,7 +140,7 @@ class SampleReader:
             try:
                 return self.dataset[index] if changed is None or draw is None else changed(index, draw.generator(index))
             except Exception:
-                with failures_of(f"reading sample {index} of a {type(self.dataset).__name__}", DataError):
+                with failures_of(f"reading sample {index} of a {self._name}", DataError):
                     raise
 
         wanted = [int(index) for index in (rows if rows.size else [0])]
@@ -175,7 +176,7 @@ class SampleReader:
         except (RuntimeError, TypeError, KeyError) as error:
             raise DataError(
                 "data-form",
-                f"the samples of a {type(self.dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
+                f"the samples of a {self._name} cannot be stacked into a batch{_first_other(rows, samples)}: "
                 f"{str(error).splitlines()[0]}. Use "
                 "samples of equal shapes, or a method read(indices) on the dataset",
             ) from None

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from samestep.datasets.batch import Batch, GivenBatch, Steps
+from samestep.datasets.batch import Batch, GivenBatch, OfStream, Steps
 from samestep.datasets.generators import Generators, plain_states, states_of_plain
 from samestep.datasets.loaders import draw_base_seed
 from samestep.datasets.order import draw_key
@@ -348,11 +348,11 @@ class StreamSteps(Steps):
         return None if not samples or (len(samples) < size and self._stream.drops_last) else samples
 
 
-class FirstBatch:
+class FirstBatch(OfStream):
     """The batch with which a resumed loop begins, which is read when it is looked at: the run has its place by then."""
 
     def __init__(self, step: int, stream: StreamSteps) -> None:
-        self.step, self.stream = step, stream
+        self.step, self.stream, self._steps = step, stream, stream
         self._found: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -360,7 +360,7 @@ class FirstBatch:
             raise AttributeError(name)
         if self._found is None:
             try:
-                self._found = self.stream.batch(self.step)
+                self._found = self._steps.batch(self.step)
             except StopIteration:
                 raise DataError(
                     "stream-position",

@@ -11,7 +11,7 @@ from samestep import calls
 from samestep.enumeration.candidates import list_layouts, schedule_words
 from samestep.errors import InputError, LayoutError
 from samestep.job import Job
-from samestep.layout import Layout, check_degree
+from samestep.layout import Layout, check_number
 from samestep.memory.memory_use import MemoryUse, at_rest
 from samestep.models import catalog
 from samestep.models.published import as_published
@@ -153,7 +153,7 @@ def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...
     """
     if devices < 1:
         raise InputError("value-out-of-range", f"devices={devices}: a layout needs at least 1")
-    check_degree("devices", devices)
+    check_number("devices", devices)
     job, _ = as_published(job)
     model = catalog.model_spec(job)
     return tuple(row_of(model, job, layout) for layout in list_layouts(devices, model, switches=switches))

@@ -55,8 +55,7 @@ class VerbFailure:
     @property
     def text(self) -> str:
         """The error in words, its code in brackets at the end of the first line."""
-        first, *more = self._message.split("\n")
-        return "\n".join([f"{first} [{self.error.code}]" if isinstance(self.error, SamestepError) else first, *more])
+        return self.error.with_code if isinstance(self.error, SamestepError) else self._message
 
     def to_record(self) -> dict[str, object]:
         """Return the error as plain data: the class of the public error, its code, its text, and what to do about it."""

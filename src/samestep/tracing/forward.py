@@ -109,7 +109,7 @@ class ForwardTracer(DispatchMode):
         """With a list for its costs, these are recorded too."""
         self.places = places or TracedPlaces()
         self.cut = CutStorages(styles)
-        self.modules = ForwardCalls(self.key)
+        self.modules = self.events.modules = ForwardCalls(self.key, facts_of(module), self.places)
         self.inputs = ModuleInputs(module, self.key)
         self.picked = PickedRows(self.key)
         self.values = values_of(module, keeps_all=keeps_all)
@@ -371,8 +371,8 @@ class ForwardTracer(DispatchMode):
 
     @property
     def reached(self) -> str:
-        """The module at which the forward is, as text."""
-        at = self.modules.innermost
+        """The module whose code runs, as text."""
+        at = self.modules.where
         return f"the forward at {module_name(at)}" if at else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
@@ -382,7 +382,7 @@ class ForwardTracer(DispatchMode):
             self.inputs.note_indices(path, indices, self.values)
         if not outside and not self.modules.is_inside:
             self.inputs.note_weights(path, part)
-        self.modules.enter(path, part, given, is_outside=outside)
+        self.modules.enter(path, part, *given, is_outside=outside)
         self.analysis.enter(path, part, given)
 
     def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:

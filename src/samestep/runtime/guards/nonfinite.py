@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.errors import module_name
 from samestep.randomness.masks import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
@@ -36,6 +37,8 @@ from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
 
 LARGEST_FLOAT16 = 65504
+_GROWN = 1e6
+"""A weight above it has diverged: no initialisation and no published model has one."""
 
 
 def first_nonfinite(
@@ -256,7 +259,9 @@ def _explain(call: _RunningCall, bad: list[Tensor], masters: Mapping[str, float]
         return f"{_label(call.name)}: {name} is not finite{cast}"
     largest_input = _largest(tensors_in((call.args, call.kwargs)))
     given = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
-    text = f"{_label(call.name)}: forward output not finite{given}"
+    largest_weight = _largest([*call.module.parameters()]) or 0.0
+    grown = f": weights of it reach {largest_weight:.1e}. Use a lower learning rate"
+    text = f"{_label(call.name)}: forward output not finite{given}{grown * (largest_weight > _GROWN)}"
     if all(tensor.dtype != torch.float16 for tensor in bad):
         return text
     value = _largest_in_float32(call)
@@ -343,7 +348,7 @@ def _largest(tensors: Iterator[Tensor] | list[Tensor]) -> float | None:
 
 
 def _label(name: str) -> str:
-    return name or "the model itself"
+    return module_name(name) or "the model itself"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -48,7 +48,7 @@ class WholeWeights:
         return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
 
 
-OptimizerLike = Callable[..., Optimizer] | Optimizer
+OptimizerLike = Callable[[Any], Optimizer] | Optimizer
 """A function of the list of parameters, or of a list of (name, parameter), or an instance."""
 
 ALONE = WholeWeights()

@@ -24,13 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from samestep import calls, errors
-from samestep.errors import JobError, SamestepError, WorkerError
+from samestep.errors import JobError, WorkerError
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.host_share import share_of
 from samestep.runtime.processes.join import (
@@ -104,30 +104,25 @@ def launch(
         WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
         JobError: the arguments do not fit each other or this machine.
     """
-    try:
-        info = launched_by()
-        if info.launcher == "samestep":  # a script that `samestep launch` runs, and that launches a function itself
-            return main(join(device), *args)
-        if not info.is_engine:
-            say_inside(info)
-            share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
-            settings: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
-            results = run_workers(main, args, ranks=ranks, shows_all=True, **settings)
-            number = last_stop_signal()
-        else:
-            place = join(device, timeout_s=timeout_s, threads=threads)
-            try:
-                results = main(place, *args)
-            finally:
-                leave()
-            number = ended_by()
-        if number:
-            end_as_stopped(number)
-        return results
-    except SamestepError:
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _print_without_our_frames
-        raise
+    info = launched_by()
+    if info.launcher == "samestep":  # a script that `samestep launch` runs, and that launches a function itself
+        return main(join(device), *args)
+    if not info.is_engine:
+        say_inside(info)
+        share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
+        settings: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
+        results = run_workers(main, args, ranks=ranks, shows_all=True, **settings)
+        number = last_stop_signal()
+    else:
+        place = join(device, timeout_s=timeout_s, threads=threads)
+        try:
+            results = main(place, *args)
+        finally:
+            leave()
+        number = ended_by()
+    if number:
+        end_as_stopped(number)
+    return results
 
 
 def say_inside(info: LaunchInfo) -> None:
@@ -135,14 +130,6 @@ def say_inside(info: LaunchInfo) -> None:
     if info.inside:
         text = f"inside {info.inside}, and no task of several: the workers are this process's own, on this host"
         print(f"samestep: {text}", file=sys.stderr, flush=True)
-
-
-def _print_without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error; of a mistake that samestep reports, only the user's lines and the text."""
-    if not isinstance(error, SamestepError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    print("\n".join(errors.users_lines(error)), file=sys.stderr)
 
 
 def run_workers(

@@ -226,14 +226,9 @@ class Explained:
         for part in (*self.parts, rest, step_part):
             if max(part.measured_s, part.predicted_s or 0.0) < 1e-4 * step_s and part is not rest:
                 continue
-            said = (
-                ("", "")
-                if part.predicted_s is None
-                else (
-                    f"{part.predicted_s * 1e3:,.3f}",
-                    f"{(part.measured_s - part.predicted_s) * 1e3:+,.3f}",
-                )
-            )
+            said = ("", "")
+            if part.predicted_s is not None:
+                said = (f"{part.predicted_s * 1e3:,.3f}", f"{(part.measured_s - part.predicted_s) * 1e3:+,.3f}")
             rows.append((part.label, f"{part.measured_s * 1e3:,.3f}", f"{part.measured_s / step_s:.1%}", *said))
         return align_columns(rows)
 

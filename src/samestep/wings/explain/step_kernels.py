@@ -59,24 +59,13 @@ class RankKernels:
             lines.append(f"{op:{width}}  {seconds_of(rows) * 1e3:>10,.3f}  {', '.join(largest)}")
         left = len(self.by_op) - len(shown)
         more = [f"and {left} ops more, which --json and --html have"] if left else []
-        return [
-            "",
-            f"kernels of rank {self.rank}: own ms of each op, and of its largest kernels (calls)",
-            *lines,
-            *more,
-        ]
+        head = f"kernels of rank {self.rank}: own ms of each op, and of its largest kernels (calls)"
+        return ["", head, *lines, *more]
 
     def to_chrome_events(self, pid: int, tid: int) -> list[dict[str, Any]]:
         """Return the kernels of the last step as events of one thread of a Chrome trace."""
-        about = {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": pid,
-            "tid": tid,
-            "args": {"name": f"rank {self.rank} kernels"},
-        }
-        names = self.last.names
-        return [about] + [
+        names, thread = self.last.names, {"name": f"rank {self.rank} kernels"}
+        return [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": thread}] + [
             {
                 "ph": "X",
                 "name": names[kernel.name],

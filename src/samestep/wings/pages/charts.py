@@ -19,7 +19,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from samestep.output.text import BYTES, SECONDS, Quantity, digits, share, size, tick_labels, ticks
+from samestep.output.text import BYTES, SECONDS, Quantity, digits, duration, share, size, tick_labels, ticks
 from samestep.wings.plan.simulation.partition import row_label
 
 _POINTS = 400
@@ -86,6 +86,28 @@ def stacked(label: str, parts: Sequence[tuple[str, str, float]], longest: float,
         f'<li><span>{escape(label)}</span><svg height="14" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg>'
         f"<span>{total.to_html()}</span></li>"
     )
+
+
+def each_rank(parts: Mapping[int, Sequence[tuple[str, str, float]]], longest_s: float) -> str:
+    """Return one bar for each rank: the labels, kinds and seconds of the parts of its step."""
+    rows = (
+        stacked(f"rank {rank}", shown, longest_s, duration(sum(seconds for *_, seconds in shown)))
+        for rank, shown in parts.items()
+    )
+    every = (part for shown in parts.values() for part in shown)
+    kinds = {label: kind for label, kind, seconds in every if seconds > 0.002 * longest_s}
+    return f'<ul class="bars">{"".join(rows)}</ul>{legend(kinds)}'
+
+
+def legend(kinds: Mapping[str, str]) -> str:
+    """Return the keys of a figure: the kinds, which give colours, of some labels."""
+    keys = "".join(f'<span><i class="{kind}"></i>{escape(label)}</span>' for label, kind in kinds.items())
+    return f'<p class="legend">{keys}</p>'
+
+
+def left_out(drawn: Sequence[int], every: Sequence[int], unit: str) -> str:
+    """Return a sentence for a caption if not all ranks or stages are drawn; else nothing."""
+    return "" if len(drawn) == len(every) else f" {len(drawn)} of {len(every)} {unit} are drawn."
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,16 @@ from samestep.wings.pages.charts import (
     MemoryCurve,
     TimelineFigure,
     bars,
+    each_rank,
+    left_out,
+    legend,
     memory,
     of_steps,
     some_of,
-    stacked,
 )
 from samestep.wings.pages.page import Answer, Page, Section, table
 from samestep.wings.pages.prediction_page import lanes_of, most_drawn, row_kind
 from samestep.wings.pages.summary_page import LoggedSeries, curves, logged
-from samestep.wings.plan.simulation.partition import ROWS
 from samestep.wings.plan.simulation.timeline import Timeline
 
 MOST_BARS = 64
@@ -190,15 +191,9 @@ def _timelines(explained: Explained, ranks: list[int], most: int, *, small: bool
         lanes = [lane for rank in ranks for lane in _lanes(explained, timeline, rank)]
         figure = TimelineFigure(lanes, max(timeline.step_s, longest_s), MOST_BOXES // len(shown))
         figures[step] = (steps[step], figure.to_html(small=small))
-    caption = [f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank."]
-    caption += ["One lane for each rank and stream."]
-    caption += ["The thin lane above each lane is the prediction."] if explained.predicted else []
-    caption += (
-        []
-        if len(ranks) == len(explained.found.records)
-        else [f"{len(ranks)} of {len(explained.found.records)} ranks are drawn."]
-    )
-    return Section("The step", of_steps(figures), " ".join(caption))
+    caption = f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank. One lane for each rank and stream."
+    caption += " The thin lane above each lane is the prediction." if explained.predicted else ""
+    return Section("The step", of_steps(figures), caption + left_out(ranks, [*explained.found.records], "ranks"))
 
 
 def _lanes(explained: Explained, timeline: Timeline, rank: int) -> Iterator[Lane]:
@@ -223,20 +218,13 @@ def _lanes(explained: Explained, timeline: Timeline, rank: int) -> Iterator[Lane
 
 def _each_rank(explained: Explained) -> Section:
     """Return one bar per rank: the parts of its step, end to end."""
-    longest_s = max(explained.found.lasted_s.values())
-    rows, names, order = [], dict[str, str](), dict[str, int]()
+    shown = {}
     for rank in some_of([*explained.found.records], [explained.found.busiest], MOST_BARS):
         parts, rest_s = parts_of(explained.found, rank, None)
         parts = (*parts, StepPart("rest", None, rest_s, None))
-        shown = [(part.label, row_kind(part.name, part.axis), part.measured_s) for part in parts]
-        order |= {part.label: ROWS.index(part.name) for part in parts}
-        names |= {label: kind for label, kind, seconds in shown if seconds > 0.002 * longest_s}
-        rows.append(stacked(f"rank {rank}", shown, longest_s, duration(explained.found.lasted_s[rank])))
-    legend = "".join(
-        f'<span><i class="{names[label]}"></i>{label}</span>' for label in sorted(names, key=order.__getitem__)
-    )
-    caption = "The step of every rank. The others wait for the rank that waits least."
-    return Section("Each rank", f'<ul class="bars">{"".join(rows)}</ul><p class="legend">{legend}</p>', caption)
+        shown[rank] = [(part.label, row_kind(part.name, part.axis), part.measured_s) for part in parts]
+    caption = "The step of every rank. The others wait for the slowest rank."
+    return Section("Each rank", each_rank(shown, max(explained.found.lasted_s.values())), caption)
 
 
 def _memory(explained: Explained, ranks: list[int]) -> Iterator[Section]:
@@ -246,11 +234,11 @@ def _memory(explained: Explained, ranks: list[int]) -> Iterator[Section]:
     if not memories:
         return
     charts = "".join(_memory_chart(explained, peak) for peak in memories)
-    legend = "".join(f'<span><i class="{_PART_KINDS[name]}"></i>{name}</span>' for name in memories[0].parts)
-    legend += '<span><i class="said"></i>predicted, in all</span>' if explained.predicted else ""
+    kinds = {name: _PART_KINDS[name] for name in memories[0].parts}
+    kinds |= {"predicted, in all": "said"} if explained.predicted else {}
     of = "of the process, libraries included" if memories[0].is_process else "that the allocator has given away"
     caption = f"Memory {of}, at the end of each layer and task."
-    yield Section("Memory", f'<div class="grid">{charts}</div><p class="legend">{legend}</p>', caption)
+    yield Section("Memory", f'<div class="grid">{charts}</div>{legend(kinds)}', caption)
     head = ("peak of memory", "measured", *(["predicted"] if explained.predicted else []))
     rows = [row for peak in memories for row in _memory_rows(peak)]
     yield Section(

@@ -7,7 +7,7 @@ from html import escape
 
 from samestep.output.text import Quantity, duration, share
 from samestep.wings.explain.foreign_traces import ForeignSteps
-from samestep.wings.pages.charts import Bar, TimelineFigure, bars, some_of, stacked
+from samestep.wings.pages.charts import Bar, TimelineFigure, bars, each_rank, left_out, some_of
 from samestep.wings.pages.page import Answer, Page, Section, table
 from samestep.wings.pages.prediction_page import lanes_of, most_drawn, row_kind
 from samestep.wings.plan.simulation.partition import TRANSFER, WAIT, row_label, seconds_of
@@ -51,11 +51,7 @@ def _answers(foreign_steps: ForeignSteps) -> list[Answer]:
 
 def _timeline(foreign_steps: ForeignSteps, *, small: bool) -> Section:
     ranks = some_of(foreign_steps.ranks, [foreign_steps.busiest], most_drawn(foreign_steps.last))
-    some = (
-        ""
-        if len(ranks) == len(foreign_steps.ranks)
-        else f" {len(ranks)} of {len(foreign_steps.ranks)} ranks are drawn."
-    )
+    some = left_out(ranks, foreign_steps.ranks, "ranks")
     lanes = [replace(lane, name=_short(lane.name)) for lane in lanes_of(foreign_steps.last, ranks, {})]
     figure = TimelineFigure(lanes, foreign_steps.last.step_s)
     caption = f"Step {foreign_steps.steps[-1]}, one lane for each rank and stream.{some}"
@@ -81,17 +77,14 @@ def _busiest(foreign_steps: ForeignSteps) -> Section:
 def _each_rank(foreign_steps: ForeignSteps) -> Section:
     """Return one bar a rank, and its rows as a table."""
     shown = some_of(foreign_steps.ranks, [foreign_steps.busiest], MOST_BARS)
-    lines, names = [], dict[str, str]()
-    for rank in shown:
-        rows = [row for row in foreign_steps.rows if row.stage == rank]
-        parts = [(row_label(row.name, row.axis), row_kind(row.name, row.axis), row.seconds) for row in rows]
-        names |= {label: kind for label, kind, seconds in parts if seconds > 0.002 * foreign_steps.step_s}
-        total = sum(row.seconds for row in rows)
-        lines.append(stacked(f"rank {rank}", parts, foreign_steps.step_s, duration(total)))
-    legend = "".join(f'<span><i class="{kind}"></i>{escape(label)}</span>' for label, kind in names.items())
-    body = f'<ul class="bars">{"".join(lines)}</ul><p class="legend">{legend}</p>'
+    parts: dict[int, list[tuple[str, str, float]]] = {rank: [] for rank in shown}
+    for row in foreign_steps.rows:
+        if row.stage in parts:
+            parts[row.stage].append((row_label(row.name, row.axis), row_kind(row.name, row.axis), row.seconds))
     return Section(
-        "Each rank", body + _table(foreign_steps, shown[:8]), "The others wait for the rank that waits least."
+        "Each rank",
+        each_rank(parts, foreign_steps.step_s) + _table(foreign_steps, shown[:8]),
+        "The others wait for the slowest rank.",
     )
 
 

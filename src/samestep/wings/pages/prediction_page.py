@@ -12,8 +12,8 @@ from samestep.memory import memory_use
 from samestep.memory.memory_use import MemoryUse
 from samestep.output.text import count, duration, share, size
 from samestep.program.ops import OpKind
+from samestep.wings.pages import charts
 from samestep.wings.pages.charts import Bar, Box, Lane, MemoryCurve, TimelineFigure, bars, most_groups, some_of
-from samestep.wings.pages.charts import memory as memory_chart
 from samestep.wings.pages.page import Answer, Page, Section, words
 from samestep.wings.plan.ranking import SAFE
 from samestep.wings.plan.simulation import simulate
@@ -78,28 +78,25 @@ def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     """Yield the figures of a prediction: the step, its parts, its memory."""
     stages, peak = step.timeline.stages, step.memory.index(step.peak)
     drawn = some_of(stages, [peak], most_drawn(step.timeline))
-    some = "" if len(drawn) == len(stages) else f" {len(drawn)} of {len(stages)} stages are drawn."
     figure = TimelineFigure([*lanes_of(step.timeline, drawn, amounts_of(step))], step.timeline.step_s)
     yield Section(
         "The step",
         figure.to_html(small=small),
-        f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{some}",
+        f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{charts.left_out(drawn, stages, 'stages')}",
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in step.parts]
     if step.exchange_s:
         parts.append(Bar("exchange of replicas", "dp", None, step.step_s - step.timeline.step_s))
     caption = f"Stage {step.parts[0].stage if step.parts else 0}, the slowest stage. The parts add up to the step."
     yield Section("Where the time goes", bars(parts, step.step_s), caption)
-    charts = [
-        memory_chart(predicted_memory(step, stage), step.timeline.step_s)
+    drawn_memory = [
+        charts.memory(predicted_memory(step, stage), step.timeline.step_s)
         for stage in some_of(stages, [peak], MOST_CHARTS)
     ]
-    keys = dict.fromkeys(name for use in step.memory for name, part_bytes in use.parts().items() if part_bytes)
-    legend = "".join(f'<span><i class="{name.replace(" ", "-")}"></i>{name}</span>' for name in keys)
+    keys = {name: name.replace(" ", "-") for use in step.memory for name, held in use.parts().items() if held}
     caption = "One rank of each stage over the step, and the capacity of its device (dashed)."
-    summary = memory_use.allocator_summary(step.peak, step.reserved_bytes, step.hardware)
-    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in summary)])
-    yield Section("Memory", f'<div class="grid">{"".join(charts)}</div><p class="legend">{legend}</p>', caption)
+    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in simulate.memory_lines(step))])
+    yield Section("Memory", f'<div class="grid">{"".join(drawn_memory)}</div>{charts.legend(keys)}', caption)
 
 
 def most_drawn(timeline: Timeline) -> int:

@@ -20,13 +20,12 @@ def page_of(summary: Summary, *, small: bool = False) -> Page:
     answers = [
         Answer("steps", Quantity(summary.steps, f"{summary.steps:,}"), None, "stopped early" if summary.stopped else "")
     ]
-    answers += [
-        Answer(label, Quantity(value, f"{value:.4f}"))
-        for label, value in {"loss": summary.loss, "held-out loss": summary.held_out_loss, **_sets(summary)}.items()
-        if value is not None
-    ]
+    sets = summary.held_out_losses if len(summary.held_out_losses) > 1 else {}
+    losses = {"loss": summary.loss, "validation loss": summary.held_out_loss}
+    losses |= {f"loss of {name}": value for name, value in sets.items()}
+    answers += [Answer(label, Quantity(loss, f"{loss:.4f}")) for label, loss in losses.items() if loss is not None]
     if summary.held_out_accuracy is not None:
-        answers.append(Answer("held-out accuracy", share(summary.held_out_accuracy)))
+        answers.append(Answer("validation accuracy", share(summary.held_out_accuracy)))
     speed = next((series[key] for key in ("tokens_per_s", "samples_per_s") if key in series), None)
     if speed is not None:
         middle = sorted(speed.values)[len(speed.values) // 2]
@@ -42,15 +41,6 @@ def page_of(summary: Summary, *, small: bool = False) -> Page:
         verdict=summary.proof,
         sections=[*curves(series), *_times(summary), *_remarks(summary)],
         record=None if small else {**summary.to_record(), "folder": str(summary.folder)},
-    )
-
-
-def _sets(summary: Summary) -> dict[str, float]:
-    """Return the losses of held-out sets, where there are several."""
-    return (
-        {f"loss of {name}": value for name, value in summary.held_out_losses.items()}
-        if len(summary.held_out_losses) > 1
-        else {}
     )
 
 

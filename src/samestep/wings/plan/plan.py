@@ -9,7 +9,7 @@ from samestep import calls
 from samestep.errors import InputError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
-from samestep.layout import check_degree
+from samestep.layout import check_number
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
@@ -52,7 +52,7 @@ def plan(
     """
     if devices < 1:
         raise InputError("value-out-of-range", f"devices={devices}: a plan needs at least 1")
-    check_degree("devices", devices)
+    check_number("devices", devices)
     if not 1 <= top <= MOST_ROWS:
         raise InputError(
             "value-out-of-range",

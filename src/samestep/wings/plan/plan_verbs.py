@@ -163,6 +163,7 @@ def measure(words: Namespace) -> Result:
     limit_threads(1)
     from samestep.wings.plan.measurement import profile
 
+    busy = profile.busy()
     if sys.stderr.isatty():
         print(
             "samestep: measuring products, copies and messages: two minutes, more where other programs run",
@@ -170,7 +171,7 @@ def measure(words: Namespace) -> Result:
         )
     machine = profile.benchmark_hardware(out=words.out, ranks=words.ranks, device=words.device)
     path = words.out or hardware.own_path()
-    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number"
+    said = "\n".join([profile.as_text(machine), f"written: {path}, with the source of every number", *busy])
     return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
 
 

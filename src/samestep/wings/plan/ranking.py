@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.layout import Layout
-from samestep.memory.memory_use import allocator_summary, memory_summary
+from samestep.memory.memory_use import memory_summary
 from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
+from samestep.wings.plan.simulation import simulate
 from samestep.wings.plan.simulation.simulate import Prediction, binds, describe_accuracy, predict, unpriced
 
 _HEAD = ("", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s")
@@ -30,16 +31,14 @@ def as_text(plan: Plan) -> str:
         best = recommended(plan)
         lines += _table(plan)
         lines.append(_fits(plan))
-        lines += allocator_summary(best.peak, best.reserved_bytes, plan.hardware)
+        lines += simulate.memory_lines(best)
         lines.append(f"bottleneck: {binds(best)}")
         lines += unpriced(best.job)
         lines += cautions(plan.best)
         if plan.best[0].layout.offload:
-            ranks = plan.devices // len(plan.best[0].memory)
             rate = f"{plan.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s per device"
             lines.append(
-                f"nothing fits without offload. The optimizer step on the CPUs is predicted at {rate} (host_update_bytes_per_s), and needs "
-                f"{gib(sum(use.host for use in plan.best[0].memory) * ranks)} GiB of CPU memory"
+                f"nothing fits without offload. The optimizer step on the CPUs is predicted at {rate} (host_update_bytes_per_s)"
             )
     else:
         lines.append(plan.nearest)

@@ -104,7 +104,7 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
             "conversation-form",
             f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}',
         )
-    text = _at(row, text_field)
+    text = value_at(row, text_field)
     values = {key: value for key, value in row.items() if value is not None}
     is_chat = isinstance(text, list) and text != [] and isinstance(text[0], Mapping)
     if text is not None and not is_chat and not (text == "" and ("messages" in values or "conversations" in values)):
@@ -139,7 +139,7 @@ def no_document(names: Iterable[str], text_field: str, where: str = "") -> DataE
     )
 
 
-def _at(row: Mapping[str, Any], path: str) -> Any:
+def value_at(row: Mapping[str, Any], path: str) -> Any:
     """Return a row's value under a key, or under nested keys that dots separate; None where there is none."""
     if path in row:
         return row[path]

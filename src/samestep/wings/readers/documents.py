@@ -36,7 +36,7 @@ from samestep.datasets.tokenizers import Tokenizer, token_dtype
 from samestep.errors import DataError
 from samestep.job_tables import Convention, DataTable
 from samestep.wings.readers.chat import Counted, chat_documents, unwritten
-from samestep.wings.readers.conversations import Conversation, Document, document_of
+from samestep.wings.readers.conversations import Conversation, Document, document_of, value_at
 from samestep.wings.readers.rows import DocumentRows
 
 NOT_COUNTED = -100
@@ -119,9 +119,11 @@ def packed_part(
 def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterator[tuple[int, Piece]]:
     """Yield the tokens and labels of each document, and where it begins; an empty one begins where the next does.
 
-    Once for each name, a remark is yielded on content of the first rows that the chat template leaves out.
+    Once for each name, a remark is yielded on content of the first rows that the chat template leaves out, and one on a
+    `text_field` of the user's that no row has.
     """
     start, looked_at, noted = 0, Counter[str](), set[str]()
+    is_read = data.text_field == DataTable().text_field
     for where, row, size_bytes in rows.read():
         try:
             document = document_of(row, data.text_field, may_lack_nulls=rows.may_lack_nulls)
@@ -132,15 +134,21 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
             if isinstance(error, DataError):
                 raise DataError(error.code, f"{where}: {error}") from None
             raise DataError("data-damaged", f"{where}: lists and objects are nested too deeply") from None
+        is_read = is_read or value_at(row, data.text_field) is not None
         looked_at.update(names)
         noted.update(lost)
         for name in lost:
-            said = f"{where}: the tokenizer's chat template does not use {name}: what is learned lacks them\n"
-            yield 0, {"remarks": np.frombuffer(said.encode("utf-8", "replace"), np.uint8)}
+            yield _remark(f"{where}: the tokenizer's chat template does not use {name}: what is learned lacks them")
         for runs in encoded:
             tokens, labels = _label_tokens(runs, tokenizer)
             yield size_bytes // len(encoded), {"tokens": tokens, "labels": labels, "starts": np.array([start])}
             start += len(tokens)
+    if not is_read:
+        yield _remark(f"data.text_field = {data.text_field!r} is in no row: only conversations are read")
+
+
+def _remark(text: str) -> tuple[int, Piece]:
+    return 0, {"remarks": np.frombuffer(f"{text}\n".encode("utf-8", "replace"), np.uint8)}
 
 
 def _said(document: Document) -> set[str]:

@@ -75,7 +75,7 @@ def world_lines(heard: Heard) -> Iterator[ReportLine]:
             for size, count in sizes.most_common()
         )
         yield ReportLine(
-            "fault", "world", f"the processes see worlds of different sizes: {shown}", "one WORLD_SIZE for all works"
+            "fault", "world", f"the processes see worlds of different sizes: {shown}", "Set one WORLD_SIZE on all"
         )
     ranks = defaultdict(list)
     for member in who:
@@ -86,7 +86,7 @@ def world_lines(heard: Heard) -> Iterator[ReportLine]:
                 f"{unit} {rank} was given to {len(same)} processes: {_some([identity.named() for identity in same])}"
             )
             yield ReportLine(
-                "fault", "world", shown, f"a {unit.upper() if unit == 'rank' else 'number'} of its own works for each"
+                "fault", "world", shown, f"Set another {unit.upper() if unit == 'rank' else 'number'} for each"
             )
     yield from _silent_lines(heard, unit, min(sizes), set(ranks))
     if len(sizes) == 1 and len(who) == size and all(len(same) == 1 for rank, same in ranks.items() if rank >= 0):
@@ -111,26 +111,26 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
         text = (
             f"{unit}{'s' * (len(absent) > 1)} {_some(absent)} of {size} {'were' if len(absent) > 1 else 'was'} silent"
         )
-    shown = f"{text}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else text
+    shown = f"{text}; {heard.identities[0].launcher} lists {_some(silent)}, without a process here" if silent else text
     net = heard.hosts[0].network if heard.hosts else None
     if net is not None and net.meeting_addresses[:1] and net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES):
         shown += f"; {net.meets_at}, at which they meet, is {net.meeting_addresses[0]} here: every host itself"
         ip = next((address for address in net.addresses if not address.startswith(LOOPBACK_ADDRESSES)), "")
         first = f"MASTER_ADDR={ip} on all hosts" if ip and heard.identities[0].rank == 0 else "its own address"
-        works = f"for several hosts an address of the first one that the others reach works: {first}, or {net.meets_at} with that address in /etc/hosts"
-        yield ReportLine("fault", "world", shown, works)
+        fix = f"Use an address of the first host that the others reach: {first}, or {net.meets_at} with that address in /etc/hosts"
+        yield ReportLine("fault", "world", shown, fix)
         return
-    works = "what such a host wrote itself says why: no process, no way to the first host, or other variables; --wait S waits longer"
-    yield ReportLine("fault", "world", shown, works)
+    fix = "Read the output of such a host: it has no process, no way to the first host, or other variables. --wait S waits longer"
+    yield ReportLine("fault", "world", shown, fix)
 
 
 _SOFTWARE: tuple[tuple[str, str, str], ...] = (
-    ("samestep", "samestep", "one version on all hosts works"),
-    ("source", "files of samestep", "the same files on all hosts work: one environment that all see, or one image"),
-    ("torch", "torch", "one version on all hosts works"),
-    ("python", "Python", "one version on all hosts works"),
-    ("commit", "commit", "the same commit, without other changes, in the work folder of all hosts works"),
-    ("job", "job", "the same job file and scripts on all hosts work"),
+    ("samestep", "samestep", "Use one version on all hosts"),
+    ("source", "files of samestep", "Use the same files on all hosts: one environment that all see, or one image"),
+    ("torch", "torch", "Use one version on all hosts"),
+    ("python", "Python", "Use one version on all hosts"),
+    ("commit", "commit", "Use the same commit, without other changes, in the work folder of all hosts"),
+    ("job", "job", "Use the same job file and scripts on all hosts"),
 )
 
 
@@ -139,11 +139,11 @@ def _software_lines(heard: Heard) -> Iterator[ReportLine]:
     if not known:
         return
     differs = False
-    for key, word, works in _SOFTWARE:
+    for key, word, fix in _SOFTWARE:
         shown = _different(heard, [(place, getattr(software, key)) for place, software in known])
         if shown:
             differs = True
-            yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", works)
+            yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", fix)
     if not differs:
         first = known[0][1]
         commit = f", commit {first.commit}" if first.commit else ""
@@ -183,8 +183,8 @@ def _unknown_lines(heard: Heard) -> Iterator[ReportLine]:
         return
     for name in dict.fromkeys(name for _, name in dead):
         places = [place for place, other in dead if other == name]
-        text, works = f"the name {name} has no address here", "an entry for it in DNS or /etc/hosts works"
-        yield ReportLine("fault", "names", text, works, _hosts(heard, places))
+        text, fix = f"the name {name} has no address here", "Add it to DNS or /etc/hosts"
+        yield ReportLine("fault", "names", text, fix, _hosts(heard, places))
 
 
 def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -195,12 +195,12 @@ def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
         pairs += 1
         if problem := _problem(heard, target, attempts):
             problems.setdefault((target, *problem), []).append(place)
-    for (target, about, text, works), places in problems.items():
+    for (target, about, text, fix), places in problems.items():
         yield ReportLine(
             "fault",
             about,
             f"{text}, from {_some([heard.name(place) for place in places])}",
-            works,
+            fix,
             (heard.name(target),),
         )
     if pairs and not problems:
@@ -221,27 +221,27 @@ def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[st
         if any(interface.name == net.chosen and not interface.is_up for interface in net.interfaces):
             return None  # that it is down is said already
         right, by = net.interface_of(others[0]), f" (by {net.chosen_by})"
-        works = f"GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} work there"
-        return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", works
-    works = "a firewall that lets these hosts reach each other at every port works: gloo and NCCL choose free ones"
+        fix = f"Set GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} there"
+        return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", fix
+    fix = "Open every port between these hosts in the firewall: gloo and NCCL choose free ones"
     if len(failed) < len(tried):
-        return "ports", f"some of its ports are blocked: {what}, while another port there is reached", works
+        return "ports", f"some of its ports are blocked: {what}, while another port there is reached", fix
     return (
         "ports",
         f"not reached at any port: {what}",
-        f"{works}; so does another interface, by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+        f"{fix}. Or use another interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
     )
 
 
 def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
     port = heard.identities[0].port
     if port in heard.taken:
-        works = "another MASTER_PORT works"
+        fix = "Use another MASTER_PORT"
         yield ReportLine(
             "fault",
             "ports",
             f"port {port}, at which a run would meet, is held by another program",
-            works,
+            fix,
             (heard.name(0),),
         )
         return
@@ -250,8 +250,8 @@ def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
             places = [place for place, answer in heard.meeting.items() if answer.outcome == outcome]
             at = heard.meeting[places[0]].address
             text = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
-            works = "a firewall that leaves it open works, or another MASTER_PORT"
-            yield ReportLine("fault", "ports", text, works, _hosts(heard, places))
+            fix = "Open it in the firewall, or use another MASTER_PORT"
+            yield ReportLine("fault", "ports", text, fix, _hosts(heard, places))
 
 
 def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
@@ -266,28 +266,26 @@ def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
     if unseen:
         alone = _apart(len(heard.hosts), unseen)
         shown = _some([heard.name(place) for place in alone])
-        works = "a folder that all hosts mount works for --out and the data; --folder DIR looks at another one"
+        fix = "Use a folder that all hosts mount for --out and the data. --folder DIR checks another one"
         yield ReportLine(
             "fault",
             "folder",
-            f"{path} is not shared: what the others write there is not seen on {shown}",
-            works,
+            f"{path} is not shared: files of the others are not seen on {shown}",
+            fix,
             _hosts(heard, alone),
         )
     blind = [place for place, sight in heard.sights.items() if not sight.sees_lock]
     if blind:
-        works = "NFS with its lock service, Lustre with -o flock; else no run goes on without its leading host"
-        yield ReportLine(
-            "warning", "folder", f"locks of other hosts in {path} are not seen", works, _hosts(heard, blind)
-        )
+        fix = "Use NFS with its lock service, or Lustre with -o flock. Otherwise no run continues without its leading host"
+        yield ReportLine("warning", "folder", f"locks of other hosts in {path} are not seen", fix, _hosts(heard, blind))
     refused = [place for place, why in heard.written.items() if why.startswith("no lock")]
     if refused:
-        works = "NFS with its lock service, or Lustre with -o flock, works"
+        fix = "Use NFS with its lock service, or Lustre with -o flock"
         yield ReportLine(
             "fault",
             "folder",
             f"files in {path} cannot be locked: {heard.written[refused[0]]}",
-            works,
+            fix,
             _hosts(heard, refused),
         )
     if not unseen and not blind and not refused and not any(heard.written.values()):
@@ -321,7 +319,7 @@ def _clock_lines(heard: Heard) -> Iterator[ReportLine]:
             level: Level = "fault" if abs(off_s) > _SKEW_S else "warning"
             others = "the others" if len(ahead) > 2 else f"that of {heard.name(1 - place)}"
             text = f"its clock is {abs(off_s):.1f} s {'ahead of' if off_s > 0 else 'behind'} {others}"
-            yield ReportLine(level, "clock", text, "chrony or ntpd on every host works", (heard.name(place),))
+            yield ReportLine(level, "clock", text, "Use chrony or ntpd on every host", (heard.name(place),))
     most_s = max(abs(ahead_s) + exact_s for ahead_s, exact_s in heard.skews.values())
     if most_s <= _LITTLE_SKEW_S:
         yield ReportLine("ok", "clock", f"the clocks of all hosts agree within {max(most_s, 0.001) * 1e3:.0f} ms")
@@ -344,19 +342,19 @@ def _gpu_lines(heard: Heard) -> Iterator[ReportLine]:
     )
     for about, word, values in compared:
         if shown := _different(heard, values):
-            yield ReportLine("fault", about, f"{word}: {shown}", "the same on all hosts works")
+            yield ReportLine("fault", about, f"{word}: {shown}", "Use the same on all hosts")
 
 
 def _mute_lines(heard: Heard) -> Iterator[ReportLine]:
     for name, questions in heard.mute.items():
         if name in heard.gone:
-            works = "what this host printed itself says why"
+            fix = "Read the output of this host"
             yield ReportLine(
-                "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", works, (name,)
+                "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", fix, (name,)
             )
         else:
-            works = "a host that is less busy, or whose file server answers, works"
-            yield ReportLine("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
+            fix = "Use a host that is less busy, or a file server that answers"
+            yield ReportLine("warning", "answers", f"no answer to {'; '.join(questions)}", fix, (name,))
 
 
 def _hosts(heard: Heard, places: Sequence[int]) -> tuple[str, ...]:

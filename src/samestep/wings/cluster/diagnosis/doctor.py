@@ -155,7 +155,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
         measured = link_rates.as_measured(wanted.machine, links, per_host)
         bound, is_refused = _bound(wanted, len(heard.hosts) * per_host, measured)
         if is_refused:
-            lines.append(ReportLine("fault", "layout", bound, "samestep layouts lists those that work"))
+            lines.append(ReportLine("fault", "layout", bound, "samestep layouts lists the legal ones"))
         else:
             end.append(bound)
     if wanted.out is not None:
@@ -178,7 +178,7 @@ def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> tuple[str, bool
     if results["bound"] is not None:
         predicted: tuple[str, bool] = results["bound"]
         return predicted
-    return f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} takes its time", False
+    return f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} has no time limit", False
 
 
 def _head(heard: Heard) -> str:
@@ -203,7 +203,7 @@ def _of_follower(report: Report, status: int | None, wanted: _Wanted) -> Report:
     if status is not None:
         return replace(report, seconds=seconds, told=status)
     gone = ReportLine(
-        "fault", "meeting", "the process that leads ended before its report", "what that process printed says why"
+        "fault", "meeting", "the process that leads ended before its report", "Read the output of that process"
     )
     return replace(report, lines=(gone, *report.lines), seconds=seconds)
 
@@ -213,8 +213,8 @@ def _of_absent(
 ) -> Report:
     """Return the report of a process that met nobody, after a time in which the others may end."""
     tried = "; ".join(f"{at}: {what}" for at, what in met.outcomes.items())
-    works = "the first host must run this too, and be reached there: a name, an interface or a firewall is in the way"
-    line = ReportLine("fault", "meeting", f"nobody was met. {tried}", works, (identity.host,))
+    fix = "Start this on the first host too, and check its name, its interface and the firewall"
+    line = ReportLine("fault", "meeting", f"no other host was met. {tried}", fix, (identity.host,))
     if say is not None:
         say(line.to_text())
     time.sleep(max(0.0, wanted.began_s + _LINGER_S - time.monotonic()))

@@ -129,12 +129,12 @@ def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         worst = min(slow, key=lambda pair: slow[pair])
         way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
         text = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
-        works = "the interface of the fast network works, by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; plan --hardware FILE with --out FILE of this reckons with it"
+        fix = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the fast network. Otherwise write this rate with --out FILE, and use plan --hardware FILE"
         yield ReportLine(
             "fault" if level == "fault" else "warning",
             "bandwidth",
             text,
-            works,
+            fix,
             tuple(heard.name(place) for place in places),
         )
 
@@ -158,7 +158,7 @@ def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
             "fault",
             "latency",
             text,
-            "hosts that are closer to each other, or fewer and larger messages, work",
+            "Use hosts that are closer to each other, or fewer and larger messages",
             tuple(heard.name(place) for place in pair),
         )
 
@@ -171,14 +171,14 @@ def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -
                 "fault",
                 "bandwidth",
                 f"nothing could be measured inside the host: {rate.error}",
-                "ip link set lo up works",
+                "Use ip link set lo up",
                 host,
             )
         elif machine.library == "gloo" and rate.bytes_per_s < _SLOW_INSIDE * min(
             machine.intra.bytes_per_s, _ONE_STREAM_BYTES_PER_S
         ):
             text = f"{_rate(rate.bytes_per_s)} inside the host, while {machine.name} has {_rate(machine.intra.bytes_per_s)}"
-            yield ReportLine("warning", "bandwidth", text, "a host without other programs works", host)
+            yield ReportLine("warning", "bandwidth", text, "Use a host without other programs", host)
         else:
             yield ReportLine(
                 "ok",
@@ -266,7 +266,7 @@ def layout_lines(heard: Heard, layout: str | None, job: Job | None) -> Iterator[
         return
     rule = f"a layout of {size} ranks" if unit == "rank" else f"a layout with as many ranks on each of {size} hosts"
     text = f'"{spec}" is for {needs} ranks, and {who.launcher} has {size} {unit}{"s" * (size > 1)}'
-    yield ReportLine("fault", "layout", text, f"{rule} works, or {needs} ranks")
+    yield ReportLine("fault", "layout", text, f"Use {rule}, or {needs} ranks")
 
 
 def pairs_of(played: Sequence[Sequence[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:

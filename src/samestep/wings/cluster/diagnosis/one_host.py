@@ -47,9 +47,9 @@ def _late_line(host: str, late: str) -> ReportLine:
     name, _, why = late.partition(": ")
     is_fault = name in ("folder", "network")
     remedy = (
-        "a server of files or names that answers works"
+        "Use a server of files or names that answers"
         if is_fault
-        else "samestep doctor again, on a host that is less busy"
+        else "Repeat samestep doctor on a host that is less busy"
     )
     return ReportLine("fault" if is_fault else "warning", name, f"this probe found nothing: {why}", remedy, (host,))
 
@@ -57,18 +57,18 @@ def _late_line(host: str, late: str) -> ReportLine:
 def identity_line(who: Identity) -> Parts:
     """Return the line that says who a process is, and by which variables."""
     if who.refused:
-        return "fault", "identity", who.refused, "samestep train would refuse it too"
+        return "fault", "identity", who.refused, "samestep train rejects it too"
     if who.others:
-        works = "the variables of its launcher, passed on to its processes, work"
-        return "fault", "identity", f"a world of one, yet {who.others}: each is a run of its own", works
+        fix = "Pass the variables of the launcher to its processes"
+        return "fault", "identity", f"a world of one, yet {who.others}: each is a run of its own", fix
     by = f" ({' '.join(who.variables)})" if who.variables else ""
     if who.size > 1:
         unit = "host" if who.is_host else "rank"
         number = f"{unit} {who.rank} of {who.size}" if who.rank >= 0 else f"one of {who.size} hosts"
         return "ok", "identity", f"{number} by {who.launcher}{by}"
     if len(who.listed) > 1 and who.inside:
-        works = "srun --ntasks-per-node=1 samestep doctor looks at all of them"
-        return "warning", "identity", f"inside {who.inside}, and no task of several: only this host is looked at", works
+        fix = "Use srun --ntasks-per-node=1 samestep doctor to check all of them"
+        return "warning", "identity", f"inside {who.inside}, and no task of several: only this host is looked at", fix
     inside = f", inside {who.inside}" if who.inside else ""
     return (
         "ok",
@@ -84,7 +84,7 @@ def _network_lines(who: Identity, net: Network) -> Iterator[Parts]:
             "fault",
             "interface",
             f"{' and '.join(net.unknown)} names no interface of this host",
-            f"one of {here} works, or none of these variables",
+            f"Use one of {here}, or none of these variables",
         )
     if who.size == 1:
         yield (
@@ -101,7 +101,7 @@ def _network_lines(who: Identity, net: Network) -> Iterator[Parts]:
                 "fault",
                 "interface",
                 f"{net.chosen} (by {net.chosen_by}) is down",
-                f"ip link set {net.chosen} up works, or another interface",
+                f"Use ip link set {net.chosen} up, or another interface",
             )
         else:
             yield (
@@ -114,36 +114,36 @@ def _network_lines(who: Identity, net: Network) -> Iterator[Parts]:
 def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
     at = net.meets_at
     if not net.meeting_addresses:
-        works = "an entry for it in DNS or /etc/hosts works, or its address as MASTER_ADDR"
-        yield "fault", "names", f"{at}, at which all ranks meet, has no address here", works
+        fix = "Add it to DNS or /etc/hosts, or use its address as MASTER_ADDR"
+        yield "fault", "names", f"{at}, at which all ranks meet, has no address here", fix
         return
     addresses = {interface.address for interface in net.interfaces}
     is_loopback = net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES)
     if is_loopback and any(not address.startswith(LOOPBACK_ADDRESSES) for address in net.first_addresses):
-        works = f"MASTER_ADDR={who.listed[0]}, the first host of the job, works"
+        fix = f"Set MASTER_ADDR={who.listed[0]}, the first host of the job"
         yield (
             "fault",
             "names",
             f"{at}, at which all ranks meet, is every host itself, and the job has {len(who.listed)}",
-            works,
+            fix,
         )
     elif net.own_addresses and not any(
         address in addresses or address.startswith(LOOPBACK_ADDRESSES) for address in net.own_addresses
     ):
-        works = "the entry of its own address in DNS or /etc/hosts works"
+        fix = "Set its own address in DNS or /etc/hosts"
         yield (
             "warning",
             "names",
             f"its own name {net.name} is {net.own_addresses[0]}, which no interface here has",
-            works,
+            fix,
         )
     elif net.reverse and net.reverse_addresses and not {*net.reverse_addresses} & addresses:
-        works = "one entry for name and address works"
+        fix = "Use one entry for name and address"
         yield (
             "warning",
             "names",
             f"its address has the name {net.reverse}, which is {net.reverse_addresses[0]} here",
-            works,
+            fix,
         )
     else:
         back = f"; its own address has the name {net.reverse}" if net.reverse else ""
@@ -158,10 +158,10 @@ def _folder_line(folder: Folder) -> Parts:
             "fault",
             "folder",
             f"nothing can be written to {where}: {folder.error}",
-            "a folder that all hosts may write to works: --folder DIR",
+            "Use a folder that all hosts may write to: --folder DIR",
         )
     if folder.free_bytes < _FULL_BYTES:
-        return "fault", "folder", f"{where} has {readable(folder.free_bytes)} left", "space for checkpoints works"
+        return "fault", "folder", f"{where} has {readable(folder.free_bytes)} left", "Free space for checkpoints"
     if folder.free_bytes < _LITTLE_BYTES:
         return (
             "warning",
@@ -175,17 +175,17 @@ def _folder_line(folder: Folder) -> Parts:
 def _limit_lines(limits: Limits, gpus: Gpus | None) -> Iterator[Parts]:
     free, where = limits.temporary_free_bytes, limits.temporary
     level: Level = "fault" if free < _FULL_BYTES else "warning" if free < _LITTLE_BYTES else "ok"
-    shown, works = f"{where} has {readable(free)} left", "another TMPDIR works, or files removed there"
+    shown, fix = f"{where} has {readable(free)} left", "Use another TMPDIR, or remove files there"
     if limits.temporary_unused:
         shown = f"nothing can be written to {limits.temporary_unused}, and temporary files go to {where}: {shown}"
         level = level if level == "fault" else "warning"
-        works = "TMPDIR, a folder on each host that this user may write to, works"
-    yield level, "disk", shown, "" if level == "ok" else works
+        fix = "Set TMPDIR to a folder on each host that this user may write to"
+    yield level, "disk", shown, "" if level == "ok" else fix
     yield _shm_line(limits, gpus)
     files = limits.open_files
     level = "ok" if files == NO_LIMIT or files >= _LITTLE_FILES else "fault" if files < _FEW_FILES else "warning"
     shown = "without a limit" if files == NO_LIMIT else f"at most {files}"
-    yield level, "files", f"{shown} open in a process", "" if level == "ok" else "ulimit -n 65536 works"
+    yield level, "files", f"{shown} open in a process", "" if level == "ok" else "Use ulimit -n 65536"
     left = limits.processes
     level = "ok" if left == NO_LIMIT or left >= _LITTLE_PROCESSES else "fault" if left < _FEW_PROCESSES else "warning"
     shown = "as many as the system has" if left == NO_LIMIT else f"{left} more"
@@ -193,7 +193,7 @@ def _limit_lines(limits: Limits, gpus: Gpus | None) -> Iterator[Parts]:
         level,
         "processes",
         f"{shown} may be started",
-        "" if level == "ok" else "a larger pids limit of the container works, or ulimit -u",
+        "" if level == "ok" else "Use a larger pids limit of the container, or ulimit -u",
     )
 
 
@@ -201,13 +201,13 @@ def _shm_line(limits: Limits, gpus: Gpus | None) -> Parts:
     if limits.shm_bytes == NO_LIMIT:
         return "ok", "shm", "this system has no /dev/shm"
     shown = f"/dev/shm has {readable(limits.shm_free_bytes)} of {readable(limits.shm_bytes)} left"
-    works = "--shm-size of the container, or an emptyDir of medium Memory, works; files left there may be removed"
+    fix = "Use --shm-size of the container, or an emptyDir of medium Memory, or remove files left there"
     if limits.shm_error:
-        return "fault", "shm", f"no file can be written to /dev/shm: {limits.shm_error.lower()}; {shown}", works
+        return "fault", "shm", f"no file can be written to /dev/shm: {limits.shm_error.lower()}; {shown}", fix
     if limits.shm_free_bytes < _SHM_FULL_BYTES:
-        return "fault", "shm", shown, works
+        return "fault", "shm", shown, fix
     if limits.shm_free_bytes < _SHM_LITTLE_BYTES and gpus is not None and len(gpus.names) > 1:
-        return "warning", "shm", f"{shown}, which NCCL and loaders of data share", works
+        return "warning", "shm", f"{shown}, which NCCL and loaders of data share", fix
     return "ok", "shm", shown
 
 
@@ -217,23 +217,23 @@ def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
             "fault",
             "driver",
             gpus.error,
-            "a driver and tools of one version work, mounted into the container where there is one",
+            "Use a driver and tools of one version; a container needs both mounted",
         )
     if not gpus.names:
         return "ok", "driver", "no GPU"
     shown = f"{len(gpus.names)} of {gpus.names[0]}, driver {gpus.driver}"
     if not torch_cuda:
-        return "fault", "driver", f"{shown}, yet torch is built without CUDA", "a build of torch for CUDA works"
+        return "fault", "driver", f"{shown}, yet torch is built without CUDA", "Use a build of torch for CUDA"
     least = LEAST_DRIVER.get(_major(torch_cuda.rpartition(" ")[2]), 0)
     if torch_cuda.startswith("CUDA") and 0 < _major(gpus.driver) < least:
-        works = f"driver {least} or newer works, or torch for an older CUDA"
-        return "fault", "driver", f"{shown} is too old for torch's {torch_cuda}", works
+        fix = f"Use driver {least} or newer, or torch for an older CUDA"
+        return "fault", "driver", f"{shown} is too old for torch's {torch_cuda}", fix
     if gpus.num_visible == 0:
         return (
             "warning",
             "driver",
-            f"{shown}, all of which {gpus.visible} hides",
-            f"no {gpus.visible.partition('=')[0]} works",
+            f"{shown}; {gpus.visible} hides all of them",
+            f"Use no {gpus.visible.partition('=')[0]}",
         )
     return "ok", "driver", f"{shown}, {gpus.num_visible} visible; torch is built for {torch_cuda}"
 
@@ -245,13 +245,13 @@ def torch_line(host: str, torch: Torch, host_findings: HostFindings) -> ReportLi
     )  # a build without it has a line already
     gpus = host_findings.gpus if has_cuda else None
     if torch.error:
-        works = "python -c 'import torch; torch.ones(1).cuda()' shows more"
+        fix = "Use python -c 'import torch; torch.ones(1).cuda()' to see more"
         level: Level = "warning" if torch.is_late else "fault"
-        return ReportLine(level, "torch", torch.error.splitlines()[0], works, (host,))
+        return ReportLine(level, "torch", torch.error.splitlines()[0], fix, (host,))
     if gpus is not None and not gpus.error and gpus.names and torch.gpus != gpus.num_visible:
         shown = f"torch sees {torch.gpus} GPUs, and the driver {gpus.num_visible}"
-        works = "the device files of all GPUs in the container work, and one form of CUDA_VISIBLE_DEVICES"
-        return ReportLine("fault", "torch", shown, works, (host,))
+        fix = "Use the device files of all GPUs in the container, and one form of CUDA_VISIBLE_DEVICES"
+        return ReportLine("fault", "torch", shown, fix, (host,))
     more = f", {torch.gpus} GPUs, NCCL {torch.nccl}" if torch.gpus else ""
     return ReportLine("ok", "torch", f"torch {torch.version}{more}", "", (host,))
 

@@ -1,4 +1,4 @@
-"""The lines of a report: what was found on which hosts, whether it is well, and what would mend it."""
+"""The lines of a report: what was found on which hosts, whether it is well, and the remedy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ReportLine:
     """The topic, a word that stays the same over versions, such as `clock`."""
     found: str
     remedy: str = ""
-    """What would mend it; empty where it is well."""
+    """What to do about it; empty where it is well."""
     hosts: tuple[str, ...] = ()
     """The names of the hosts; empty for a finding about all of them together."""
 
     def to_text(self) -> str:
         """Return the line, as it is printed."""
         where = f"{listed(self.hosts, _MOST_NAMED)}: " if self.hosts else ""
-        remedy = f"; {self.remedy}" if self.remedy else ""
+        remedy = f". {self.remedy}" if self.remedy else ""
         return f"{self.level:<8} {self.about:<10} {where}{self.found}{remedy}"
 
     def to_record(self) -> dict[str, object]:

@@ -31,8 +31,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from samestep import job_files as jobs
-from samestep.errors import InputError, LayoutError, short_repr
-from samestep.job import mistakes_in
+from samestep.errors import InputError, LayoutError, mistakes_in, short_repr
 from samestep.job_tables import Table
 from samestep.layout import Layout
 
@@ -308,6 +307,6 @@ def read_site(path: str | Path | None) -> Site:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError("hardware-profile", f"--site {path}: {error}") from None
     try:
-        return Site(**tables)
+        return Site.model_validate(tables)
     except ValidationError as error:
         raise InputError("site-value", mistakes_in(error, lambda key: f"--site {path}", Site)[1]) from None

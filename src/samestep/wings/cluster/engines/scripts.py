@@ -318,9 +318,9 @@ def write_script(
         InputError: the job, the engine or the settings do not fit each other.
         RunError: the command of the engine failed.
     """
+    engine = engine_of(on)
     path = _as_file(job, emit, submit) if isinstance(job, Job) else Path(job) if job else None
     request = wanted_of(path, **settings, site=read_site(site))
-    engine = engine_of(on)
     text, file = engine.script(request), Path(emit or f"{request.name}{engine.suffix}")
     if emit or submit:
         write(file, text)

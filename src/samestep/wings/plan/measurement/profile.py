@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 import torch
 
@@ -85,7 +86,7 @@ def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> Calibration:
     if not chosen:
         raise InputError("command-options", "benchmark_layouts needs a layout to run, such as layouts=['dp=2', 'tp=2']")
     device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)
-    workload = Workload(job)
+    workload, load = Workload(job), busy()
     steps, programs = list[TimedStep](), list[tuple[Program, ...]]()
     for layout in chosen:
         workload.trace_for(layout)
@@ -111,7 +112,17 @@ def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> Calibration:
             "nothing-to-measure",
             f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run. Use a layout that cuts no weights, such as dp=2",
         )
-    return calibrated(steps, fit_of(steps, programs, machine), machine, hardware.own_path(), [])
+    return calibrated(steps, fit_of(steps, programs, machine), machine, hardware.own_path(), load)
+
+
+def busy() -> list[str]:
+    """Return a line on the load of other programs, which slow a measurement down; none if this process explains the load."""
+    load, cores = psutil.getloadavg()[0], os.cpu_count() or 1
+    if load <= 1 + cores / 2:
+        return []
+    return [
+        f"other programs were running: the load was {load:.1f} on {cores} CPU cores. Repeat the measurement without them"
+    ]
 
 
 def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:

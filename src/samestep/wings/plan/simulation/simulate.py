@@ -27,7 +27,7 @@ from samestep.memory.memory_use import MemoryUse, allocator_summary, memory_summ
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
-from samestep.output.text import duration, readable, wrap
+from samestep.output.text import duration, gib, readable, wrap
 from samestep.program.ops import COPIES, COPY_STREAMS, Op
 from samestep.program.program import Program, hiding
 from samestep.program.update_rules import states_per_param
@@ -446,11 +446,20 @@ def as_text(prediction: Prediction, *, lists_ops: bool = False) -> str:
             prediction.timeline.to_text(100),
             f"bottleneck: {binds(prediction)}",
             *unpriced(prediction.job),
-            *allocator_summary(prediction.peak, prediction.reserved_bytes, prediction.hardware),
+            *memory_lines(prediction),
             *map(wrap, describe_accuracy(prediction.hardware, prediction.devices)),
             *lines,
         ]
     )
+
+
+def memory_lines(prediction: Prediction) -> list[str]:
+    """Return lines on the memory that the allocator takes for the tensors of a device, and on the CPU memory of all ranks."""
+    host_bytes = sum(use.host for use in prediction.memory) * (prediction.devices // len(prediction.memory))
+    return [
+        *allocator_summary(prediction.peak, prediction.reserved_bytes, prediction.hardware),
+        *([f"CPU memory: {gib(host_bytes)} GiB for the offloaded tensors of all ranks"] if host_bytes else []),
+    ]
 
 
 def program_text(prediction: Prediction) -> str:
