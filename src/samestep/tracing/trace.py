@@ -258,8 +258,7 @@ def _layer_specs(
     outside = _kept_outside(module, layers, watch)
     for index, layer in enumerate(layers):
         regions = [costs.regions[path] for path in layer.regions]
-        results = set[int]().union(*(region.results for region in regions))
-        kept = inputs[index] | results
+        kept = inputs[index].union(*(region.results for region in regions))
         moved, fusible = costs.moved.of({*layer.regions}, sizes, watch.events.returned)
         spec = LayerSpec(
             name=layer.name,
