@@ -12,6 +12,7 @@ A loss that runs other operations than before, as one that a flag or its values 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -125,12 +126,12 @@ class LossWatch(TorchFunctionMode):
             for less in [
                 one for one in read if one < number and (number in known or (self.is_new and number <= _LARGEST_GUARD))
             ][:_MOST]:
-                self._other = less, number + 1.0
+                self._other = other = less, math.ceil(number) + 1.0  # which a tensor of integers holds too
                 try:
                     with torch.no_grad(), preserve_function(loss), preserve_generators(), within(None), IGNORING, self:
                         returned = call()
                     again = loss_result(returned)
-                    if float(again.amounts[name][1]) == number + 1.0:
+                    if float(again.amounts[name][1]) == other[1]:
                         guarded[name] = less, number
                 except Exception:  # of the user's own code, which may not be defined for it
                     continue

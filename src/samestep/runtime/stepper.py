@@ -241,12 +241,19 @@ class Stepper:
 
         A count that the loss guards against zero is that of the whole step, guarded.
 
-        Collective over the world, see [Note: collective calls].
+        Collective over the world, see [Note: collective calls]; all ranks read the same flags.
+
+        Raises:
+            UnprovenError: some rank refuses the step.
         """
         summed = opened.read(len(self.used.unsure))
-        while (opened.of.count and self._has_other_count(summed, opened)) or not self._answer(summed, opened.batch):
+        world_size = self._own.layout.world_size
+        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or self._has_other_count(
+            summed, opened
+        ):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
+        self._answer(summed, opened.batch)
         least = self.refusals.watch.least_count(opened.names)
         return summed.guarded(least) if least else summed
 
@@ -271,23 +278,17 @@ class Stepper:
         if not count:
             return False
         counted = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
-        if not counted or self._own.are_apart or summed.flags[StepFlag.REFUSES]:
+        if not counted or self._own.are_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
         opened.of = replace(opened.of, count=counted)
         return not math.isclose(counted, count, rel_tol=1e-9)
 
-    def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
-        """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
-        must be taken once more.
+    def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
+        """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
-
-        Raises:
-            UnprovenError: some rank refuses the step.
         """
-        if summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(self._own.layout.world_size):
-            return False
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
@@ -297,7 +298,6 @@ class Stepper:
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
-        return True
 
     def _is_skipped(self, read: ReadStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.

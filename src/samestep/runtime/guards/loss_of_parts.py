@@ -136,6 +136,9 @@ def _first_that_passes(
 def _judge_division(
     loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None, num_samples: int
 ) -> LossTrial:
+    memory = _memory(loss, some, keeping)
+    if memory.reason:
+        return memory
     with preserve_function(keeping) as before:
         tried = _Tried(loss, before)
         outcome = _compare_sums(tried, some)
@@ -145,16 +148,14 @@ def _judge_division(
             numbers = sorted(before.before.numbers, key=abs)[:num_numbers]
             reason = _try_other_half(tried, some, numbers) or _try_more(tried, some, numbers, num_samples)
             outcome = replace(outcome, reason=reason)
-    if outcome.judged and not outcome.reason:
-        return _with_memory(outcome, loss, some, keeping)
-    return outcome
+    return replace(outcome, keeps=memory.keeps, acts_by_calls=memory.acts_by_calls)
 
 
 class _Tried(NamedTuple):
-    """A loss, and what it keeps between calls as it was before them, from which each comparison begins."""
+    """A loss, and what it keeps between calls as it was before them, from which each call begins if it is given."""
 
     loss: Loss
-    kept: KeptValues
+    kept: KeptValues | None = None
 
 
 # -- sums, counts and gradients --------------------------------------------------------------------
@@ -165,10 +166,9 @@ def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
     error: Exception | None = None
     for way in _WAYS:
         values = _ValuesOfWhole()
-        tried.kept.restore(generators=False)
         try:
             with within(values), Keeping(values):
-                whole, again, *halves = [values.evaluate(tried.loss, some, part, way) for part in (WHOLE, *PARTS)]
+                whole, again, *halves = [values.evaluate(tried, some, part, way) for part in (WHOLE, *PARTS)]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
@@ -279,10 +279,9 @@ def _try_moved(tried: _Tried, some: DividedSamples, outcome: LossTrial) -> LossT
 def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
     for changed in some.with_other_half(numbers):
-        tried.kept.restore(generators=False)
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                whole, *halves = [values.evaluate(tried.loss, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
+                whole, *halves = [values.evaluate(tried, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
@@ -318,8 +317,8 @@ def _try_more(tried: _Tried, some: DividedSamples, numbers: Sequence[float], num
     return ""
 
 
-def _with_memory(outcome: LossTrial, loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
-    """Return an outcome with what the loss keeps between its calls: a reason where its sum is another once it was called on other outputs.
+def _memory(loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
+    """Return what the loss keeps between its calls: a reason where its sum is another once it was called on other outputs.
 
     Of the other outputs those count first on which it is defined.
     """
@@ -329,22 +328,22 @@ def _with_memory(outcome: LossTrial, loss: Loss, some: DividedSamples, keeping: 
                 first = _evaluate_alone(loss, some, way)
                 after = KeptValues(keeping) if before.changed() else None
             with preserve_function(keeping):
+                _evaluate_alone(loss, some, way, PARTS[1])
+                keeps = after.changed() if after is not None else ""
+            if after is not None and not keeps:  # the number of its calls
+                with preserve_function(keeping):
+                    is_alike = functools.partial(_is_alike, first, loss, some, way)
+                    return LossTrial(acts_by_calls=acts_by_calls(keeping, is_alike))
+            with preserve_function(keeping):
                 for _ in range(_OTHERS):
                     _evaluate_alone(loss, moved, way)
-                if reason := _another_sum(first, _evaluate_alone(loss, some, way)):
-                    return replace(outcome, reason=reason)
-            if after is None:
-                return outcome
-            with preserve_function(keeping):
-                counts = acts_by_calls(keeping, functools.partial(_is_alike, first, loss, some, way))
-            with preserve_function(keeping):
-                _evaluate_alone(loss, some, way, PARTS[1])
-                return replace(outcome, acts_by_calls=counts, keeps=after.changed())
+                reason = _another_sum(first, _evaluate_alone(loss, some, way))
+            return LossTrial(reason, keeps=keeps)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which may not be defined for other outputs
             continue
-    return outcome
+    return LossTrial()
 
 
 def _is_alike(first: _LossValue, loss: Loss, some: DividedSamples, way: _Way) -> bool:
@@ -402,7 +401,7 @@ class _LossValue:
 def _evaluate_alone(loss: Loss, some: DividedSamples, way: _Way, part: int = WHOLE) -> _LossValue:
     """Return the sums of a loss on all samples or a part of them, with the random numbers that every such call draws."""
     with preserve_generators(), within(values := _ValuesOfWhole()):
-        return values.evaluate(loss, some, part, replace(way, gradients=False))
+        return values.evaluate(_Tried(loss), some, part, replace(way, gradients=False))
 
 
 def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:
@@ -443,10 +442,12 @@ class _ValuesOfWhole:
         self._found: list[Any] = []
         self._next: Iterator[Any] | None = None
 
-    def evaluate(self, loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:
+    def evaluate(self, tried: _Tried, some: DividedSamples, part: int, way: _Way) -> _LossValue:
         """Evaluate a loss on one of `PARTS`, the first time on all samples."""
         self._kept.append({})
-        value = _evaluate(loss, some, part, way)
+        if tried.kept is not None:
+            tried.kept.restore(generators=False)
+        value = _evaluate(tried.loss, some, part, way)
         self._next = iter(self._found)
         return value
 
