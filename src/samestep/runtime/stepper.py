@@ -416,6 +416,13 @@ class Stepper:
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 
+    def end_step(self, step: int) -> None:
+        """Let models follow others after a step, and exchange the weights of replicas that are trained apart."""
+        self.follow(step)
+        if self._own.are_apart:
+            self._own.exchange(step + 1)
+            self.guards.note_replicas()
+
     def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
         """Let models that follow others move after a step, or after an update of some of its weights.
 

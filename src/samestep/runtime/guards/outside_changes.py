@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from samestep.building.parameter_marks import gradient_hooks_of
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.optimizers.optimizers_by_name import watch_given
 from samestep.runtime.weights import parameter_hooks
 from samestep.state.fingerprints import attributes_of, digest
 from samestep.trees import tree_map_only
@@ -46,11 +45,6 @@ class OutsideChanges:
             for path, part in held.model.module.named_modules()
             if modes.get(part) is False and _reads_mode(part)
         ]
-        self._of_optimizer = [
-            (type(given).__name__, *watched)
-            for given in held.weights.updater.rates.given.values()
-            for watched in watch_given(given)
-        ]
 
     def refusal(self, held: Assembly) -> str:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
@@ -72,10 +66,7 @@ class OutsideChanges:
                     f"{path} was in evaluation mode when the run was made, which the layout relies on, and it is in training "
                     f"mode now. Build it in training mode, and call eval() of it in run.model until then"
                 )
-        for kind, what, read, value in self._of_optimizer:
-            if read() != value:
-                return f"the {kind} instance that was given {what}"
-        return ""
+        return held.weights.updater.rates.refusal()
 
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
