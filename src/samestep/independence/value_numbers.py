@@ -188,8 +188,8 @@ class ValueNumbers:
         if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
             return ""
         rows = [(operand, key) for operand, key in named if operand.dependence is not None]
-        has_constant = any(operand.dependence is None and operand.tensor.numel() for operand, _ in named)
-        stands_in = has_constant and result.shape[dependence.dim] == number * dependence.inner  # for some of the rows
+        is_full = result.shape[dependence.dim] == number * dependence.inner  # so that a constant stands for some rows
+        stands_in = is_full and any(operand.dependence is None and operand.tensor.numel() for operand, _ in named)
         is_part = any(len(self._shown(operand.tensor)) < number for operand, _ in rows)
         if not stands_in and not (is_part and len({key for _, key in rows}) > 1):
             return ""
@@ -268,14 +268,9 @@ def _align_constants(
     func: Any, args: Any, kwargs: Any, seen: list[Operand], result: Tensor, along: int
 ) -> dict[int, int | None]:
     """Return which dimension of each constant goes along that of the rows of a result."""
-    maps = operands_of(
-        SimpleNamespace(
-            func=func, args=args, kwargs=kwargs, results=[result], given=[operand.tensor for operand in seen]
-        )
-    )
-    if not maps:
-        return {}
-    return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]}
+    given = [operand.tensor for operand in seen]
+    maps = operands_of(SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=given))
+    return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]} if maps else {}
 
 
 def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
