@@ -228,6 +228,41 @@ def counting_in_closure() -> nn.Module:
     return net
 
 
+class CountingHook:
+    """A hook that is an object, and acts by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def factor(self) -> float:
+        self.calls += 1
+        return 1 + 0.1 * self.calls
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        return tuple(one * self.factor() for one in args)
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor | None = None) -> Any:
+        return self.before(module, args) if output is None else output * self.factor()
+
+
+def counting_before() -> nn.Module:
+    net = Net()
+    net.up.register_forward_pre_hook(CountingHook())
+    return net
+
+
+def counting_behind() -> nn.Module:
+    net = Net()
+    net.up.register_forward_hook(CountingHook())
+    return net
+
+
+def counting_in_method() -> nn.Module:
+    net = Net()
+    net.up.register_forward_pre_hook(CountingHook().before)
+    return net
+
+
 TALLY = types.SimpleNamespace(calls=0)
 RECENT: deque[int] = deque()
 SCORES: dict[str, int] = {}
@@ -602,6 +637,9 @@ OUTSIDE = {
     CallsInSlots: "tally",
     CallsInFunction: "note.calls",
     counting_in_argument: "argument 0",
+    counting_before: "up._forward_pre_hooks",
+    counting_behind: "up._forward_hooks",
+    counting_in_method: "up._forward_pre_hooks",
 }
 """What keeps state outside of the modules, and the name of that state."""
 SEVERAL = "runs it several times a step"

@@ -157,7 +157,9 @@ def test_a_mean_that_each_call_moves_is_that_of_the_steps(name: str, layout: str
 
 @pytest.mark.parametrize("name", ["running", "running, copied", "running, lerped"])
 def test_a_mean_that_each_call_moves_is_refused_where_samples_are_divided(name: str) -> None:
-    with pytest.raises(UnprovenError, match="when it is called again on the same, so it keeps something between calls"):
+    with pytest.raises(
+        UnprovenError, match="when it is called again on the same after others, so it keeps something between calls"
+    ):
         pool(2).run(trained, name, "dp=2")
 
 

@@ -39,12 +39,17 @@ def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def _losses(
-    rank: int, world: int, layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool
+    rank: int, world: int, layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool, own: bool
 ) -> list[float]:
     numerics = {"precision": "float64"}
     job = samestep.Job(train={"global_batch": 32, "watch_every": 0}, numerics=numerics, run={"device": "cpu"})
-    run = samestep.parallelize(Net(hook, of_weight), "cross_entropy", _sgd, layout=layout, job=job)
+    run = samestep.parallelize(Net(hook, of_weight), _sum if own else "cross_entropy", _sgd, layout=layout, job=job)
     return [run.step(_batch(ignored)).loss for _ in range(3)]
+
+
+def _sum(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a loss of the user's own, which is tried in the first step."""
+    return F.cross_entropy(outputs, batch[1], reduction="sum"), (batch[1] != -100).sum()
 
 
 def _plain(hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool) -> list[float]:
@@ -60,22 +65,25 @@ def _plain(hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("layout", "hook", "of_weight", "ignored"),
+    ("layout", "hook", "of_weight", "ignored", "own"),
     [
-        ("dp=1", to_unit_norm, False, False),
-        ("dp=1 microbatch=4", limited, False, True),
-        ("dp=1", limited, True, True),
-        ("dp=2", to_unit_norm, False, True),
-        pytest.param("tp=2", to_unit_norm, False, False, marks=pytest.mark.nightly),
+        ("dp=1", to_unit_norm, False, False, False),
+        ("dp=1 microbatch=4", limited, False, True, False),
+        ("dp=1", limited, True, True, False),
+        ("dp=1 microbatch=4", to_unit_norm, False, True, True),
+        ("dp=1", limited, True, True, True),
+        ("dp=2", limited, False, True, True),
+        ("dp=2", to_unit_norm, False, True, False),
+        pytest.param("tp=2", to_unit_norm, False, False, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_hook_sees_gradients_of_the_mean(
-    layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool
+    layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool, own: bool
 ) -> None:
     """The job has 32 samples a step, and batches by hand have 12, of which some labels are ignored."""
     world = samestep.Layout(layout).world_size
     wanted = pytest.approx(_plain(hook, of_weight, ignored), rel=1e-9)
-    args = layout, hook, of_weight, ignored
+    args = layout, hook, of_weight, ignored, own
     assert all(found == wanted for found in (pool(2).run(_losses, *args) if world > 1 else [_losses(0, 1, *args)]))
 
 

@@ -111,6 +111,7 @@ EQUAL: dict[str, Callable[[Tensor, Any], Any]] = {
     "where": counting(lambda n: torch.where(n > 0, n, torch.ones_like(n))),
     "max and int": counting(lambda n: max(1, int(n))),
     "max and item": counting(lambda n: max(n.item(), 1)),
+    "max and float": counting(lambda n: max(float(n), 1e-6)),
     "max of a tensor": counting(lambda n: max(n, 1)),
     "or": counting(lambda n: int(n) or 1),
     "rows": picked,

@@ -587,9 +587,11 @@ def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -
     run = run_of(given, model, job=linear)
     with pytest.raises(ModelError, match=r"set to 0.1 from outside, and the job's schedule sets it too"):
         losses_of(run, lambda: given.param_groups[0].update(lr=0.1))
-    given.register_step_post_hook(lambda *_: None)
+    another = Small()
+    hooked = torch.optim.SGD(another.parameters(), lr=0.5)
+    hooked.register_step_post_hook(lambda *_: None)
     with pytest.raises(ModelError, match="has step hooks, which would not run"):
-        run_of(given, model)
+        run_of(hooked, another)
 
 
 def by_hand(model: nn.Module, loss: Any) -> list[float]:

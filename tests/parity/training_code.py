@@ -325,6 +325,10 @@ def add_group(module: nn.Module, _: Optimizer | None) -> None:
     _given["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+def with_momenta(params: list[Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def cycled(params: list[Tensor]) -> Optimizer:
     made = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     _given["schedule"] = torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.2, total_steps=8)
@@ -428,7 +432,9 @@ CASES: dict[str, Case] = {
         given(), each=changing(lambda net: net.a.weight.register_hook(lambda gradient: 0.5 * gradient))
     ),
     "given instance shrunk by data": Case(given(), each=changing(shrink)),
-    "momenta of the given optimizer cleared": Case(given(), each=of_optimizer(lambda own: own.state.clear())),
+    "momenta of the given optimizer cleared": Case(
+        given(with_momenta), each=of_optimizer(lambda own: own.state.clear())
+    ),
     "given optimizer loaded": Case(given(), each=of_optimizer(lambda own: own.load_state_dict(own.state_dict()))),
     "given optimizer with a hook": Case(
         given(), each=of_optimizer(lambda own: own.register_step_pre_hook(lambda *_: None))

@@ -6,6 +6,7 @@ sample at a time is changed. The second run is the truth.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -309,6 +310,50 @@ def test_batch_norm_takes_groups_of_samples_where_they_are_the_rows() -> None:
         assert _findings(Program("cat 0", "batch norm", "halves 0")).batch_norms == {"": 2}  # two views of each sample
     finally:
         del STEPS["batch norm"], STEPS["batch norm of each sample"]
+
+
+def _one_by_one(t: Tensor, first: Callable[[Tensor], Tensor] = torch.sin) -> Tensor:
+    out = torch.empty_like(t)
+    for at in range(len(t)):
+        out[at] = (first if at == 0 else torch.sin)(t[at])
+    return out
+
+
+def _some_left_out(t: Tensor) -> Tensor:
+    out = torch.zeros_like(t)
+    out[2:] = t.tanh()[2:]
+    return out
+
+
+ALIKE = {
+    "in chunks": lambda t: torch.cat([part.tanh() for part in t.chunk(2)]),
+    "in uneven chunks": lambda t: torch.cat([t[:1].tanh(), t[1:].tanh()]),
+    "one by one": _one_by_one,
+    "two views of each": lambda t: torch.cat([t.tanh(), t.sin()]),
+    "padded, and cut again": lambda t: torch.cat([t, torch.zeros_like(t[:2])]).tanh()[:NUM_SAMPLES],
+}
+APART = {
+    "the first in another way": (lambda t: torch.cat([t[:1].tanh(), t[1:]]), "tanh"),
+    "the first of another tensor": (lambda t: torch.cat([t.tanh()[:1], t[1:]]), "tanh"),
+    "zeros for the first": (lambda t: torch.cat([torch.zeros_like(t[:1]), t.tanh()[1:]]), "tanh"),
+    "one by one, the first in another way": (functools.partial(_one_by_one, first=torch.cos), "cos"),
+    "some left out": (_some_left_out, "tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_samples_may_be_computed_apart_if_all_are_computed_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPS, "apart", ALIKE[name])
+    assert _findings(Program("apart")) == Findings()
+
+
+@pytest.mark.parametrize("name", APART)
+def test_samples_that_are_computed_otherwise_than_others_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, operation = APART[name]
+    monkeypatch.setitem(STEPS, "apart", step)
+    assert f"by {operation}, which computes some samples otherwise" in _findings(Program("apart", "linear")).refusal
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -125,6 +125,28 @@ def with_another_second_half(x: Tensor) -> Tensor:
     return torch.cat([first.tanh(), second.sin()], 1)
 
 
+def with_a_first_token_of_another_tensor(x: Tensor) -> Tensor:
+    """Both are computed for all tokens, and joined by their places."""
+    return torch.cat([x.tanh()[:, :1], x[:, 1:]], 1)
+
+
+def with_a_first_token_of_zeros(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1)
+
+
+def with_the_first_tokens_left_out(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 2:] = x[:, 2:]
+    return out
+
+
+def written_by_halves_of_two(x: Tensor) -> Tensor:
+    out, half = torch.empty_like(x), x.shape[1] // 2
+    out[:, :half] = x.tanh()[:, :half]
+    out[:, half:] = x.sin()[:, half:]
+    return out
+
+
 def in_chunks(x: Tensor) -> Tensor:
     return torch.cat([part.tanh() for part in x.chunk(2, 1)], 1)
 
@@ -194,6 +216,10 @@ MIXING = {
     "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 computes differently, or with other"),
     "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
     "a first token of its own": (functools.partial(Odd, with_a_first_token_of_its_own), "by mul computes some tokens"),
+    "a first token of another tensor": (functools.partial(Odd, with_a_first_token_of_another_tensor), "by tanh computes some tokens of a slice"),
+    "a first token of zeros": (functools.partial(Odd, with_a_first_token_of_zeros), "computes some tokens of a slice"),
+    "first tokens left out": (functools.partial(Odd, with_the_first_tokens_left_out), "computes some tokens of a slice"),
+    "halves of two tensors": (functools.partial(Odd, written_by_halves_of_two), "by (tanh|sin) computes some tokens of a slice"),
     "tokens by number": (functools.partial(Odd, with_tokens_by_number), "counts the tokens of a slice|mixes tokens by index_put"),
     "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),

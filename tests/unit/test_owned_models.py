@@ -329,3 +329,74 @@ def test_a_write_between_steps_is_that_of_a_plain_loop() -> None:
             wanted += plain_losses(model, optimizer, batch.step, batch.step + 1)
             write(model)
         assert with_writes(0, 1, "dp=1", kind, "float64") == pytest.approx(wanted, rel=1e-9), kind
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+OF_CLASSES = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+
+
+def instances() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def run_over(model: nn.Module, optimizer: Any) -> Any:
+    return samestep.parallelize(model, "cross_entropy", optimizer, job=Job(train={"global_batch": 4}))
+
+
+def test_an_instance_is_the_optimizer_of_its_run() -> None:
+    model, optimizer = instances()
+    other, plain = instances()
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, plain)]
+    run = run_over(model, optimizer)
+    for step in range(4):
+        loss = nn.functional.cross_entropy(other(OF_CLASSES[0]), OF_CLASSES[1])
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        report = run.step(OF_CLASSES)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+        for each in (optimizer, plain):  # a loop changes the states that the next update reads
+            for state in each.state.values():
+                state["exp_avg"].zero_()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (step + 1))
+    assert run.updater.optimizer is optimizer
+    assert [state["step"].item() for state in optimizer.state.values()] == [4.0, 4.0]
+
+
+def test_an_instance_takes_no_step_outside_of_its_run() -> None:
+    model, optimizer = instances()
+    run = run_over(model, optimizer)
+    run.step(OF_CLASSES)
+    for method in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(ModelError, match=r"AdamW.* Use run\."):
+            method()
+    with pytest.raises(ModelError, match="the AdamW instance belongs to a run that is still there"):
+        run_over(nn.Linear(8, 4), optimizer)
+    run.release()
+    with pytest.raises(ModelError, match=r"AdamW.step was called by the loop.*Behind run.release\(\), use another"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_another_run_has_an_instance_that_was_given_back(number: int) -> None:
+    model, optimizer = instances()
+    given = (
+        [torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()] if number > 1 else optimizer
+    )
+    run = run_over(model, given)
+    run.step(OF_CLASSES)
+    first = given[0] if number > 1 else given
+    first.param_groups[0]["lr"] = 0.05
+    run.release()
+    assert first.param_groups[0]["lr"] == 0.05
+    assert first.param_groups[0]["params"][0] is model.weight
+    again = run_over(model, given)
+    assert again.step(OF_CLASSES).lr == 0.05
+    del run, again
+    assert run_over(model, given).step(OF_CLASSES).loss > 0.0

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.building.families import facts_of
 from samestep.building.initial_values import blueprint
 from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
@@ -19,6 +20,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing import meta_tensors
 from samestep.tracing.called_again import Groups, groups_of
+from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.costs import costs_of
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import SavedTensor, Work
@@ -610,8 +612,8 @@ def test_costs_are_a_function_of_events_alone() -> None:
 )
 def test_groups_of_modules_follow_from_the_calls_of_a_forward(calls: str, groups: Groups) -> None:
     model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abc"})
-    modules = ForwardCalls(key=id)
+    modules = ForwardCalls(id, facts_of(model), TracedPlaces())
     for name in calls.split():
-        modules.enter(name, model[name], (), is_outside=False)
+        modules.enter(name, model[name], (), {}, is_outside=False)
         modules.leave(())
     assert groups_of(model, modules) == groups

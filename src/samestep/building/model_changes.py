@@ -63,14 +63,14 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        found = [param for name, param in named.items() if fnmatchcase(name, pattern)]
-        if not found:
+        params = [param for name, param in named.items() if fnmatchcase(name, pattern)]
+        if not params:
             raise JobError(
                 "freeze-patterns",
                 f"model.freeze: {pattern!r} matches no parameter{did_you_mean(pattern, _patterns_of([*named]))}; a pattern "
                 f"matches whole names, such as {next(iter(named), 'none')}",
             )
-        for param in found:
+        for param in params:
             param.requires_grad_(False)
     if patterns and not any(param.requires_grad for param in named.values()):
         raise JobError(
@@ -81,11 +81,11 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def _patterns_of(names: list[str]) -> list[str]:
     """Return names, then the patterns that match everything below a module, or the same weight of every block."""
-    found = dict.fromkeys(names)
+    patterns = dict.fromkeys(names)
     for name in names:
         parts = name.split(".")
-        found |= dict.fromkeys(".".join(parts[:end]) + ".*" for end in range(1, len(parts)))
-    return list(found | dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in found))
+        patterns |= dict.fromkeys(".".join(parts[:end]) + ".*" for end in range(1, len(parts)))
+    return list(patterns | dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in patterns))
 
 
 # -- adapters --------------------------------------------------------------------------------------

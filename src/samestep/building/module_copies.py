@@ -32,12 +32,12 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         RuntimeError, TypeError: an attribute cannot be copied.
     """
-    found = _Holders(module)
+    holders = _Holders(module)
     cells: dict[int, tuple[CellType, CellType]] = {}
-    made: list[tuple[FunctionType, FunctionType]] = []
-    for function in found.functions():
+    twins: list[tuple[FunctionType, FunctionType]] = []
+    for function in holders.functions():
         around = tuple(
-            cells.setdefault(id(cell), (cell, CellType()))[1] if found.holds(cell) else cell
+            cells.setdefault(id(cell), (cell, CellType()))[1] if holders.holds(cell) else cell
             for cell in function.__closure__ or ()
         )
         twin = FunctionType(
@@ -45,15 +45,15 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         )
         twin.__qualname__, twin.__doc__ = function.__qualname__, function.__doc__
         memo[id(function)] = twin
-        made.append((function, twin))
+        twins.append((function, twin))
     copied = copy.deepcopy(module, memo)
 
     def of_copy(value: Any) -> Any:
-        return copy.deepcopy(value, memo) if found.holds(value) else value
+        return copy.deepcopy(value, memo) if holders.holds(value) else value
 
     for cell, twin_cell in cells.values():
         twin_cell.cell_contents = of_copy(cell.cell_contents)
-    for function, twin in made:
+    for function, twin in twins:
         if function.__defaults__:
             twin.__defaults__ = tuple(map(of_copy, function.__defaults__))
         if function.__kwdefaults__:
@@ -79,14 +79,14 @@ def tensors_in_functions(module: nn.Module) -> tuple[str, Tensor | None]:
         place: name for name, param in module.named_parameters() if param.requires_grad and (place := _memory_of(param))
     }
     holders = _Holders(module)
-    found = (
+    held_names = (
         name
         for function in holders.functions()
-        for one in _held_by(function, is_around=True)
-        for value in (one, *(_held_by(one, is_around=True) if isinstance(one, CellType) else ()))
+        for item in _held_by(function, is_around=True)
+        for value in (item, *(_held_by(item, is_around=True) if isinstance(item, CellType) else ()))
         if isinstance(value, Tensor) and (name := names.get(id(value)) or memory.get(_memory_of(value)))
     )
-    return next(found, ""), next(iter(holders.without_values), None)
+    return next(held_names, ""), next(iter(holders.without_values), None)
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -127,7 +127,7 @@ class _Holders:
                 self.without_values.append(value)
             followed.add((id(value), is_around))
             is_around |= isinstance(value, FunctionType)
-            todo += [(value, one, is_around) for one in _held_by(value, is_around)]
+            todo += [(value, inner, is_around) for inner in _held_by(value, is_around)]
         self._found = set[int]()
         reached: list[int] = [*known]
         while reached:
@@ -142,7 +142,7 @@ class _Holders:
 
     def functions(self) -> list[FunctionType]:
         """Return the functions that hold parts."""
-        return [one for one in self._alive.values() if isinstance(one, FunctionType) and self.holds(one)]
+        return [item for item in self._alive.values() if isinstance(item, FunctionType) and self.holds(item)]
 
 
 def _held_by(value: Any, is_around: bool) -> Iterator[Any]:

@@ -46,22 +46,22 @@ class NamedTensor:
 def tensors_of(module: nn.Module) -> Iterator[NamedTensor]:
     """Yield every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
     modules = list(module.named_modules(remove_duplicate=False))
-    for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
+    for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
         for prefix, owner in modules:
-            for key, tensor in getattr(owner, held).items():
+            for key, tensor in getattr(owner, table).items():
                 if tensor is not None:
                     yield NamedTensor(join_name(prefix, key), kind, tensor)
     parameters = {id(parameter) for parameter in module.parameters()}
-    found: list[NamedTensor] = []
+    attributes: list[NamedTensor] = []
 
     def find(name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in parameters:
-            found.append(NamedTensor(name, "attribute", tensor))
+            attributes.append(NamedTensor(name, "attribute", tensor))
         return tensor
 
     for prefix, owner in modules:
         map_attributes(prefix, owner, find)
-    yield from found
+    yield from attributes
 
 
 def copy_module(module: nn.Module) -> nn.Module:
@@ -71,7 +71,7 @@ def copy_module(module: nn.Module) -> nn.Module:
         RuntimeError, TypeError: an attribute cannot be copied.
     """
     memo: dict[int, Any] = {
-        id(one.tensor): one.tensor.detach().clone() for one in tensors_of(module) if not one.tensor.is_leaf
+        id(entry.tensor): entry.tensor.detach().clone() for entry in tensors_of(module) if not entry.tensor.is_leaf
     }
     return deep_copy(module, memo)
 
@@ -80,9 +80,9 @@ def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor
     """Replace every tensor attribute of one module by `change(name, tensor)`."""
     attributes = vars(module)
     for key in [key for key in attributes if key not in _RESERVED]:
-        before = attributes[key]
-        after = replace_tensors(join_name(prefix, key), before, change, depth=3)
-        if after is not before:
+        value = attributes[key]
+        after = replace_tensors(join_name(prefix, key), value, change, depth=3)
+        if after is not value:
             attributes[key] = after
 
 
@@ -93,23 +93,23 @@ def join_name(prefix: str, key: str) -> str:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that is wrapped, or a module itself that is no wrapper."""
-    held = module._modules
+    children = module._modules
     for key in _WRAPPED:
-        if (inner := held.get(key)) is not None:
+        if (inner := children.get(key)) is not None:
             return unwrap(inner)
-    return unwrap(module.module) if "module" in held and isinstance(module, _PARALLEL) else module
+    return unwrap(module.module) if "module" in children and isinstance(module, _PARALLEL) else module
 
 
 def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:
     """Return the name of every submodule without the components that wrappers add, by its name with them."""
-    found = {"": ""}
+    prefixes = {"": ""}
     owners = dict(module.named_modules(remove_duplicate=False))
     for prefix in owners:  # a parent comes before its children
         if prefix:
             parent, _, key = prefix.rpartition(".")
             is_wrapped = key in _WRAPPED or (key == "module" and isinstance(owners[parent], _PARALLEL))
-            found[prefix] = found[parent] if is_wrapped else join_name(found[parent], key)
-    return found
+            prefixes[prefix] = prefixes[parent] if is_wrapped else join_name(prefixes[parent], key)
+    return prefixes
 
 
 def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
@@ -126,13 +126,13 @@ def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
     # The arguments of a module, most often; torch's walk of a tree takes the host microseconds each.
     if type(batch) is not tuple and type(batch) is not dict:
         return _cast_leaf(batch, dtype)
-    found = []
+    values = []
     for value in batch.values() if type(batch) is dict else batch:
         if isinstance(value, Tensor):
-            found.append(value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value)
+            values.append(value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value)
         else:
-            found.append(_cast_leaf(value, dtype))
-    return dict(zip(batch, found, strict=True)) if type(batch) is dict else tuple(found)
+            values.append(_cast_leaf(value, dtype))
+    return dict(zip(batch, values, strict=True)) if type(batch) is dict else tuple(values)
 
 
 def cast_batch(batch: Any, dtype: torch.dtype, *, keeps_double: bool) -> Any:

@@ -64,12 +64,12 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 def member_over(optimizer: Optimizer, weight: Tensor) -> Optimizer:
     """Return the member that updates a weight; the optimizer itself if none does."""
-    held = (
+    members = (
         member
         for member in members_of(optimizer)
         if any(param is weight for group in member.param_groups for param in group["params"])
     )
-    return next(held, optimizer)
+    return next(members, optimizer)
 
 
 def class_names(optimizer: Optimizer) -> str:
@@ -111,15 +111,15 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
     Raises:
         JobError: there is one.
     """
-    given = [("optimizer", kind, table.options, table.weight_decay)]
+    settings = [("optimizer", kind, table.options, table.weight_decay)]
     for index, group in enumerate(table.groups):
-        own = f"optimizer.groups.{index}"
+        group_key = f"optimizer.groups.{index}"
         if group.name is not None and ":" in group.name:
             continue
-        of_group = kind if group.name is None else _optimizer_class(group.name, f"{own}.name")
+        of_group = kind if group.name is None else _optimizer_class(group.name, f"{group_key}.name")
         decay = table.weight_decay if group.weight_decay is None else group.weight_decay
-        given.append((own, of_group, group.options, decay))
-    for key, of_group, options, decay in given:
+        settings.append((group_key, of_group, group.options, decay))
+    for key, of_group, options, decay in settings:
         arguments = inspect.signature(of_group).parameters
         accepted = [name for name in arguments if name not in ("params", "lr", "weight_decay")]
         for name in options:
@@ -178,8 +178,8 @@ def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple
         number = table.group_number(name)
         own = (number and table.groups[number - 1].name) or ""
         members.setdefault(own if ":" in own else own.lower(), []).append((name, tensor))
-    made = [_member_of(member, table, folder, members.get(member, [])) for member in sorted(members) or [""]]
-    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+    optimizers = [_member_of(member, table, folder, members.get(member, [])) for member in sorted(members) or [""]]
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
 def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
@@ -225,8 +225,8 @@ def _refused_parameter(kind: Callable[..., Optimizer], named: Sequence[tuple[str
     return None
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
 def _place_of(name: str, table: OptimizerTable) -> tuple[int, bool]:
@@ -242,8 +242,8 @@ def _settings_of(number: int, is_spared: bool, table: OptimizerTable) -> dict[st
     if not number:
         return spared
     group = table.groups[number - 1]
-    own = {"lr": group.lr, "weight_decay": group.weight_decay}
-    return {**spared, **{key: value for key, value in own.items() if value is not None}, **_options(group.options)}
+    settings = {"lr": group.lr, "weight_decay": group.weight_decay}
+    return {**spared, **{key: value for key, value in settings.items() if value is not None}, **_options(group.options)}
 
 
 def check_groups(table: OptimizerTable, names: Sequence[str]) -> None:
@@ -292,14 +292,14 @@ def learning_rate_factor(job: Job) -> Callable[[int], float]:
     """
     schedule, num_steps = job.schedule, job.train.steps
     warmup, last = schedule.warmup_steps, num_steps - 1
-    own = import_function(schedule.name, "schedule.name", JobError, job.run.folder) if ":" in schedule.name else None
+    code = import_function(schedule.name, "schedule.name", JobError, job.run.folder) if ":" in schedule.name else None
     first = last - schedule.decay_steps if schedule.name == "wsd" else warmup
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        if own is not None:
-            return _own_factor(own, schedule.name, step, num_steps)
+        if code is not None:
+            return _own_factor(code, schedule.name, step, num_steps)
         if schedule.name == "constant" or last <= 0 or step < first:
             return 1.0
         done = min((step - first) / (last - first), 1.0) if last > first else 1.0
@@ -311,12 +311,12 @@ def learning_rate_factor(job: Job) -> Callable[[int], float]:
 
 def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps: int) -> float:
     with failures_of(f"schedule.name: {source}", JobError):
-        found = float(function(step, num_steps))
-    if math.isfinite(found) and found >= 0:
-        return found
+        value = float(function(step, num_steps))
+    if math.isfinite(value) and value >= 0:
+        return value
     raise JobError(
         "schedule-factor",
-        f"schedule.name: {source} returned {found} for step {step}. Use a finite factor of 0 or more",
+        f"schedule.name: {source} returned {value} for step {step}. Use a finite factor of 0 or more",
     )
 
 

@@ -31,19 +31,17 @@ class StaleWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = operands(*args, *(kwargs or {}).values())
-        held = next(one for one in given if isinstance(one, StaleWeight))
+        tensors = operands(*args, *(kwargs or {}).values())
+        weight = next(tensor for tensor in tensors if isinstance(tensor, StaleWeight))
         # Torch multiplies a matrix with values by one without, and gives one without.
-        if not all(isinstance(one, StaleWeight) or one.is_meta for one in given):
-            raise held.refusal()
-        plain_args, plain_kwargs = tree_map_only(StaleWeight, lambda one: one.plain, (args, kwargs or {}))
+        if not all(isinstance(tensor, StaleWeight) or tensor.is_meta for tensor in tensors):
+            raise weight.refusal()
+        plain_args, plain_kwargs = tree_map_only(StaleWeight, lambda tensor: tensor.plain, (args, kwargs or {}))
         try:
-            found = func(*plain_args, **plain_kwargs)
+            result = func(*plain_args, **plain_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise held.refusal() from error
-        return tree_map_only(
-            Tensor, lambda one: stale(held.attribute, held.parameter, one) if one.is_meta else one, found
-        )
+            raise weight.refusal() from error
+        return tree_map_only(Tensor, lambda t: stale(weight.attribute, weight.parameter, t) if t.is_meta else t, result)
 
     def refusal(self) -> ModelError:
         """Return the error of code that needs its values."""
@@ -58,9 +56,9 @@ class StaleWeight(Tensor):
 def stale(attribute: str, parameter: str, tensor: Tensor) -> StaleWeight:
     """Return what stands in an attribute in place of a parameter of the module, of which `tensor` is the one without values."""
     plain = tensor.detach()
-    found = plain.as_subclass(StaleWeight)
-    found.plain, found.attribute, found.parameter = plain, attribute, parameter
-    return found
+    weight = plain.as_subclass(StaleWeight)
+    weight.plain, weight.attribute, weight.parameter = plain, attribute, parameter
+    return weight
 
 
 class FirstRead(TorchFunctionMode):
@@ -99,8 +97,8 @@ class FirstRead(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._running and not self.name:
-            given = operands(*args, *(kwargs or {}).values())
-            self.name = next((name for one in given if (name := self._names.get(_key_of(one)))), "")
+            tensors = operands(*args, *(kwargs or {}).values())
+            self.name = next((name for tensor in tensors if (name := self._names.get(_key_of(tensor)))), "")
         return func(*args, **(kwargs or {}))
 
 

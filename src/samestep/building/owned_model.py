@@ -127,17 +127,17 @@ class PlainForm:
         Weights and buffers without such a value have that of the layout, if it is whole; without any `values` they are as they were.
         What a build function has made has new tensors.
         """
-        made = dict[int, Tensor]()
+        new = dict[int, Tensor]()
         for slot in self._slots:
             present, tensor = slot.table.get(slot.leaf), slot.tensor
             if values is not None and tensor.is_meta:
                 is_weight = isinstance(tensor, nn.Parameter)
                 empty = torch.empty(0, dtype=slot.dtype)
-                tensor = made.setdefault(id(tensor), nn.Parameter(empty, tensor.requires_grad) if is_weight else empty)
+                tensor = new.setdefault(id(tensor), nn.Parameter(empty, tensor.requires_grad) if is_weight else empty)
             if isinstance(tensor, nn.Parameter):
-                for kind, before in zip(gradient_hooks_of(tensor), slot.hooks, strict=True):
+                for kind, hooks in zip(gradient_hooks_of(tensor), slot.hooks, strict=True):
                     kind.clear()
-                    kind.update(before)
+                    kind.update(hooks)
                 _unmark(tensor)
                 tensor.grad = None
                 tensor.requires_grad_((tensor if present is None else present).requires_grad)
@@ -174,9 +174,9 @@ class PlainForm:
 
 def _changed(tables: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[_Entry]:
     """Yield the entries of dicts that differ from their copies, but for tensors."""
-    for table, before in tables:
-        for key in {**before, **table}.keys() - _APART:
-            value, present = before.get(key, _NOTHING), table.get(key, _NOTHING)
+    for table, values in tables:
+        for key in {**values, **table}.keys() - _APART:
+            value, present = values.get(key, _NOTHING), table.get(key, _NOTHING)
             if present is not value and not _holds_tensors(value) and not _holds_tensors(present):
                 yield _Entry(table, key, value)
 
@@ -256,10 +256,10 @@ class OwnedModel:
         self._has_ended = False
         self.form: PlainForm | None = None
         """The form of the instance while the run has taken it."""
+        self.optimizers: list[Any] = []
+        """What gives back the instances of optimizers that the run has taken."""
         module = model if isinstance(model, nn.Module) else nn.Module()
-        self._weights: dict[str, weakref.ref[Tensor]] = {
-            name: weakref.ref(param) for name, param in module.named_parameters()
-        }
+        self._weights = {name: weakref.ref[Tensor](param) for name, param in module.named_parameters()}
         self._trained = frozenset(self._weights)
         self._parts = {id(part._parameters): path for path, part in module.named_modules()} if module is model else {}
         if lost := next((path or "the model" for path, part in module.named_modules() if part in _LOST), ""):
@@ -295,21 +295,21 @@ class OwnedModel:
         if self.form is not None:
             self.form.give_back(values)
             self.form = None
+        for optimizer in self.optimizers:
+            optimizer.give_back()
 
     def end(self) -> None:
         """Let other runs take what this one has given back."""
+        self.give_back()
         self._has_ended = True
 
     def abandon(self) -> None:
         """Give the instance back if this rank has whole weights, because the run is gone."""
         if self.form is not None and not self.form.has_its_parameters:
             _LOST.update(self.form.module.modules())
-        elif self.form is not None:
-            with (
-                disable_current_modes(),
-                DisableTorchFunction(),
-            ):  # a collection may run within the forward of another run
-                self.give_back({})
+            self.form = None
+        with disable_current_modes(), DisableTorchFunction():  # a collection may run within the forward of another run
+            self.give_back({})
         self.end()
 
     def _refuse_others(self) -> None:
@@ -325,7 +325,7 @@ class OwnedModel:
     def _shared_with_another(self) -> str:
         """Return the name of a weight or a module that another run has too; empty if none has."""
         weights = {id(weight): name for name, ref in self._weights.items() if (weight := ref()) is not None}
-        for other in [one for one in _LIVE if one is not self and not one._has_ended]:
+        for other in [owner for owner in _LIVE if owner is not self and not owner._has_ended]:
             for name, ref in other._weights.items():
                 here = weights.get(id(ref()))
                 if here is not None and (here in self._trained or name in other._trained):

@@ -46,7 +46,7 @@ def take_marks(module: nn.Module, *, takes: bool) -> dict[str, ParameterMarks]:
 
     Hooks are removed from parameters without values, and from all if a run `takes` them.
     """
-    found: dict[str, ParameterMarks] = {}
+    marks: dict[str, ParameterMarks] = {}
     for name, param in module.named_parameters():
         attributes = {
             key: value
@@ -55,19 +55,19 @@ def take_marks(module: nn.Module, *, takes: bool) -> dict[str, ParameterMarks]:
         }
         hooks, late = (tuple(kind.values()) for kind in gradient_hooks_of(param))
         if attributes or hooks or late:
-            found[name] = ParameterMarks(attributes, hooks, late)
+            marks[name] = ParameterMarks(attributes, hooks, late)
         if takes or param.is_meta:
             for kept in gradient_hooks_of(param):
                 kept.clear()
-    return found
+    return marks
 
 
 def tensors_of_hooks(name: str, marks: ParameterMarks) -> dict[str, Tensor]:
     """Return the tensors without values that a parameter's hooks hold, under names derived from the parameter's."""
-    held = (
+    tensors = (
         tensor for hook in (*marks.hooks, *marks.late_hooks) for tensor in _captured_tensors(hook) if tensor.is_meta
     )
-    return {f"{name}.hook.{index}": tensor for index, tensor in enumerate(held)}
+    return {f"{name}.hook.{index}": tensor for index, tensor in enumerate(tensors)}
 
 
 def with_values(name: str, marks: ParameterMarks, value_of: Callable[[str], Tensor]) -> ParameterMarks:
@@ -83,14 +83,14 @@ def with_values(name: str, marks: ParameterMarks, value_of: Callable[[str], Tens
 
 def _captured_tensors(hook: Any) -> Iterator[Tensor]:
     """Yield the tensors in a function's closure, defaults and bound arguments."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     _map_captured(hook, note)
-    yield from found
+    yield from tensors
 
 
 def _map_captured(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -102,8 +102,8 @@ def _map_captured(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return _map_captured(value, change) if isinstance(value, types.FunctionType | functools.partial) else value
 
     if isinstance(hook, functools.partial):
-        given, named = [of(value) for value in hook.args], {key: of(value) for key, value in hook.keywords.items()}
-        return functools.partial(of(hook.func), *given, **named)
+        args, named = [of(value) for value in hook.args], {key: of(value) for key, value in hook.keywords.items()}
+        return functools.partial(of(hook.func), *args, **named)
     if not isinstance(hook, types.FunctionType):
         return hook
     cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
@@ -114,9 +114,9 @@ def _map_captured(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
         types.CellType(of(cell.cell_contents)) if _is_filled(cell) else cell for cell in hook.__closure__ or ()
     )
     defaults = tuple(map(of, hook.__defaults__)) if hook.__defaults__ is not None else None
-    made = types.FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, closure or None)
-    made.__kwdefaults__ = {key: of(value) for key, value in (hook.__kwdefaults__ or {}).items()} or None
-    return made
+    function = types.FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, closure or None)
+    function.__kwdefaults__ = {key: of(value) for key, value in (hook.__kwdefaults__ or {}).items()} or None
+    return function
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -129,12 +129,12 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def filled_parameter(param: nn.Parameter, value: Tensor, *, trains: bool) -> nn.Parameter:
     """Return the parameter that has a value in place of one without values: that of the instance, if it has the same shape."""
-    given: nn.Parameter | None = vars(param).get(TAKEN)
-    if given is None or given.shape != value.shape:
+    instance: nn.Parameter | None = vars(param).get(TAKEN)
+    if instance is None or instance.shape != value.shape:
         return nn.Parameter(value, requires_grad=trains)
-    given.data, given.grad = value, None
-    given.requires_grad_(trains)
-    return given
+    instance.data, instance.grad = value, None
+    instance.requires_grad_(trains)
+    return instance
 
 
 # -- the function of the gradient ------------------------------------------------------------------
@@ -146,9 +146,9 @@ def gradient_function(marks: ParameterMarks, value: Tensor) -> Callable[[Tensor]
 
     def changed(gradient: Tensor) -> Tensor:
         for hook in marks.hooks:
-            mine = gradient.clone()  # a hook may change it in place
-            result = hook(mine)
-            gradient = (mine if result is None else result).to(gradient.dtype)
+            copied = gradient.clone()  # a hook may change it in place
+            result = hook(copied)
+            gradient = (copied if result is None else result).to(gradient.dtype)
         if marks.late_hooks:
             stand_in = nn.Parameter(value.detach().to(gradient.device, gradient.dtype))
             stand_in.__dict__.update(marks.attributes)

@@ -60,8 +60,8 @@ def convert_tensors(
     conversion = copy.deepcopy(conversion)  # it accumulates the tensors that it is given
     for (name, pattern), tensor in zip(sources, tensors, strict=True):
         conversion.add_tensor(target, name, pattern, tensor)
-    made = conversion.convert(target, model=model, config=model.config)
-    return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+    tensors_by_name = conversion.convert(target, model=model, config=model.config)
+    return {name: one[0] if isinstance(one, list) else one for name, one in tensors_by_name.items()}
 
 
 Intervals = Sequence[tuple[int, int]]
@@ -128,19 +128,19 @@ class StoredWeights:
     def remarks(self) -> tuple[str, ...]:
         """Return remarks for the user: resized tensors, tensors that the folder lacks, and those that the model does
         not have."""
-        found = []
+        texts = []
         if self._resized:
             name, (dim, _) = next(iter(self._resized.items()))
             stored = self.files[self._origins[name][0].sources[0][0]].shape[dim]
-            found.append(
+            texts.append(
                 f"{listed([*self._resized], 4)} and what is tied to it: {stored} tokens in the folder, "
                 f"{self.module.state_dict()[name].shape[dim]} in the model, the new ones made as in a new model"
             )
         if self.missing:
-            found.append(f"the folder lacks {listed(self.missing, 4)}, made as in a new model")
+            texts.append(f"the folder lacks {listed(self.missing, 4)}, made as in a new model")
         if self.unread:
-            found.append(f"the model has no {listed(self.unread, 4)}, which the folder holds")
-        return tuple(found)
+            texts.append(f"the model has no {listed(self.unread, 4)}, which the folder holds")
+        return tuple(texts)
 
     @torch.no_grad()
     def read(self, name: str, dtype: torch.dtype, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
@@ -162,8 +162,8 @@ class StoredWeights:
                 return torch.empty(0, *self.module.get_parameter(name).shape[1:], dtype=dtype)
         # Transformers casts before it converts.
         tensors = [self._values(source).to(dtype, copy=True) for source, _ in origin.sources]
-        made = origin.convert(tensors, self.module)[known_as]
-        return parts_of(made, intervals, dim).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        tensor = origin.convert(tensors, self.module)[known_as]
+        return parts_of(tensor, intervals, dim).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _values(self, name: str, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
         """Return a tensor of a file, or intervals of it; a whole one may share the file's memory."""
@@ -213,30 +213,30 @@ def find_stored_weights(
     Raises:
         ModelError: a tensor has another shape, tied tensors have two values, or nothing fits.
     """
-    held = module.state_dict()
-    found, unread = _origins(module, held, files)
+    tensors = module.state_dict()
+    all_origins, unread = _origins(module, tensors, files)
     origins: dict[str, tuple[_TensorOrigin, str]] = {}
     resized: dict[str, tuple[int, int]] = {}
-    for origin in found:
+    for origin in all_origins:
         shapes = [torch.empty(files[name].shape, device="meta", dtype=torch.float32) for name, _ in origin.sources]
         try:
-            made = origin.convert(shapes, module)
+            converted = origin.convert(shapes, module)
         except Exception as error:  # transformers' conversions raise any error of torch
             raise ModelError(
                 "model-folder-other-weights",
                 f"model.source: {origin.sources[0][0]} does not become {origin.target}: {error}",
             ) from None
-        for name, tensor in made.items():
-            if name not in held:
+        for name, tensor in converted.items():
+            if name not in tensors:
                 unread.append(name)
                 continue
             first = canonical[name]
-            if tensor.shape != held[name].shape:
-                dim = _dim_of_tokens(tensor.shape, held[name].shape, tokens)
+            if tensor.shape != tensors[name].shape:
+                dim = _dim_of_tokens(tensor.shape, tensors[name].shape, tokens)
                 if dim is None or origin.conversion is not None:
                     source = f"{origin.sources[0][0]} in {files[origin.sources[0][0]].path.name}"
-                    raise _other_shape(module, source, name, tensor.shape, held[name].shape)
-                resized[first] = (dim, min(tensor.shape[dim], held[name].shape[dim]))
+                    raise _other_shape(module, source, name, tensor.shape, tensors[name].shape)
+                resized[first] = (dim, min(tensor.shape[dim], tensors[name].shape[dim]))
             if first in origins and not _alike(origins[first][0], origin, files):
                 raise ModelError(
                     "model-folder-other-weights",
@@ -250,10 +250,10 @@ def find_stored_weights(
             f"model.source: none of the {len(files)} tensors of the folder, such as {next(iter(files), 'none')}, belongs to "
             f"{type(module).__name__}",
         )
-    missing = dict.fromkeys(canonical[name] for name in held if canonical[name] not in origins)
+    missing = dict.fromkeys(canonical[name] for name in tensors if canonical[name] not in origins)
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unread = [name for name in unread if not any(pattern.search(name) for pattern in ignored)]
-    if any(origin.conversion is not None for origin in found):
+    if any(origin.conversion is not None for origin in all_origins):
         module = deep_copy(module, {})
     return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins, resized)
 
@@ -317,11 +317,11 @@ def _origins(
 def _stacks(conversion: Any, sources: Sequence[tuple[str, str]], shape: torch.Size) -> bool:
     """Return whether a conversion stacks the tensors of each pattern, and then only joins the stacks along other dimensions."""
     first, *others = conversion.operations
-    counts = {pattern: sum(one == pattern for _, one in sources) for _, pattern in sources}
+    counts = {pattern: sum(operation == pattern for _, operation in sources) for _, pattern in sources}
     return (
         type(first) is loading().MergeModulelist
         and first.dim == 0
-        and all(type(one) is loading().Concatenate and one.dim > 0 for one in others)
+        and all(type(operation) is loading().Concatenate and operation.dim > 0 for operation in others)
         and len(conversion.target_patterns) == 1
         and set(counts.values()) == {shape[0]}
     )

@@ -68,11 +68,9 @@ def trace_with_plan(build: Callable[[], BuiltModel]) -> tuple[BuiltModel, Traced
             break
         planned, built = plan, build()
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
-        assert forward.cuts is not None
-        places = TracedPlaces()
-        with built.repeating(), tensor_plan.record_cuts(built.module, planned, places) as costs:
-            spec = built.trace(places, planned.styles, keeps_all=bool(planned.looking))
-        forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
+        with built.repeating():
+            spec = built.trace(TracedPlaces(), planned.styles, keeps_all=bool(planned.looking))
+        forward = replace(forward, spec=spec)
     return built, forward, plan
 
 
@@ -89,7 +87,7 @@ def with_plan(
             replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
         ), {}
     seen = forward.cuts
-    spec = tensor_plan.with_cuts(spec, module, plan.cuts, seen.costs, plan.shareable, plan.proof)
+    spec = tensor_plan.with_cuts(spec, module, plan.cuts, seen.calls, plan.shareable, plan.proof)
     spec, parts = sequence_boundaries.with_sequence(
         spread_over_calls(spec), module, plan.cuts.styles, plan.proof, seen.calls, seen.recorder.operations
     )

@@ -27,7 +27,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets import blame_samples
 from samestep.datasets.values import first_of
 from samestep.errors import ModelError
-from samestep.independence import kept_state, sequence_boundaries, tensor_plan
+from samestep.independence import kept_state, tensor_plan
 from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ExpertModules, MaskSpec, ModelSpec
@@ -39,6 +39,7 @@ from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
 from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Analysis, Events, Recorder
 from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -154,8 +155,7 @@ def _keeps_double(module: nn.Module, sample: Any, dtype: torch.dtype) -> bool:
 class CutObservations:
     """The observations of a forward that the proof and the costs of a tensor plan need."""
 
-    costs: tensor_plan.CutCosts
-    calls: sequence_boundaries.Calls
+    calls: ForwardCalls
     recorder: Recorder
 
 
@@ -201,18 +201,16 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, before: 
     with ExitStack() as observers:
         observe = observers.enter_context
         observe(refused_reads(built.blueprint))
-        cuts = None
+        recorder = None if planned is None else Recorder(planned.styles, planned.looking)
+        run = functools.partial(built.trace, places)
         if planned is not None:
-            recorder = Recorder(planned.styles, planned.looking)
-            costs = observe(tensor_plan.record_cuts(module, planned, places))
-            cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module, places)), recorder)
-            run = functools.partial(built.trace, places, planned.styles, recorder, keeps_all=bool(planned.looking))
-        else:
-            run = functools.partial(built.trace, places)
+            run = functools.partial(run, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking))
         masks = observe(record_masks(module, built.num_samples))
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
         checkpointed = observe(record_checkpointed(module))
         spec = run(events=events)
+    assert events.modules is not None, "it has run"
+    cuts = None if recorder is None else CutObservations(events.modules, recorder)
     checkpointed.entered |= places.covered
     keeps = kept_state.has_changed(before, module, events)
     return TracedForward(spec, keeps, masks, dispatches, expert_calls, checkpointed, cuts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.building.named_tensors import address
+from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import (
     Along,
@@ -17,7 +17,6 @@ from samestep.independence.dependence import (
     Dependence,
     Dependences,
     Mixed,
-    RowHistories,
     join_dependences,
     nothing_known,
 )
@@ -25,12 +24,13 @@ from samestep.independence.dimension_maps import FILLS, attention, is_elementwis
 from samestep.independence.linear_hooks import is_linear
 from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
+from samestep.independence.value_numbers import Operand, Table, ValueNumbers
 from samestep.models.spec import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.operations import FEW_ELEMENTS, Analysis, Executed
-from samestep.trees import operands, tree_flatten, tree_map_only
+from samestep.trees import operands, tree_map_only
 
 
 class Prover(Analysis):
@@ -48,8 +48,13 @@ class Prover(Analysis):
         """Paths of modules whose code looked at a value that depends on rows."""
         self.tried: list[str] = []
         """What is used because a trial has passed, or is assumed, as text."""
-        self.histories = RowHistories(num_rows)
-        """What is computed for some rows alone."""
+        self.numbers: ValueNumbers | None = None
+        """The numbers of values; None until they are asked for."""
+        self.stops_in_parts = False
+        """Whether the forward ends where an operation is given some rows alone, of which numbers alone say what they are."""
+        self._operands: list[Operand] = []
+        """The operands of the operation that runs."""
+        self._given_to_experts: list[Hashable] = []
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
         self._uniform: set[int] = set()
@@ -95,23 +100,27 @@ class Prover(Analysis):
             yield
 
     def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the dependences of the rows that experts are given; they compute each row by itself."""
-        if not self.is_following:
-            return
+        """Record the dependences and numbers of the rows that experts are given; they compute each row by itself."""
         with disable_current_modes():
-            given = [found for one in experts_module.routing_arguments(args, kwargs) if (found := self.known.of(one))]
+            routed = experts_module.routing_arguments(args, kwargs)
+            if self.numbers is not None:
+                self._given_to_experts = [self.numbers.of(one) for one in routed]
+            if not self.is_following:
+                return
+            given = [found for one in routed if (found := self.known.of(one))]
             of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
             found = join_dependences(given, f"{self.where} by its experts")
             self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
             self.is_following = self._of_rows is None
 
     def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
-        """Set the dependences of each row of the experts' result to those of its input row."""
-        if self._of_rows is None:
-            return
+        """Set the dependences of each row of the experts' result to those of its input row, and its number."""
         with disable_current_modes():
-            self.learn(output, self._of_rows)
-        self._of_rows, self.is_following = None, True
+            if self._of_rows is not None:
+                self.learn(output, self._of_rows)
+                self._of_rows, self.is_following = None, True
+            if self.numbers is not None:
+                self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Set the dependence of the output of an attention."""
@@ -119,12 +128,41 @@ class Prover(Analysis):
             given = (query, key, value, *([] if mask is None else [mask]))
             for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
+            self.number_attention(given, output)
+
+    def number_values(self, module: nn.Module, table: Table) -> ValueNumbers:
+        """Return the numbers of a forward's values, in which those that the model holds have their names."""
+        numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
+        for one in tensors_of(module):
+            numbers.name(one.tensor, "held", one.name)
+        return numbers
+
+    def number_attention(self, given: tuple[Tensor, ...], output: Tensor) -> None:
+        """Set the number of the output of an attention."""
+        if self.numbers is not None:
+            with disable_current_modes():
+                numbers = [self.numbers.of(one) for one in given]
+                self.numbers.name(output, "attention", *numbers, where=self.where, apart=self.numbers.apart(*given))
+
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Set the number of the values of a tensor that stands for a real one."""
+        if self.numbers is not None:
+            with disable_current_modes():
+                self.numbers.learn_constant(made, real)
+
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the operands of an operation as they are before it."""
+        if self.numbers is not None:
+            with disable_current_modes():
+                self._operands = self.numbers.seen_by(func, args, kwargs)
 
     def ran(self, op: Executed) -> Any:
-        """Set the dependences of the results of an operation."""
-        if self.is_following:
-            with disable_current_modes():
+        """Set the dependences and the numbers of the results of an operation."""
+        with disable_current_modes():
+            if self.is_following:
                 self._carry_on(op.func, op.meta_args, op.meta_kwargs, op.results)
+            if self.numbers is not None:
+                self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
         return op.outcome
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
@@ -242,19 +280,24 @@ class Prover(Analysis):
         return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)
 
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        """Set the dependences of the results of an operation."""
+        """Set the dependences of the results of an operation.
+
+        Raises:
+            InPartsError: it is given some rows alone.
+        """
         packet, writes = func.overloadpacket, func._schema.is_mutable
         if packet in _TURNS:
             return  # the storage stays as it is
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
-        met = any(self.known.of(tensor) is not None for tensor in given)
+        founds = [self.known.of(tensor) for tensor in given]
+        met = any(found is not None for found in founds)
+        if self.stops_in_parts and any(map(self.known.shows_some, given, founds)):
+            raise InPartsError
         if met and torch.Tag.data_dependent_output in func.tags:
             self.reads.append(self.where)
         if packet in FILLS or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, met)):
             self._note_uniform(results, is_uniform=True, writes=writes)
             self._learn_constants(results)
-            if writes:
-                self._note_rows(func, args, kwargs, results)
             return
         elementwise = is_elementwise(func)
         if not met:
@@ -287,36 +330,6 @@ class Prover(Analysis):
             self.learn(result, dependence)
         for result in call.results[len(found) :]:
             self.learn(result, Mixed(call.text, shown=False))
-        self._note_rows(call.func, call.args, call.kwargs, call.results)
-
-    def _note_rows(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        """Follow what an operation computes, or writes, for some rows alone."""
-        given = [*args, *kwargs.values()]
-        tensors = [tensor for tensor in operands(*given) if tensor.is_meta]
-        leaves = [one for one in tree_flatten(given)[0] if isinstance(one, int | float | complex | Tensor)]
-        others = tuple(
-            (one.storage_offset(), tuple(one.shape), self.key(one)) if isinstance(one, Tensor) else repr(one)
-            for one in leaves
-            if not isinstance(one, Tensor) or not (self.known.of(one) is not None or self.is_uniform(one))
-        )
-        writes, packet = func._schema.is_mutable, func.overloadpacket
-        moves = packet in _MOVES or (packet is torch.ops.aten.copy_ and self.known.of(args[1]) is not None)
-        keys = [self.key(tensor) for tensor in (tensors[1:] if packet is torch.ops.aten.copy_ else tensors)]
-        for result in results:
-            if isinstance(found := self.known.of(result), Along):
-                what = None if moves else (self.where, str(func), others)
-                size = result.shape[found.dim] if found.dim >= 0 else 1
-                text = f"{self.where} by {packet.__name__}"
-                self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
-
-
-_MOVES = frozenset(
-    (
-        torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.cat, torch.ops.aten.stack, torch.ops.aten.index,
-        torch.ops.aten.index_select, torch.ops.aten.repeat, torch.ops.aten.constant_pad_nd, torch.ops.aten.lift_fresh_copy,
-    )
-)  # fmt: skip
-"""Operations that compute nothing."""
 
 
 _TURNS = frozenset(
@@ -326,6 +339,10 @@ _TURNS = frozenset(
     )
 )  # fmt: skip
 """Operations that make another view of a tensor in its place, as a GRU does whose batch comes first."""
+
+
+class InPartsError(BaseException):
+    """A forward computes some rows apart from others: no exception that the user's code would catch."""
 
 
 class _UnclearError(Exception):

@@ -13,6 +13,7 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,9 +33,10 @@ from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.linear_hooks import is_linear
-from samestep.independence.row_prover import Prover
+from samestep.independence.row_prover import InPartsError, Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
+from samestep.independence.value_numbers import Table
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
@@ -96,6 +98,8 @@ def examine(
     if has_items(sample):
         return Findings(tried=("the forward on several samples, of which each is an item of a list",))
 
+    prover = functools.partial(_SampleProver, module, keeps_all=keeps_all, takes_gradients=takes_gradients)
+
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
             found = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
@@ -105,18 +109,25 @@ def examine(
 
     def run_again(decisions: Decisions) -> None:
         with preserve_modules(module):
-            run(_SampleProver(module, decisions, keeps_all=keeps_all, takes_gradients=takes_gradients))
+            run(prover(decisions))
 
-    watch = _SampleProver(module, Decisions(), keeps_all=keeps_all, takes_gradients=takes_gradients)
+    watch = prover(Decisions())
+    watch.stops_in_parts = True
     try:
-        with preserve_modules(module) if keeps_all else nullcontext():
-            outputs, calls = run(watch)
+        try:
+            with preserve_modules(module):
+                outputs, calls = run(watch)
+        except InPartsError:
+            watch = prover(Decisions())
+            watch.numbers = watch.number_values(module, Table())
+            with preserve_modules(module):
+                outputs, calls = run(watch)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
         unknown = () if mark_of(loss) is not None else None
         return Findings(tried=(f"the forward on several samples ({reason})",), loss_reads=unknown)
-    # What a forward returns as the loss is of all samples: forwards on parts of a batch are tried (`model_loss_trial.py`).
+    # What a forward returns as the loss is of all samples: forwards on parts of a batch are tried (`forward_loss.py`).
     is_within = isinstance(loss, ModelLoss)
     read = set[int]() if is_within else watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]
@@ -240,7 +251,6 @@ class _SampleProver(Prover):
             self.tried.append(f"{call.text}, which divides by the number of samples")
             for result, found in zip(call.results, of_each, strict=True):
                 self.learn(result, found)
-            self._note_rows(call.func, call.args, call.kwargs, call.results)
             return
         is_one = self.tracer.functions.in_batch_norm and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
@@ -363,6 +373,7 @@ class _SampleProver(Prover):
 
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a loss reads."""
+        super().begin(func, args, kwargs)
         if self._read is not None:
             self._read |= {address(tensor) for tensor in operands(*args, *kwargs.values())}
 
@@ -394,7 +405,7 @@ class _SampleProver(Prover):
             found = self.known.of(tensor)
             if isinstance(found, Mixed) and found.shown:
                 refusal = refusal or found.where
-            elif isinstance(found, Along) and (alone := self.histories.difference(address(tensor))):
+            elif isinstance(found, Along) and self.numbers is not None and (alone := self.numbers.apart(tensor)):
                 refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
             elif not self.known.is_ordered(tensor):
                 where = "the outputs, which are not one for each sample"

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import Along
-from samestep.independence.sequence_boundaries import first_input_of, first_of, with_first, with_given
 from samestep.independence.slice_prover import SliceProver, compare_forwards
 from samestep.independence.value_numbers import Table
 from samestep.models.spec import ModelAnalysis, is_below, owner_of
 from samestep.tracing.forward import ValueOf
+from samestep.tracing.module_inputs import first_input_of, first_of, with_first, with_given
 from samestep.tracing.operations import Executed
 from samestep.trees import operands, tensors_in
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall
 from samestep.building.loss_result import OF_SLICE
 from samestep.building.model_loss import RETURNS_LOGITS
-from samestep.building.named_tensors import address, tensors_of
+from samestep.building.named_tensors import tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed, WithNeighbours
@@ -25,16 +25,14 @@ from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import Reshaping, sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Operand, Table, ValueNumbers, first_difference
+from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import ExpertModules, is_below
 from samestep.state import snapshot
 from samestep.tracing.custom_functions import Function, Hook
-from samestep.tracing.experts import routing_arguments
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.operations import Executed
 from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path, tree_leaves, tree_unflatten
 
@@ -65,9 +63,7 @@ class SliceProver(Prover):
         super().__init__(module, size)
         self.looking, self.wider = looking, wider
         """Modules whose code looks at values, and parts that compute all tokens."""
-        self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
-        for one in tensors_of(module):
-            self.numbers.name(one.tensor, "held", one.name)
+        self.numbers: ValueNumbers = self.number_values(module, table)
         self.held = [one.tensor for one in tensors_of(module)]
         self.outcome: list[Hashable] = []
         """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
@@ -77,8 +73,6 @@ class SliceProver(Prover):
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
         self.passed: set[str] = set()
         """Arguments of blocks that were slices when they were given."""
-        self._operands: list[Operand] = []
-        """The operands of the operation that runs."""
         self._mixed = self._mixed_at = ""
         self._joined = set[str]()
         """The operations that have joined rows to those of tokens, as text."""
@@ -255,23 +249,6 @@ class SliceProver(Prover):
 
     # -- what values are computed from -------------------------------------------------------------
 
-    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
-        """Set the number of the values of a tensor that stands for a real one."""
-        with disable_current_modes():
-            self.numbers.learn_constant(made, real)
-
-    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the operands of an operation as they are before it."""
-        with disable_current_modes():
-            self._operands = self.numbers.seen_by(func, args, kwargs)
-
-    def ran(self, op: Executed) -> Any:
-        """Set the dependences and the numbers of the results of an operation."""
-        super().ran(op)
-        with disable_current_modes():
-            self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
-        return op.outcome
-
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
         super().applied(function, args, named, outcome)
@@ -335,18 +312,6 @@ class SliceProver(Prover):
             parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
             self.numbers.name(output, "attention", *parts, where=self.where)
 
-    def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what the rows of experts are computed from."""
-        with disable_current_modes():
-            self._given_to_experts = [self.numbers.of(one) for one in routing_arguments(args, kwargs)]
-        super()._enter_experts(module, args, kwargs)
-
-    def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Set the number of what experts have computed of their rows, each by itself."""
-        super()._leave_experts(module, args, output)
-        with disable_current_modes():
-            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
-
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
         self.tracer.places.reach(every := tensors_in(outputs))
@@ -368,7 +333,7 @@ class SliceProver(Prover):
 
     def of_some_tokens(self, tensor: Tensor) -> str:
         """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
-        alone = self.histories.difference(self.key(tensor))
+        alone = self.numbers.apart(tensor)
         return f"{alone} computes some tokens of a slice otherwise than the others" if alone else ""
 
     def refuse(self, reason: str, path: str = "") -> None:

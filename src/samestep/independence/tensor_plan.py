@@ -9,21 +9,17 @@ and which whole weights are used on cut tensors. `runtime/axes/tensor.py` carrie
 from __future__ import annotations
 
 import fnmatch
-import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.errors import ModelError
 from samestep.independence import cut_proof
 from samestep.independence.cut_proof import CutProof
-from samestep.independence.sequence_boundaries import state_of
 from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
@@ -31,6 +27,7 @@ from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
+from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Recorder
 from samestep.tracing.trace import samples_traced
 
@@ -198,95 +195,57 @@ def proof_of(
     return proof
 
 
-# -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
+# -- the cost of a cut, as the calls of a forward show it ------------------------------------------
 
 
-@dataclass(slots=True)
-class CutCosts:
-    """Sums that the cuts of a plan need, in order of the forward."""
-
-    num_samples: int
-    """Number of samples of the forward; elements are those of one."""
-    places: TracedPlaces
-    """The points of the forward."""
-    forward: list[tuple[PartialSum, Point]] = field(default_factory=list)
-    inputs: list[tuple[str, tuple[int, int, bool], int, Point]] = field(default_factory=list)
-    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements, and where the module is
-    entered, with the nodes of what it returns."""
-    logit_rows: int = 0
-    heads: list[str] = field(default_factory=list)
-    """Heads that are cut by vocabulary."""
-    _given: dict[int, Tensor] = field(default_factory=dict)
-    """These tensors, kept alive so that no other has the same identity."""
-    _entered: dict[str, Point] = field(default_factory=dict)
-
-    def enter(self, path: str, *_: Any) -> None:
-        """Record the point at which a module is entered."""
-        self._entered[path] = self.places.point()
-
-    def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the input of a module; modules with one input share the sum of its gradient."""
-        if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
-            self._given[id(args[0])] = args[0]
-            point = self._entered[path]._replace(nodes=self.places.point(output).nodes)
-            elements = args[0].numel() // self.num_samples
-            self.inputs.append((path, (id(args[0]), *state_of(args[0])), elements, point))
-
-    def copies(self, copied: Collection[str], separable: Collection[str]) -> list[tuple[PartialSum, Point]]:
-        """Return the sums of the gradients of these modules' inputs, in order of the forward.
-
-        The gradients of weights of `separable` modules can be computed while these are summed.
-        """
-        found: list[tuple[PartialSum, Point]] = []
-        last: tuple[int, int, bool] | None = None
-        for path, number, elements, point in self.inputs:
-            if path not in copied or not self.places.is_reached(point):
-                continue
-            if number != last:
-                found.append((PartialSum(owner=path, elements=elements), point))
-                last = number
-            if path in separable:
-                part, first = found[-1]
-                found[-1] = replace(part, beside=(*part.beside, path)), first
-        return found
-
-    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the output of a cut module."""
-        if style in ("row", "vocab") and not is_head(module, style):
-            self._add(PartialSum(owner=path, elements=output.numel() // self.num_samples))
-        if style == "gather" or is_head(module, style):
-            kind: Literal["gather", "logits"] = "gather" if style == "gather" else "logits"
-            self._add(PartialSum(owner=path, elements=output.numel() // self.num_samples, kind=kind))
-        if is_head(module, style):
-            self.logit_rows = output.numel() // output.shape[-1] // self.num_samples
-            self.heads.append(path)
-
-    def _add(self, part: PartialSum) -> None:
-        self.forward.append((part, self.places.point()))
+_Sums = list[tuple[PartialSum, Point]]
+"""Sums with the points of the forward at which they stand, in the order in which modules end; elements are those of one sample."""
 
 
-@contextmanager
-def record_cuts(model: nn.Module, cuts: Cuts, places: TracedPlaces) -> Iterator[CutCosts]:
-    """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside, whose points `places` has."""
-    seen = CutCosts(samples_traced(model), places)
-    with ExitStack() as hooks:
-        for path, style in cuts.styles.items():
-            leave = functools.partial(seen.leave, path, style)
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
-        for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
-            hooks.enter_context(module.register_forward_hook(functools.partial(seen.left, path)))
-        hooks.callback(seen._given.clear)  # else the record holds the traced graph, and the graph the record
-        yield seen
+def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutProof) -> _Sums:
+    """Return the sums, or gathered parts, of the outputs of cut modules."""
+    found: _Sums = []
+    for call in calls.ended:
+        style = cuts.styles.get(call.path)
+        if call.output is None or style not in ("row", "vocab", "gather"):
+            continue
+        is_logits = is_head(model.get_submodule(call.path), style)
+        is_gathered = style == "gather" or (is_logits and proof.styles[call.path] == "gather")
+        elements = call.output.shape.numel() // samples_traced(model)
+        part = PartialSum(owner=call.path, elements=elements, kind="logits" if is_logits else "sum")
+        found.append((replace(part, kind="gather") if is_gathered else part, call.left_at))
+    return found
+
+
+def _input_sums(calls: ForwardCalls, model: nn.Module, copied: Collection[str], separable: Collection[str]) -> _Sums:
+    """Return the sums of the gradients of these modules' inputs; modules with one input share its sum.
+
+    The gradients of weights of `separable` modules can be computed while these are summed.
+    """
+    found: _Sums = []
+    last: tuple[int, tuple[int, bool]] | None = None
+    for call in calls.ended:
+        given = call.input if call.is_positional and call.path in copied else None
+        if given is None or not (given.takes_gradient and given.state[1] and calls.places.is_reached(call.way)):
+            continue
+        if (given.number, given.state) != last:
+            elements = given.shape.numel() // samples_traced(model)
+            found.append((PartialSum(owner=call.path, elements=elements), call.way))
+            last = given.number, given.state
+        if call.path in separable:
+            part, first = found[-1]
+            found[-1] = replace(part, beside=(*part.beside, call.path)), first
+    return found
 
 
 def with_cuts(
-    spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int], proof: CutProof
+    spec: ModelSpec, model: nn.Module, cuts: Cuts, calls: ForwardCalls, shareable: Mapping[str, int], proof: CutProof
 ) -> ModelSpec:
     """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
     refusal = cuts.refusal or proof.refusal
     if refusal:
         return replace(spec, cut_refusal=refusal)
+    sums = _output_sums(calls, model, cuts, proof)
     for path in [path for path, style in cuts.styles.items() if style == "sum"]:  # a plan may name too many
         del cuts.styles[path]
     cuts.styles |= {path: "sum" for path, uses in proof.uses.items() if "cut" in uses and path not in cuts.styles}
@@ -298,12 +257,12 @@ def with_cuts(
     params = tuple(
         replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
     )
-    copies = seen.copies(proof.copied, _separable(spec, model, cuts))
-    gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
-    sums = [(replace(p, kind="gather") if p.owner in gathered else p, point) for p, point in seen.forward]
-    layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
+    copies = _input_sums(calls, model, proof.copied, _separable(spec, model, cuts))
+    layers = tuple(_layer_with(layer, calls.places, sums, copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
-    rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
+    head = next((path for path, style in cuts.styles.items() if is_head(model.get_submodule(path), style)), "")
+    logits = calls.of[head][-1].output if head in calls.of else None
+    rows = logits.shape[:-1].numel() // samples_traced(model) if logits else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
 
 
@@ -356,20 +315,20 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
 
 
 def _layer_with(
-    layer: LayerSpec, seen: CutCosts, copies: list[tuple[PartialSum, Point]], shareable: Mapping[str, int]
+    layer: LayerSpec, places: TracedPlaces, sums: _Sums, copies: _Sums, shareable: Mapping[str, int]
 ) -> LayerSpec:
     def placed(parts: Iterable[tuple[PartialSum, Point]]) -> tuple[PartialSum, ...]:
         """Return those of these sums that are the layer's."""
         return tuple(
-            replace(part, place=seen.places.place(point, layer.called))
+            replace(part, place=places.place(point, layer.called))
             for part, point in parts
             if _is_within(part.owner, layer)
         )
 
-    points = [point for part, point in seen.forward if _is_within(part.owner, layer)]
-    repeats = bool(points) and seen.places.is_kept_behind(points[-1], layer.called)
+    points = [point for part, point in sums if _is_within(part.owner, layer)]
+    repeats = bool(points) and places.is_kept_behind(points[-1], layer.called)
     products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
-    forward, backward = placed(seen.forward), placed(reversed(copies))
+    forward, backward = placed(sums), placed(reversed(copies))
     return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
 
 
@@ -420,6 +379,6 @@ def is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
     return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
 
 
-def is_head(module: nn.Module, style: str) -> bool:
+def is_head(module: nn.Module, style: str | None) -> bool:
     """Return whether a cut along the vocabulary is that of the head, whose logits stay cut."""
     return style == "vocab" and isinstance(module, nn.Linear)

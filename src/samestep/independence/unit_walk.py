@@ -45,6 +45,7 @@ from samestep.independence.dimension_maps import FILLS, is_elementwise
 from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, cut_weights_of
 from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
 from samestep.models.spec import is_below, owner_of
+from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Operation, View
 
 _LOOKUPS = {torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select}
@@ -229,12 +230,16 @@ class PartialGradients:
     """Indices of operations that compute a tensor with a partial gradient."""
 
 
-def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> PartialGradients:
-    """Return where gradients are partial; `entered` are the storages of modules' inputs, by path.
+def partial_gradients(operations: list[Operation], calls: ForwardCalls, flow: UnitFlow) -> PartialGradients:
+    """Return where gradients are partial; `calls` are those of the forward's modules.
 
     Raises:
         MixesError: a gradient would be partial in one use of a tensor, and whole in another.
     """
+    entered: dict[str, set[int]] = {}
+    for call in calls.ended:
+        if call.is_positional and call.input is not None:
+            entered.setdefault(call.path, set()).add(call.input.storage)
     search = _CutSearch(operations, entered, flow)
     for index, op in enumerate(operations):
         if search.meets(index):

@@ -46,6 +46,7 @@ from samestep.runtime.axes.compiled_blocks import CompiledBlocks
 from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.objective import Objective
+from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import why_uncompiled
@@ -150,23 +151,26 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     decided = _decide(source, layout, job, place, example)
-    waived = _check(decided, place)
+    plan = decided.traced.blueprint
     precision.set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
-    uncut = _Uncut.of(decided, example)
+    assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
+    # Read while weights are whole, and the loss is called as its code does.
+    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None
+    settle_own_loss(plan.module, source.loss, example)
+    state_names = plan.state_names()
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
     exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
-        model=_prepare_model(decided, uncut, axes, store, waived),
+        model=_prepare_model(decided, axes, store, form, state_names),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
     if (optimizer := assembled.weights.updater.optimizer) is not None:
         axes.compiled.leave_update(why_uncompiled(optimizer))
-    plan = decided.traced.blueprint
     plan.plain.settle(functools.partial(plan.materialize, device=place.device), frees=plan.is_taken)
     return assembled
 
@@ -183,32 +187,15 @@ class _Decided:
     """The spec of the whole model, with what its optimizer needs."""
     optimizer: WholeOptimizer
     program: Program
-
-
-@dataclass(frozen=True, slots=True)
-class _Uncut:
-    """The facts that are read of a module while its weights are whole and its loss is called as its code does."""
-
-    form: PretrainedForm | None
-    state_names: Mapping[str, str]
-
-    @classmethod
-    def of(cls, decided: _Decided, example: Any) -> _Uncut:
-        """Read a blueprint, which is then cut and filled by this run alone; its loss is the run's from now on."""
-        plan, job = decided.traced.blueprint, decided.job
-        assert all(param.is_meta for param in plan.module.parameters()), (
-            "a blueprint is cut and filled by one run alone"
-        )
-        form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None
-        settle_own_loss(plan.module, decided.source.loss, example)
-        return cls(form, plan.state_names())
+    waived: tuple[str, ...]
+    """Rejections of what the model keeps that the job waives."""
 
 
 def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
-    """Trace the model and make the program of this rank.
+    """Trace the model, make the program of this rank, and refuse what this machine cannot hold and what its groups cannot send.
 
     Raises:
-        InputError: the model or the optimizer does not fit the layout.
+        InputError: the model or the optimizer does not fit the layout, or the layout does not fit the machine.
     """
     traced, flows = recorded_flows.with_flows(examine(source, job, example, layout), layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
@@ -218,19 +205,10 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     optimizer, spec = WholeOptimizer.of(source.optimizer, traced.spec, marks, job, layout)
     cuts_loss, in_chunks = source.loss is cross_entropy, optimizer.updates_in_chunks
     program = program_of(spec, job, layout, place.ranks_per_node, cuts_loss, stage, replica, in_chunks)
-    return _Decided(source, job, traced, flows, spec, optimizer, program)
-
-
-def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
-    """Refuse what a model keeps, what this machine cannot hold, and what its groups cannot send; return the refusals that the job waives.
-
-    Raises:
-        InputError: the layout would change the result, or does not fit the machine.
-    """
-    several_hosts = place.ranks_per_node < place.world_size
-    memory_limits.refuse_weights_too_large(decided.program, decided.job, place.device, place.ranks_per_node)
-    messages.check(decided.spec, decided.program.step.layout, decided.job, several_hosts=several_hosts)
-    return tuple(forward_state.check(decided.traced.analysis.states, decided.program, decided.job.run))
+    memory_limits.refuse_weights_too_large(program, job, place.device, place.ranks_per_node)
+    messages.check(spec, program.step.layout, job, several_hosts=place.ranks_per_node < place.world_size)
+    waived = tuple(forward_state.check(traced.analysis.states, program, job.run))
+    return _Decided(source, job, traced, flows, spec, optimizer, program, waived)
 
 
 def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
@@ -248,7 +226,11 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
 
 
 def _prepare_model(
-    decided: _Decided, uncut: _Uncut, axes: AppliedAxes, store: WeightStore, waived: tuple[str, ...]
+    decided: _Decided,
+    axes: AppliedAxes,
+    store: WeightStore,
+    form: PretrainedForm | None,
+    state_names: Mapping[str, str],
 ) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
@@ -271,10 +253,10 @@ def _prepare_model(
         replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
-        remarks=waived,
-        form=uncut.form,
+        remarks=decided.waived,
+        form=form,
         given={} if traced.blueprint.is_taken else traced.blueprint.given,
-        state_names=uncut.state_names,
+        state_names=state_names,
         gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )
 
@@ -282,6 +264,8 @@ def _prepare_model(
 def _with_updater(decided: _Decided, placements: Placements, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
     job, program = decided.job, decided.program
+    if (owner := decided.source.owner) is not None:
+        owner.optimizers = [*given_sources(decided.optimizer.source).values()]
     updater = Updater.over(
         store.pieces,
         decided.optimizer,
@@ -291,6 +275,7 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         packing=StatePacking.of(job, program, placements),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
+        takes_instances=decided.source.owner is not None,
     )
     return Weights(
         store=store,

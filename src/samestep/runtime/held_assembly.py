@@ -132,9 +132,9 @@ class HeldAssembly:
         """Go on with assemblies that are derived from these."""
         self.assemblies = [change(assembly) for assembly in self.assemblies]
 
-    def sums(self, own: Sequence[Tensor]) -> Tensor:
+    def sums(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the scalars of all replicas in one tensor."""
-        return own[0]
+        return scalars[0]
 
     def value_of(self, index: int) -> Tensor:
         """Return the values of a piece that a checkpoint holds: for independently trained replicas, the outer ones."""

@@ -12,9 +12,9 @@ A run is a facade over few parts. Its steps stand here; its other methods with w
 ```
 step                       ─► RunBatches    what a loop hands over, as a batch         run_batches.py
                            ─► Stepper       one step                                   stepper.py
-backward, update           ─► RunMethods    the two halves of a step, in any order     run_methods.py, own_steps/
-save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
-evaluate, predict          ─► RunMethods    forwards without gradients                 run_methods.py, evaluation.py
+backward, update           ─► RunInParts    the two halves of a step, in any order     own_steps/
+save, load, state_dict     ─► SavedRun      weights in files, dicts, and whole         checkpoints/
+evaluate, predict          ─► evaluation    forwards without gradients                 evaluation.py
 record                     ─► RecordedRun   where the time of steps goes               recording/step_recorder.py
 ```
 """
@@ -25,27 +25,29 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.loss import loss_from
 from samestep.building.over_samples import IGNORING, scoped
 from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
+from samestep.datasets.batch import Dataset
+from samestep.datasets.opening import batch_to_evaluate
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints.saved_run import RunState, SavedRun
+from samestep.runtime.checkpoints.saved_run import Lent
+from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
@@ -53,25 +55,26 @@ from samestep.runtime.memory_limits import held_bytes
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.optimizers.optimizers_by_name import for_loops
-from samestep.runtime.own_steps.steps_in_parts import StepsInParts
+from samestep.runtime.own_steps.other_losses import OtherLosses
+from samestep.runtime.own_steps.steps_in_parts import RunInParts
 from samestep.runtime.processes import join, mesh, rank_order, whereabouts
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.recording.step_recorder import RecordedRun, StepRecorder
 from samestep.runtime.run_batches import RunBatches
-from samestep.runtime.run_methods import RunMethods
 from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
 from samestep.runtime.weights.weights_in_loops import computing
 
+Measure = Callable[[Any, Any], Any]
+"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(RunMethods, SavedRun, RecordedRun):
+class Run(RunInParts, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -96,6 +99,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         Raises:
             ModelError: another run owns a part of the instance.
         """
+        super().__init__()
         self.job, self.place = job, place
         self._owner = None if owns_weights else OwnedModel(source.model)
         if self._owner is not None:
@@ -108,23 +112,14 @@ class Run(RunMethods, SavedRun, RecordedRun):
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
         self.before_steps: list[Callable[[StepBatch], StepReport | None]] = []
         """What is asked before each step of a prepared run; a report in place of None says that the loop has ended before it."""
-        self._seen: Optimizer | None = None
-        """The optimizer as a loop has it, on which its schedulers act."""
         self.ended: StepReport | None = None
         """The report of a loop that had ended before this process began, which takes no step more."""
         self._own = held_assembly_of(job)(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
-        self._parts = StepsInParts(self._stepper, self._own)
-        self._refuse_waiting = self._parts.refuse_waiting
+        self._losses = OtherLosses(self._stepper, self._own)
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
-        self._state = RunState(self, self._own, self._stepper.guards.forget_replicas)
-        self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
-        """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
-        if self._own.are_apart:
-            self._after_step.append(lambda step: self._own.exchange(step + 1))
-            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
 
     def __repr__(self) -> str:
         """Return the layout and the number of steps, as a notebook shows them."""
@@ -181,11 +176,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         self.assembly.weights.store.watch.take_back()
         updater = self.assembly.weights.updater
         updater.live.reread()
-        if updater.optimizer is None:
-            return updater
-        if self._seen is None or vars(self._seen) is not vars(updater.optimizer):
-            self._seen = for_loops(updater.optimizer)
-        return updater if self._seen is updater.optimizer else replace(updater, optimizer=self._seen)
+        return replace(updater, optimizer=updater.in_loop)
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
@@ -211,7 +202,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
         self._stepper.guards.forget_replicas()
-        self._parts.forget()
+        self._forget_gradients()
 
     def prepare(self, example: Any) -> None:
         """Build the model in its layout, unless that is done; `example` is a batch as `step` takes it, or samples of one from
@@ -230,7 +221,7 @@ class Run(RunMethods, SavedRun, RecordedRun):
         if self._owner is not None:
             model = self._own.current.model
             self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
-        self._state.begin()
+        self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -254,30 +245,30 @@ class Run(RunMethods, SavedRun, RecordedRun):
         self._refuse_waiting("step")
         with whereabouts.taking(self.steps_taken + 1, hang_s=self.job.run.hang_s):
             report, batch = self._taken(batch, "step", self._stepper.take, local=local)
-            for act in self._after_step if report.step > batch.step else ():
-                act(batch.step)
+            if report.step > batch.step and (self._own.averages.following or self._own.are_apart):
+                self._stepper.end_step(batch.step)
         return self._received(report, batch)
 
     def _taken(
         self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
     ) -> tuple[StepReport, StepBatch]:
         """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
-        self._state.refuse(method)
+        self._refuse_lent(method)
         if torch.is_autocast_enabled(self.place.device.type):
             raise ModelError(
                 "run-call-time",
                 f"run.{method} within torch.autocast, which would compute otherwise than the job's numerics.precision = "
                 f'"{self.job.numerics.precision}" says. Use "bf16" or "fp16" there, without it',
             )
-        values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
-        given = self.batch_of(batch, f"run.{method}", local=local, step=step)
-        self._parts.note_values(values, step)
-        batch = self.labelled(given)
+        values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
+        read = self.batch_of(batch, f"run.{method}", local=local, step=step)
+        self._note_values(values, step)
+        batch = self.labelled(read)
         for ask in self.before_steps:
-            if (ended := ask(given)) is not None:
+            if (ended := ask(read)) is not None:
                 self.ended = ended
                 return ended, batch
-        self.changes += self._batches.begin_step(given)
+        self.changes += self._batches.begin_step(read)
         assembly = self._own.current
         module, program, updater = assembly.model.module, assembly.parallel.program, assembly.weights.updater
         count_bytes = functools.partial(held_bytes, module, program, updater)
@@ -328,6 +319,56 @@ class Run(RunMethods, SavedRun, RecordedRun):
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
         return self._batches.labelled(batch)
+
+    # -- forwards without gradients ----------------------------------------------------------------
+
+    @calls.checked
+    def evaluate(
+        self, batch: StepBatch | Dataset | Any, metrics: Measure | None = None, *, local: bool = False
+    ) -> dict[str, float]:
+        """Return the mean of the loss over a dataset or a batch, as {"loss": ...}, without gradients; each sample counts once.
+
+        `metrics`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of these sums, such as
+        {"accuracy": (right, answers)}. (sum, count) alone has the function's name. Values are taken as by `step`.
+
+        Raises:
+            UnprovenError: a metric is not a sum over samples, and they are evaluated in several parts.
+        """
+        samples = self._to_evaluate(batch, "evaluate", local=local)
+        guards, seed = self._stepper.guards, self.job.train.seed
+        guards.find_loss(self._stepper.held, samples)
+        with self._computing(), self._own.outer():
+            assembly = self._stepper.whole_assembly
+            with guards.trying_measure(assembly, samples, metrics) if metrics is not None else nullcontext():
+                return evaluate(assembly, samples, seed, metrics)
+
+    @calls.checked
+    def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
+        """Return the model's outputs for all samples of a dataset or a batch, in order, on every rank's CPU, without gradients.
+
+        They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
+        left out. If samples differ in size, it is a list with the outputs of each. Values are taken as by `step`.
+
+        Raises:
+            DataError: an output has no dimension of samples, and is not the same for all of them.
+        """
+        samples = self._to_evaluate(batch, "predict", local=local)
+        with self._computing(), self._own.outer():
+            return predict(self._stepper.whole_assembly, samples, self.job.train.seed)
+
+    def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
+        """Return a data set or a batch that a method is given, as one batch with labels."""
+        self._refuse_lent(word, Lent.WHOLE)
+        method = f"run.{word}"
+        batch = batch_to_evaluate(given, method, self.job.train.global_batch, self._batches.dims)
+        return self.labelled(self.batch_of(batch, method, local=local))
+
+    def outputs(self, samples: Any) -> Any:
+        """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
+        self._refuse_lent("outputs", Lent.WHOLE)
+        self.prepare(samples)
+        with self._computing(), self._own.outer():
+            return outputs_of(self._stepper.whole_assembly, samples, self.job.train.seed)
 
 
 _READ_IN_A_LOOP = {"model.stages", "model.offload", "optimizer.clip_norm"}
@@ -383,6 +424,21 @@ def parallelize(
         InputError: a model, optimizer or layout that cannot run; the text names a fix.
     """
     job = (job or Job()).with_modules(stages=stages, offload=offload)
+    _check_keys(job)
+    place, where = _joined(job, layout)
+    averages = ModelAverages(ema or {})
+    averages.check(where, job)
+    built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
+    source = _source_of(built, loss, optimizer, job)
+    return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
+
+
+def _check_keys(job: Job) -> None:
+    """Refuse a job with keys that a run in a loop of one's own does not read.
+
+    Raises:
+        JobError: it has one.
+    """
     if job.checkpoint.every:
         raise JobError(
             "job-key-unread",
@@ -395,12 +451,6 @@ def parallelize(
             f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
             "them. Remove these keys, or use samestep.train(job), which reads them.",
         )
-    place, where = _joined(job, layout)
-    averages = ModelAverages(ema or {})
-    averages.check(where, job)
-    built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    source = _source_of(built, loss, optimizer, job)
-    return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:

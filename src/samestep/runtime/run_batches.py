@@ -38,14 +38,12 @@ from samestep.errors import DataError, ModelError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
-from samestep.layout import Layout
 from samestep.program.ranks import Ranks
 from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
 from samestep.runtime.checkpoints.prepared_run import TrainedData
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_observer import StepBatch
 from samestep.state.fingerprints import digest
@@ -108,7 +106,7 @@ class NextLabels:
 
     def _convention(self, batch: StepBatch) -> Convention:
         dataset = getattr(batch, "dataset", None)
-        form = next((convention for one, convention in self._found if one is dataset), None)
+        form = next((convention for known, convention in self._found if known is dataset), None)
         if form is None:
             if dataset is None:
                 samples = batch.samples(batch.shares(0, 1, 1)[0][:LOOKED_AT])
@@ -132,7 +130,10 @@ class RunBatches:
         self.lanes = CarriedLanes()
         """The state that samples hand to those of the next step."""
         self._turn = BatchDim(batch_dim) if batch_dim else None
-        self._given = _GivenBatches(assemblies.job, assemblies.place, self._turn)
+        self._place = assemblies.place
+        self._sends = dict[str, bool]()
+        """Whether rank 0 alone is given values, by method, as the ranks have agreed last: a loop may predict from values that every
+        rank has, and step with those of rank 0."""
         self._loss = assemblies.source.loss
         """The loss of the run, as it was given."""
         self._labels = NextLabels(assemblies.source.loss, assemblies.job)
@@ -150,7 +151,7 @@ class RunBatches:
         """
         self.data.place(given)
         compares = method != "run.step" or not self._own.is_prepared or self._looks_closer(step)
-        batch = self._given.batch_of(given, method, step, self._own.layout, local=local, compares=compares)
+        batch = self._batch_of(given, method, step, local=local, compares=compares)
         batch = self.lanes.of(batch)
         if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
             self._begin_lanes(batch)
@@ -213,37 +214,21 @@ class RunBatches:
             stream.remarks = ()
         return self.data.begin_step(batch)
 
+    # -- values as a batch -------------------------------------------------------------------------
 
-class _GivenBatches:
-    """The batches that one run is given. Every rank has one, and all call its methods alike."""
-
-    def __init__(self, job: Job, place: RankInfo, turn: BatchDim | None = None) -> None:
-        self._job, self._place, self._turn = job, place, turn
-        self._sends = dict[str, bool]()
-        """Whether rank 0 alone is given values, by method, as the ranks have agreed last: a loop may predict from values that every
-        rank has, and step with those of rank 0."""
-
-    def batch_of(
-        self, tensors: Any, method: str, step: int, layout: Layout, *, local: bool = False, compares: bool = True
-    ) -> StepBatch:
-        """Return what `method` was given as a batch of the step with this index; with `compares` ranks compare it.
-
-        Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
-
-        Raises:
-            DataError: it is neither a batch nor the values of one, or ranks were given different ones without `local`.
-        """
+    def _batch_of(self, tensors: Any, method: str, step: int, *, local: bool, compares: bool) -> StepBatch:
+        """Return what `method` was given as a batch of the step with this index; with `compares` ranks compare it."""
         if hasattr(tensors, "shares") and hasattr(tensors, "samples"):
-            held = getattr(tensors, "held", None)
-            if held is not None and self._place.world_size > 1:
+            samples = getattr(tensors, "held", None)
+            if samples is not None and self._place.world_size > 1:
                 self._compare_ends(tensors.stream, tensors.step, tensors.num_samples)
                 if compares:
-                    self._compare_stream(held, method)
+                    self._compare_stream(samples, method)
             return self._first_of(tensors)
         with outside_step():
             tensors = tensors_of_arrays(tensors)
             tensors = tensors if self._turn is None or tensors is None else self._turn.first(tensors)
-            return self._of_values(tensors, method, step, layout, local, compares)
+            return self._of_values(tensors, method, step, local, compares)
 
     def _first_of(self, batch: Any) -> Any:
         """Return a batch whose samples come first where they are read."""
@@ -254,9 +239,7 @@ class _GivenBatches:
         values = self._turn.first(batch.values)
         return replace(batch, values=values, count=num_samples(values) or batch.count)
 
-    def _of_values(
-        self, broadcast: Any, method: str, step: int, layout: Layout, local: bool, compares: bool
-    ) -> GivenBatch:
+    def _of_values(self, broadcast: Any, method: str, step: int, local: bool, compares: bool) -> GivenBatch:
         world = self._place.world_size
         compares = compares or method not in self._sends
         wrong, count = check_batch(broadcast, method), num_samples(broadcast)
@@ -271,7 +254,7 @@ class _GivenBatches:
         if world == 1 and broadcast is None:
             wrong = f"{method} was given None on the only rank. Use a batch of samestep.batches, or the values of a whole batch"
         if local and world > 1:
-            return self._local(broadcast, wrong, count or 0, method, step, layout, compares)
+            return self._local(broadcast, wrong, count or 0, method, step, compares)
         if compares and world > 1:
             self._compare(broadcast, wrong, method)
         elif wrong or (broadcast is None and not (self._sends.get(method) and self._place.rank)):
@@ -286,7 +269,7 @@ class _GivenBatches:
 
     @property
     def _is_grouped(self) -> bool:
-        return self._job.numerics.batch_norm_group is not None
+        return self._own.job.numerics.batch_norm_group is not None
 
     def _compare(self, given: Any, wrong: str, method: str) -> None:
         """Compare what all ranks were given, and note whether that is rank 0 alone."""
@@ -346,10 +329,9 @@ class _GivenBatches:
 
     # -- each rank's own samples -------------------------------------------------------------------
 
-    def _local(
-        self, given: Any, wrong: str, count: int, method: str, step: int, layout: Layout, compares: bool
-    ) -> GivenBatch:
+    def _local(self, given: Any, wrong: str, count: int, method: str, step: int, compares: bool) -> GivenBatch:
         """Return the batch that consists of the samples which each data rank was given."""
+        layout = self._own.layout
         ranks = Ranks.of(layout)
         if given is None:
             wrong = f"{method} was given None with local=True. Use each rank's own samples, of which there may be none"

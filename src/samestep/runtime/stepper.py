@@ -29,7 +29,6 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.guards.step_guards import StepGuards
-from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
@@ -241,12 +240,19 @@ class Stepper:
 
         A count that the loss guards against zero is that of the whole step, guarded.
 
-        Collective over the world, see [Note: collective calls].
+        Collective over the world, see [Note: collective calls]; all ranks read the same flags.
+
+        Raises:
+            UnprovenError: some rank refuses the step.
         """
         summed = opened.read(len(self.used.unsure))
-        while (opened.of.count and self._has_other_count(summed, opened)) or not self._answer(summed, opened.batch):
+        world_size = self._own.layout.world_size
+        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or self._has_other_count(
+            summed, opened
+        ):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
+        self._answer(summed, opened.batch)
         least = self.refusals.watch.least_count(opened.names)
         return summed.guarded(least) if least else summed
 
@@ -271,23 +277,17 @@ class Stepper:
         if not count:
             return False
         counted = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
-        if not counted or self._own.are_apart or summed.flags[StepFlag.REFUSES]:
+        if not counted or self._own.are_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
         opened.of = replace(opened.of, count=counted)
         return not math.isclose(counted, count, rel_tol=1e-9)
 
-    def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
-        """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
-        must be taken once more.
+    def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
+        """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
-
-        Raises:
-            UnprovenError: some rank refuses the step.
         """
-        if summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(self._own.layout.world_size):
-            return False
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
@@ -297,7 +297,6 @@ class Stepper:
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
-        return True
 
     def _is_skipped(self, read: ReadStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
@@ -405,9 +404,10 @@ class Stepper:
         """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.trials.settle()
+            self.guards.trials.generators.settle()
             update()
-            self.guards.trials.check_generators(assembly, self.steps_taken + 1, OPTIMIZER)
+            self.guards.trials.check_generators(assembly, self.steps_taken + 1)
+            self.guards.trials.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()
@@ -415,6 +415,13 @@ class Stepper:
                 assembly.parallel.batch_norms.of_losses.write()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
+
+    def end_step(self, step: int) -> None:
+        """Let models follow others after a step, and exchange the weights of replicas that are trained apart."""
+        self.follow(step)
+        if self._own.are_apart:
+            self._own.exchange(step + 1)
+            self.guards.note_replicas()
 
     def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
         """Let models that follow others move after a step, or after an update of some of its weights.

@@ -187,7 +187,7 @@ class Snapshot:
                 # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
                 self.containers += [(value, dict(value))] if isinstance(value, dict) else []
                 for hook in value.values() if isinstance(value, dict) else ():
-                    self._meet(f"{path}.{name}", hook)
+                    self._variable(Variable(f"{path}.{name}", None, "", hook))
             elif name not in of_torch:
                 self.values[path, name] = self._value(f"{path}.{name}".lstrip("."), value)
         weights = part._parameters.values() if self._weights else ()

@@ -242,7 +242,8 @@ def working_sets(
             alive.add(key)
             wide |= {key} if of_norm else set()
             add(held, key, 1, sizes[key] in cut_sizes, of_norm)
-        elements, cut, more = (mine - gone for mine, gone in zip(held, freed[layer], strict=True))
+        gone = freed[layer]
+        elements, cut, more = held[0] - gone[0], held[1] - gone[1], held[2] - gone[2]
         cut = cut if in_norms else min(max(cut, 0), elements)
         now = WorkingSet(elements, cut, more, sum(sizes[key] for key in weights[layer]))
         if (of_norm or not in_norms) and (counts is None or counts(one.node)):

@@ -39,6 +39,7 @@ from samestep.tracing.flow import (
     reads_shape_alone,
     tensors_made_by,
 )
+from samestep.tracing.module_inputs import first_input_of
 from samestep.trees import map_tensors, tensors_in
 
 _UNSEEN = "code that torch does not show"
@@ -312,7 +313,7 @@ class FlowRecorder(TorchFunctionMode):
             self._depth -= 1
             if self._depth == 0 and self._entered:
                 given, versions, containers, contents = self._entered.pop()
-                first = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+                first = first_input_of(args, kwargs, facts)
                 changes = changes_of(containers, contents)
                 self._append(path, given, versions, outcome, is_call=True, first=first, changes=changes)
                 self._running, self._last_call = None, path
@@ -327,7 +328,7 @@ class FlowRecorder(TorchFunctionMode):
         outcome: Any,
         *,
         is_call: bool,
-        first: Any = None,
+        first: Tensor | None = None,
         changes: tuple[Change, ...] = (),
     ) -> None:
         """Add the event that has just run."""
@@ -341,7 +342,7 @@ class FlowRecorder(TorchFunctionMode):
         for value in reads:
             self._last_reads[value] = number
         maker = name if is_call else f"the code after {self._last_call or 'the start'}"
-        begins_with = self._numbers.get(first) if isinstance(first, Tensor) else None
+        begins_with = None if first is None else self._numbers.get(first)
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
         views = {self._key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
         writes = []

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.building.families import FamilyFacts
 from samestep.building.torch_seams import autograd_sequence_number
+from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.flow import makes_event
 from samestep.tracing.meta_tensors import KnownValues, is_whole
 from samestep.trees import tree_leaves
@@ -54,12 +58,63 @@ Shapes = list[tuple[int, tuple[int, ...]]]
 """Storage and shape of each tensor among some values."""
 
 
+class SeenTensor(NamedTuple):
+    """The first tensor that a module is given, or returns."""
+
+    number: int
+    """The same for one object and for no other of the forward."""
+    storage: int
+    shape: torch.Size
+    takes_gradient: bool
+    state: tuple[int, bool]
+    """`state_of` it."""
+
+
+def state_of(given: Tensor) -> tuple[int, bool]:
+    """Return what must be the same for one move of a tensor to serve two modules: how often the tensor was written, and
+    whether autograd records.
+    """
+    return given._version, torch.is_grad_enabled()
+
+
+def first_input_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+    """Return the first tensor that a module is given."""
+    given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+    return given if isinstance(given, Tensor) else None
+
+
+def first_of(output: Any) -> Tensor | None:
+    """Return the first tensor that a module returns."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None
+
+
+def with_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
+) -> Any:
+    """Return a module's arguments with its first tensor changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = facts.name_of_hidden(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a module's output with its first tensor changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
 @dataclass(slots=True)
 class ModuleCall:
     """One call of a module: what it is given and returns, and the nodes of autograd that are created in it."""
 
     path: str
     given: Shapes
+    input: SeenTensor | None
+    is_positional: bool
+    """Whether the input is given by its place, and not by a name."""
+    entered_at: Point
+    left_at: Point
     takes_gradient: bool
     """Whether a tensor of its arguments does."""
     first: int
@@ -77,13 +132,21 @@ class ModuleCall:
     left: int = 0
     """When it ends."""
     returned: Shapes = field(default_factory=list)
+    output: SeenTensor | None = None
+
+    @property
+    def way(self) -> Point:
+        """The point at which it starts, with the nodes of what it returns."""
+        return self.entered_at._replace(nodes=self.left_at.nodes)
 
 
 class ForwardCalls:
     """The calls of the modules of a forward, and its regions: the operations from one call of a top-most module with weights to the next."""
 
-    def __init__(self, key: Callable[[Tensor], int]) -> None:
-        self._key = key
+    def __init__(self, key: Callable[[Tensor], int], facts: FamilyFacts, places: TracedPlaces) -> None:
+        self._key, self._facts, self.places = key, facts, places
+        self._numbers = WeakIdKeyDictionary()
+        self._num_seen = 0
         self.of: dict[str, list[ModuleCall]] = {}
         """The calls of each module, by its path."""
         self.running: list[ModuleCall] = []
@@ -128,13 +191,26 @@ class ForwardCalls:
         """Paths of the modules that run."""
         return frozenset(call.path for call in self.running)
 
-    def enter(self, path: str, part: nn.Module, given: Any, *, is_outside: bool) -> None:
+    @property
+    def ended(self) -> list[ModuleCall]:
+        """All calls, in the order in which they end."""
+        return sorted((call for calls in self.of.values() for call in calls if call.left), key=lambda call: call.left)
+
+    def enter(self, path: str, part: nn.Module, args: tuple[Any, ...], kwargs: Any, *, is_outside: bool) -> None:
         """Record that a module's forward starts."""
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        takes_gradient = any(tensor.requires_grad for tensor in tensors)
-        self._events += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        point, self._events = self.places.point(), self._events + 1
         call = ModuleCall(
-            path, self._shapes(tensors), takes_gradient, autograd_sequence_number(), self._events, is_outside
+            path=path,
+            given=self._shapes(tensors),
+            input=self._seen(first_input_of(args, kwargs, self._facts)),
+            is_positional=bool(args),
+            entered_at=point,
+            left_at=point,
+            takes_gradient=any(tensor.requires_grad for tensor in tensors),
+            first=autograd_sequence_number(),
+            entered=self._events,
+            is_outside=is_outside,
         )
         calls = self.of.setdefault(path, [])
         if not is_outside and not self.is_inside:
@@ -162,6 +238,15 @@ class ForwardCalls:
         self._events += 1
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call.left, call.last, call.returned = self._events, autograd_sequence_number(), self._shapes(tensors)
+        call.output, call.left_at = self._seen(first_of(output)), self.places.point(tensors)
+
+    def _seen(self, tensor: Tensor | None) -> SeenTensor | None:
+        if tensor is None:
+            return None
+        if (number := self._numbers.get(tensor)) is None:
+            self._num_seen += 1
+            number = self._numbers[tensor] = self._num_seen
+        return SeenTensor(number, self._key(tensor), tensor.shape, tensor.requires_grad, state_of(tensor))
 
     def _shapes(self, tensors: list[Tensor]) -> Shapes:
         return [(self._key(tensor), tuple(tensor.shape)) for tensor in tensors]

@@ -26,6 +26,7 @@ from samestep.tracing.checkpointed import Point
 from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
+from samestep.tracing.module_inputs import ForwardCalls
 from samestep.trees import fold, operands, tensors_in
 
 FEW_ELEMENTS = 64
@@ -142,8 +143,10 @@ PlacedExchange = tuple[str, int, Exchange, Point]
 
 @dataclass(slots=True)
 class Events:
-    """The events of one forward in their order, but for the calls of modules (`module_inputs.ForwardCalls`)."""
+    """The events of one forward in their order."""
 
+    modules: ForwardCalls | None = None
+    """The calls of its modules; None before it begins."""
     costs: list[Work | SavedTensor] | None = None
     """What it computes and keeps; None if nobody asks for costs."""
     readers: dict[int, set[frozenset[str]]] = field(default_factory=dict)
@@ -166,8 +169,8 @@ class Events:
     """Module of each lookup whose gradient is divided by how often the micro-batch has a token."""
 
     def restart(self) -> None:
-        """Forget all, since another forward begins."""
-        for name in fields(self):
+        """Forget all but the calls of modules, since another forward begins, which sets these."""
+        for name in fields(self)[1:]:
             getattr(self, name.name).clear()
 
 
@@ -276,8 +279,6 @@ class Recorder(Analysis):
         self.operations: list[Operation] = []
         self.seen = 0
         """Number of operations seen, those that only make views included."""
-        self.entered: dict[str, set[int]] = {}
-        """Storages of the first arguments of each module's calls, by its path."""
         self.branching: set[str] = set()
         """Paths of modules whose code looks at whole numbers of the sample, by which it may branch."""
         self.paused = False
@@ -305,9 +306,7 @@ class Recorder(Analysis):
         return op.outcome
 
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
-        """Note a module's first argument, and record all that it is given if its code looks at values."""
-        if given[0] and isinstance(first := given[0][0], Tensor):
-            self.entered.setdefault(path, set()).add(view_of(first).storage)
+        """Record all that a module is given if its code looks at values."""
         if path in self.looking:
             self.record(LOOKED, path, tensors_seen_by(part, given), {}, ())
 

@@ -33,8 +33,7 @@ from samestep.output import durable_files
 from samestep.output.durable_files import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.run import Run
-from samestep.runtime.run_methods import Measure
+from samestep.runtime.run import Measure, Run
 from samestep.state.snapshot import preserve_function
 from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 

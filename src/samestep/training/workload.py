@@ -45,9 +45,8 @@ from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.spec import ModelAnalysis, ModelSpec, to_json
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.run import Run
+from samestep.runtime.run import Measure, Run
 from samestep.runtime.run_batches import check_labels
-from samestep.runtime.run_methods import Measure
 from samestep.trees import tree_leaves
 
 _TOKENS_LOOKED_AT = 2**24

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.examination.traced_model import TracedModel
-from samestep.independence.sequence_boundaries import state_of, with_first, with_given
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
@@ -31,6 +30,7 @@ from samestep.runtime.axes.rank_crossings import RankCrossing
 from samestep.runtime.axes.weight_gradients import LayerInput, Postponed, postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.tracing.module_inputs import state_of, with_first, with_given
 
 # -- carrying it out -------------------------------------------------------------------------------
 

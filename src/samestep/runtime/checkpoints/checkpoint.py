@@ -248,9 +248,9 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
     """
 
     def mine(piece: Piece) -> Tensor | None:
-        if (found := value(piece.name)) is None:
+        if (full := value(piece.name)) is None:
             return None
-        runs, flat = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop), found.flatten()
+        runs, flat = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop), full.flatten()
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
@@ -264,8 +264,8 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
             if (values := mine(piece)) is not None:
                 piece.set_master(values)
         for name, buffer in assembly.model.module.named_buffers():
-            if (found := value(name)) is not None:
-                buffer.copy_(found)
+            if (full := value(name)) is not None:
+                buffer.copy_(full)
         store.publish()
     if run.replicas.are_apart:
         run.replicas.restart([piece.master().clone() for piece in run.replicas.pieces])

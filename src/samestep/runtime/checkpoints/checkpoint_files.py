@@ -147,7 +147,8 @@ class OpenCheckpoint:
         if stored and not keys:
             return torch.zeros(int(runs.lengths.sum()))
         tensors = [
-            self._assemble(stored.get(one, []), f"lost by contribution {one}", weight, runs, 1) for one in keys or [key]
+            self._assemble(stored.get(contribution, []), f"lost by contribution {contribution}", weight, runs, 1)
+            for contribution in keys or [key]
         ]
         return sum(tensors[1:], tensors[0])
 

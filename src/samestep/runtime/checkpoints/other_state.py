@@ -258,8 +258,7 @@ def give_back_to_instances(
     """Set the options in the groups of the optimizer instances that a user gave."""
     of_weight, _ = _options_in(manifest, read)
     for optimizer in instances:
-        for group in optimizer.instance.param_groups:
-            names = [optimizer.names[id(param)] for param in group["params"]]
+        for group, names in zip(optimizer.instance.param_groups, optimizer.names_in_groups, strict=True):
             set_options(group, next((of_weight[name] for name in names if name in of_weight), {}))
 
 

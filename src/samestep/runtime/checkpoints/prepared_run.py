@@ -36,18 +36,14 @@ class PreparedRun(Protocol):
     steps_taken: int
     changes: tuple[str, ...]
     """What resumes have changed of the job and its layout, and after which steps."""
+    data: TrainedData
+    """The data that the run is trained on."""
+    lanes: CarriedLanes
+    """The state that samples hand to those of the next step."""
 
     @property
     def layout(self) -> Layout:
         """The layout of the program."""
-
-    @property
-    def data(self) -> TrainedData:
-        """The data that the run is trained on."""
-
-    @property
-    def lanes(self) -> CarriedLanes:
-        """The state that samples hand to those of the next step."""
 
     @property
     def spikes(self) -> SpikeWatch:

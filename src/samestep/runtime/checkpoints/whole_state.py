@@ -55,13 +55,13 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
 
     Collective over the world, see [Note: collective calls].
     """
-    mine = list(_parts(run))
-    listed = gather_values([[*part] for part, _ in mine], run.layout.world_size)
+    parts_here = list(_parts(run))
+    listed = gather_values([[*part] for part, _ in parts_here], run.layout.world_size)
     keeps = on_every_rank or run.place.rank == 0
     tensors: dict[str, Tensor] = {}
     for source, parts in enumerate(listed):
         for index, part in enumerate(_SentPart(*part) for part in parts):
-            tensor = mine[index][1] if source == run.place.rank else None
+            tensor = parts_here[index][1] if source == run.place.rank else None
             flat = _broadcast_part(run, source, part, tensor)
             if keeps:
                 _put(tensors, part, flat)
@@ -238,14 +238,14 @@ def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
         if name in state and state[name].shape != shape
     ]
     faults = [("lacks", missing), ("also has", strange), ("has another shape of", other)]
-    found = [f"{verb} {listed(names, _NAMED)}" for verb, names in faults if names]
-    if found:
+    texts = [f"{verb} {listed(names, _NAMED)}" for verb, names in faults if names]
+    if texts:
         prefix = strange[0].partition(".")[0] + "." if strange else ""
         is_wrapped = bool(prefix) and all(name.removeprefix(prefix) in firsts for name in strange)
         works = f"Use the names without {prefix!r}" if is_wrapped else "Use the model's own state_dict()"
         raise ModelError(
             "state-dict-form",
-            f"run.load_state_dict: the dict {', and '.join(found)}. {works}, or run.state_dict()",
+            f"run.load_state_dict: the dict {', and '.join(texts)}. {works}, or run.state_dict()",
         )
 
 

@@ -35,7 +35,7 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
     Raises:
         JobError: the device has no such kernel of attention.
     """
-    word, found = job.run.attention, list[Callable[[], AbstractContextManager[None]]]()
+    word, contexts = job.run.attention, list[Callable[[], AbstractContextManager[None]]]()
     if word != "auto" and device.type == "cpu" and word not in _ON_CPUS:
         raise JobError(
             "attention-kernel",
@@ -43,12 +43,12 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
         )
     if job.numerics.deterministic:
         deterministic.reserve_workspace()
-        found.append(functools.partial(deterministic.kernels, device))
+        contexts.append(functools.partial(deterministic.kernels, device))
     if word != "auto" and (word == "math" or device.type == "cpu" or job.numerics.precision != "float64"):
-        found.append(functools.partial(_attention, word))
-    if len(found) < 2:
-        return found[0] if found else None
-    return functools.partial(_within_all, found)
+        contexts.append(functools.partial(_attention, word))
+    if len(contexts) < 2:
+        return contexts[0] if contexts else None
+    return functools.partial(_within_all, contexts)
 
 
 @contextmanager

@@ -32,18 +32,18 @@ def kernels(device: torch.device) -> Iterator[None]:
     Raises:
         JobError: an operation has no deterministic kernel; it is named with the line of the user's code that calls it.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     tries_kernels = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
         yield
     except RuntimeError as error:
-        found = _HAS_NONE.match(str(error))
-        if found:
+        match = _HAS_NONE.match(str(error))
+        if match:
             raise JobError(
                 "deterministic",
-                f"numerics.deterministic = true: {found['operation']} has no deterministic kernel on {device.type}"
+                f"numerics.deterministic = true: {match['operation']} has no deterministic kernel on {device.type}"
                 f"{line_of(error)}. Use another operation, or numerics.deterministic = false",
             ) from error
         if _WORKSPACE in str(error):
@@ -54,5 +54,5 @@ def kernels(device: torch.device) -> Iterator[None]:
             ) from error
         raise
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
         torch.backends.cudnn.benchmark = tries_kernels

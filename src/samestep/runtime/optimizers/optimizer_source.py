@@ -7,6 +7,7 @@ holds it against the layout.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource, members_of
+from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
@@ -23,9 +24,11 @@ from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
 from samestep.runtime.optimizers.optimizers_by_name import (
     NamedOptimizers,
-    NoState,
     OptimizerFunction,
     check_partition,
+    for_loops,
+    is_in_run,
+    leave_run,
     sources_by_name,
 )
 from samestep.runtime.optimizers.skeletons import alone, put_in_place, skeleton
@@ -55,22 +58,42 @@ ALONE = WholeWeights()
 """Stands for no whole weights other than the pieces themselves."""
 
 
-@dataclass(frozen=True, slots=True)
 class GivenOptimizer:
     """Builds an optimizer like an instance that has not stepped, by its groups and the names of their parameters."""
 
-    instance: Optimizer
-    names: Mapping[int, str]
-    """Full names of the parameters of the user's own model, by id."""
+    def __init__(self, instance: Optimizer, names: Mapping[int, str]) -> None:
+        """Take an instance over a user's own model, whose parameters have these full names by id."""
+        self.instance, self._names, self._kind = instance, names, type(instance)
+        self._before: tuple[list[set[str]], dict[str, Any]] | None = None
+        """The names in each group of an instance that a run has, and the attributes that it had before."""
+
+    @property
+    def names_in_groups(self) -> list[set[str]]:
+        """The full names of the parameters in each group of the instance, before a run has it."""
+        if self._before is not None:
+            return self._before[0]
+        return [{self._names[id(param)] for param in group["params"]} for group in self.instance.param_groups]
+
+    def take(self, optimizer: Optimizer) -> Optimizer | None:
+        """Let the instance be what the loop sees of an optimizer that was built like it; None if it is that of another one already."""
+        if self._before is not None:
+            return None
+        self._before = self.names_in_groups, vars(self.instance)
+        return for_loops(optimizer, self.instance)
+
+    def give_back(self) -> None:
+        """Let the instance have its own parameters again, and no state."""
+        if self._before is not None:
+            leave_run(self.instance, self._before[1])
+            self._before = None
 
     def __call__(self, named: list[tuple[str, Tensor]]) -> Optimizer:
         """Return the optimizer over named tensors, with as many groups as the instance."""
-        kind = type(self.instance)
+        kind = self._kind
         first, *others = _arguments(kind)
         defaults = {name: self.instance.defaults[name] for name in others}
         groups = []
-        for group in self.instance.param_groups:
-            members = {self.names[id(param)] for param in group["params"]}
+        for group, members in zip(self.instance.param_groups, self.names_in_groups, strict=True):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({"params": [tensor for name, tensor in named if name in members], **options})
         try:
@@ -103,9 +126,15 @@ def optimizer_source(
         return sources_by_name(optimizer, lambda one, key: optimizer_source(one, names, key))
     if not isinstance(optimizer, Optimizer):
         return OptimizerFunction(optimizer, child)
+    if is_in_run(optimizer):
+        gc.collect()  # a run that nobody holds may be in a cycle
+    if is_in_run(optimizer):
+        raise ModelError(
+            "two-runs-one-model",
+            f"the {type(optimizer).__name__} instance belongs to a run that is still there. Use run.release(), or another instance",
+        )
     # Adagrad has state from the start, with step 0.
-    is_known = isinstance(optimizer.state, NoState)  # of a run that was made before
-    if not is_known and any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ModelError(
             "optimizer-instance",
             "the optimizer has stepped already: give one that has not, or a function of the parameters",
@@ -164,23 +193,17 @@ def check_step(optimizer: Optimizer) -> None:
             )
 
 
-def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dict[int, Optimizer]:
-    """Return the instances that the user gave, by the index of their first group in the `optimizer` that a source has built."""
-    optimizers, first = dict[int, Optimizer](), 0
-    for maker, member in zip(_sources_in(source), members_of(optimizer) if optimizer is not None else (), strict=False):
-        if isinstance(maker, GivenOptimizer):
-            optimizers[first] = maker.instance
-        first += len(member.param_groups)
-    return optimizers
+def given_sources(source: OptimizerSource) -> dict[int, GivenOptimizer]:
+    """Return the instances that the user gave, by their index among the members of the optimizer."""
+    makers = [*source.sources.values()] if isinstance(source, NamedOptimizers) else [source]
+    return {index: maker for index, maker in enumerate(makers) if isinstance(maker, GivenOptimizer)}
 
 
-def given_sources(source: OptimizerSource) -> list[GivenOptimizer]:
-    """Return the instances that the user gave, with the names of their parameters."""
-    return [maker for maker in _sources_in(source) if isinstance(maker, GivenOptimizer)]
-
-
-def _sources_in(source: OptimizerSource) -> list[OptimizerSource]:
-    return [*source.sources.values()] if isinstance(source, NamedOptimizers) else [source]
+def take_instances(source: OptimizerSource, optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of a run as its loop sees it; instances that the user gave are what it sees of their members."""
+    views = [maker.take(members_of(optimizer)[index]) for index, maker in given_sources(source).items()]
+    single = views[0] if views and not isinstance(optimizer, CombinedOptimizer) else None
+    return single or for_loops(optimizer)
 
 
 def member_of_weight(source: OptimizerSource, whole_weights: WholeWeights) -> dict[str, int]:

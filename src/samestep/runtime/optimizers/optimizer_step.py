@@ -30,6 +30,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.loss_scale import LossScale
-from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
-from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, members_in, step_members
+from samestep.runtime.optimizers.optimizer_source import build_over, check_step, take_instances
+from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, for_loops, members_in, step_members
 from samestep.runtime.optimizers.packed_states import Chunks, StatePacking, chunks_of, chunks_with, holding_only
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import is_torchs_own
@@ -67,6 +68,10 @@ class Updater:
     pieces: list[Piece]
     optimizer: Optimizer | None
     """None on a rank without pieces, as the last ones of more ranks than rows."""
+    steps: list[Callable[..., Any]]
+    """The `step` of each of its members, as it was before a loop had it."""
+    in_loop: Optimizer | None
+    """The optimizer as the loop has it, on which its schedulers act: the instance that it gave, if it did."""
     loss_scale: LossScale
     rates: GroupRates
     """The learning rates of its groups."""
@@ -107,8 +112,10 @@ class Updater:
         packing: StatePacking | None = None,
         averages: WeightAverages | None = None,
         follows_schedule: bool = False,
+        takes_instances: bool = False,
     ) -> Updater:
-        """Build the optimizer over `pieces` of the weights of `whole_optimizer`; `splits_masters` holds masters in two halves.
+        """Build the optimizer over `pieces` of the weights of `whole_optimizer`; `splits_masters` holds masters in two halves, and
+        `takes_instances` lets instances that the user gave be what the loop sees of it.
 
         Raises:
             ModelError: the optimizer's `step` needs a closure, it holds none of the weights, or it `follows_schedule` and has no
@@ -121,19 +128,24 @@ class Updater:
             whole_optimizer.source, [(piece.name, piece.value) for piece in pieces], whole_optimizer.weights
         )
         loss_scale = LossScale.of(numerics, codes)
-        rates = GroupRates(optimizer, given_instances(whole_optimizer.source, optimizer))
-        with_states, fragile = list[Any](), list[Any]()
+        rates = GroupRates(optimizer)
+        with_states, fragile, steps = list[Any](), list[Any](), list[Any]()
+        in_loop = optimizer
         if optimizer is not None:
+            steps = [member.step for member in members_of(optimizer)]
             check_step(optimizer)
             rates.check(follows_schedule=follows_schedule)
             with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
             if not is_torchs_own(optimizer) and not all(g["params"] for g in optimizer.param_groups):
                 code = StepCode(optimizer)
                 fragile = code.optimizers if fails_on_empty(code) else []
+            in_loop = take_instances(whole_optimizer.source, optimizer) if takes_instances else for_loops(optimizer)
         check_scale(loss_scale, whole_optimizer.evaluating, optimizer)
         return cls(
             pieces=pieces,
             optimizer=optimizer,
+            steps=steps,
+            in_loop=in_loop,
             loss_scale=loss_scale,
             rates=rates,
             chunks=chunks_of(pieces, optimizer, packing, splits_masters=splits_masters),
@@ -177,19 +189,20 @@ class Updater:
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
         there = host_copies.beside(gradients, [piece.value for piece in pieces])
-        for chunk, chunk_gradients in chunks_with(pieces, there, self.chunks, self.optimizer, self.pieces, self.unused):
-            is_all = len(chunk) == len(self.pieces)
-            with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__):
-                    if not self.fragile:
-                        step_members(self.optimizer, part, is_first=not self.step_index)
-                    else:
-                        with without_empty_groups(self.fragile):
-                            step_members(self.optimizer, part, is_first=not self.step_index)
-                if self.averages is not None:
-                    self.averages.update(chunk, held_back)
-        for instance in self.rates.given.values():
-            instance._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+        self.rates.is_updating = True  # a closure runs a backward, and its guards, within an update
+        try:
+            for chunk, chunk_gradients in chunks_with(
+                pieces, there, self.chunks, self.optimizer, self.pieces, self.unused
+            ):
+                is_all = len(chunk) == len(self.pieces)
+                with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
+                    groups = without_empty_groups(self.fragile) if self.fragile else _NOTHING
+                    with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__), groups:
+                        step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
+                    if self.averages is not None:
+                        self.averages.update(chunk, held_back)
+        finally:
+            self.rates.is_updating = False
 
     @torch.no_grad()
     def call(self, part: UpdatedPart, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -299,19 +312,20 @@ _NUM_UPDATES = "num_updates"
 
 
 class GroupRates:
-    """The learning rates of an optimizer, whose groups follow those of the instances that a user gave."""
+    """The learning rates of an optimizer's groups: those of the job's schedule, unless a loop or a scheduler of its own sets them."""
 
-    def __init__(self, optimizer: Optimizer | None, given: Mapping[int, Optimizer]) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         self.optimizer = optimizer
-        self.given = given
-        """The instances that the user gave, whose options act here too, by the index of their first group."""
         self.first = _rates_of(optimizer)
         """The learning rate of each group, before the job's schedule."""
         self._set = list(self.first)
         self._from_outside = set[int]()
         """The groups whose rate a loop or a scheduler has set, in this process or before a resume."""
-        self._given_rates = self._theirs()
-        self._given_options = self._their_options()
+        self._members = members_of(optimizer) if optimizer is not None else ()
+        kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        self._hooks = [vars(member)[kind] for member in self._members for kind in kinds if kind in vars(member)]
+        self._first_held = self._held()
+        self.is_updating = False
 
     def check(self, *, follows_schedule: bool) -> None:
         """Refuse groups without a learning rate where the rates are to follow a schedule.
@@ -361,15 +375,11 @@ class GroupRates:
         """Set each group's learning rate to `factor` times its base rate; one that was set from outside meanwhile is kept.
 
         Raises:
-            ModelError: the job's schedule and another hand both change the learning rate, or the optimizer that was given
-                has another number of groups now.
+            ModelError: the job's schedule and another hand both change the learning rate.
         """
         if self.optimizer is None:
             return
-        if self.given or len(self.optimizer.param_groups) != len(self.first):
-            self._follow_options()
         changed = self._changed()
-        self._given_rates = self._theirs() if self.given else {}
         factors = dict.fromkeys(range(len(self.first)), factor) if isinstance(factor, int | float) else factor
         if changed and any(value != 1.0 for value in factors.values()):
             raise ModelError(
@@ -380,7 +390,7 @@ class GroupRates:
         self._from_outside.update(changed)
         for index, rate in changed.items():
             self.first[index] = rate
-        for index, (group, first) in enumerate(zip(self.optimizer.param_groups, self.first, strict=True)):
+        for index, (group, first) in enumerate(zip(self.optimizer.param_groups, self.first, strict=False)):
             if "lr" not in group:
                 continue
             if isinstance(group["lr"], Tensor):
@@ -390,76 +400,49 @@ class GroupRates:
         self._set = _rates_of(self.optimizer)
 
     def from_outside(self) -> dict[int, dict[str, Any]]:
-        """Return what a checkpoint holds of the groups that were changed from outside: rates, before the job's schedule, and
-        changes since the last step."""
-        if self.optimizer is None:
-            return {}
-        changed_options = self._changed_options()
+        """Return what a checkpoint holds of the groups whose rates were changed from outside: these, before the job's schedule."""
+        changed_options = dict[int, dict[str, Any]]()
         for index, rate in ({index: self.first[index] for index in self._from_outside} | self._changed()).items():
-            first = {key: value for key, value in self.optimizer.param_groups[index].items() if key == "initial_lr"}
-            changed_options[index] = {**first, **changed_options.get(index, {}), "lr": rate}
+            group = self.optimizer.param_groups[index] if self.optimizer is not None else {}
+            changed_options[index] = {**{key: group[key] for key in ("initial_lr",) if key in group}, "lr": rate}
         return changed_options
 
     def resume(self, index: int, options: Mapping[str, Any]) -> None:
-        """Set options of a group to those of a checkpoint; a given instance that has others is followed in the next step."""
+        """Set options of a group to those of a checkpoint."""
         assert self.optimizer is not None
         set_options(self.optimizer.param_groups[index], options)
-        if index in self._given_options:
-            self._given_options[index].update(options)
         if "lr" in options:
             self.first[index] = self._set[index] = options["lr"]
-            self._given_rates |= {index: options["lr"]} if index in self._given_rates else {}
             self._from_outside.add(index)
 
     def _changed(self) -> dict[int, float]:
-        """Return the rates that were set from outside since the last step, by group; that of a given instance counts."""
+        """Return the rates that were set from outside since the last step, by group."""
         both = enumerate(zip(_rates_of(self.optimizer), self._set, strict=False))
-        changed = {index: now for index, (now, rate_before) in both if now != rate_before}
-        if not self.given:
-            return changed
-        theirs = self._theirs()
-        return changed | {index: theirs[index] for index, rate in self._given_rates.items() if theirs[index] != rate}
+        return {index: now for index, (now, rate_before) in both if now != rate_before}
 
-    def _changed_options(self) -> dict[int, dict[str, Any]]:
-        """Return the options that were changed in the groups of the given instances since the last step."""
-        theirs, changed_options = self._their_options(), dict[int, dict[str, Any]]()
-        for index, options in self._given_options.items():
-            known = {*self.optimizer.param_groups[index], "initial_lr"} if self.optimizer is not None else ()
-            changed_options[index] = {
-                k: value for k, value in theirs[index].items() if k in known and value != options.get(k)
-            }
-        return changed_options
+    def refusal(self) -> str:
+        """Return what a loop has done to the optimizer that a layout cannot follow; empty if nothing. It is asked in every step."""
+        present = self._held()
+        if present == self._first_held or self.is_updating:
+            return ""
+        what = f"the {' and '.join(type(member).__name__ for member in self._members)} of the run"
+        if present[0] != self._first_held[0]:
+            return (
+                f"{what} has {present[0]} groups, and had {self._first_held[0]} when the run was made. Use groups of all weights from the "
+                "start, some with lr = 0"
+            )
+        if present[1] != self._first_held[1]:
+            return f"{what} was given step hooks, which see this rank's part. Register them in a function of the parameters"
+        return f"{what} was given other parameters in a group. Set lr = 0 and requires_grad_(False) in run.model"
 
-    def _follow_options(self) -> None:
-        """Take over what was changed in the groups of the given instances, as the momentum that a scheduler changes with the
-        rate."""
-        assert self.optimizer is not None
-        theirs = self._their_options()
-        for whose, held, number in (
-            ("optimizer that was given", theirs, len(self._given_options)),
-            ("run's optimizer", self.optimizer.param_groups, len(self.first)),
-        ):
-            if len(held) != number:
-                raise ModelError(
-                    "optimizer-groups",
-                    f"the {whose} has {len(held)} groups, and had {number} when the run was made. Use "
-                    "groups of all weights from the start, some with lr = 0",
-                )
-        for index, options in self._changed_options().items():
-            self.optimizer.param_groups[index].update(options)
-        self._given_options = theirs
+    def _held(self) -> tuple[int, int, list[int], list[int]]:
+        """Return the numbers of groups, of hooks and of the parameters in each group, and the identities of these, in few calls."""
+        groups = [*chain.from_iterable(map(_GROUPS_OF, self._members))]
+        params = [*map(_PARAMS_OF, groups)]
+        return len(groups), sum(map(len, self._hooks)), [*map(len, params)], [*map(id, chain.from_iterable(params))]
 
-    def _theirs(self) -> dict[int, float]:
-        return {first + i: rate for first, instance in self.given.items() for i, rate in enumerate(_rates_of(instance))}
 
-    def _their_options(self) -> dict[int, dict[str, Any]]:
-        """Return the numbers among the options of each group of the given instances, but for its learning rate."""
-        plain = (bool, int, float, tuple)
-        return {
-            first + index: {key: value for key, value in group.items() if key != "lr" and type(value) in plain}
-            for first, optimizer in self.given.items()
-            for index, group in enumerate(optimizer.param_groups)
-        }
+_GROUPS_OF, _PARAMS_OF = operator.attrgetter("param_groups"), operator.itemgetter("params")
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -8,18 +8,18 @@ optimizer={"d": f, "g": g}       the same, with names for `run.update("d")`; a f
 They act as one `CombinedOptimizer`, whose groups and states are those of its members. So a step updates all of them, and checkpoints,
 layouts and loss scales need not know that there are several.
 
-An instance that a user gives takes no step: the run builds another one like it over its pieces. The options of its groups are followed, so that
-schedulers act. Its state stays empty, so what a loop reads of it, or does to it, is refused: momenta that are set to zero, `state_dict`
-and `load_state_dict`, hooks, other parameters in a group.
+An instance that a user gives is the run's: one like it is built over the pieces of this rank, and the instance shares its attributes
+(`for_loops`). So a loop and its schedulers read and change the groups and the states that the run updates by. What would act on this rank's
+part alone is refused: `step`, methods of its own class, `state_dict` and `load_state_dict`, hooks, other parameters in a group.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,14 +62,14 @@ class OptimizerFunction:
             ModelError: what the function returns is none.
         """
         with alone("the optimizer function"):
-            made = self._made(named)
-        if not hasattr(made, "param_groups") or not hasattr(made, "step"):
+            optimizer = self._made(named)
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
             raise ModelError(
                 "optimizer-refuses",
-                f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
+                f"the optimizer function returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer over the "
                 "list of parameters that it is given",
             )
-        return made
+        return optimizer
 
     def _made(self, named: Named) -> Any:
         if self._takes_names is not None:
@@ -186,7 +186,7 @@ def sources_by_name(
                 "optimizer-weights",
                 f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}",
             )
-    return NamedOptimizers({key: source_of(one, key if isinstance(key, str) else "") for key, one in pairs})
+    return NamedOptimizers({key: source_of(optimizer, key if isinstance(key, str) else "") for key, optimizer in pairs})
 
 
 # -- the members of an update ----------------------------------------------------------------------
@@ -309,18 +309,27 @@ def check_method(
             ) from None
 
 
-def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> None:
-    """Let the members of a part that hold weights on this rank take a step.
+def step_members(
+    optimizer: Optimizer, steps: Sequence[Callable[..., Any]], part: UpdatedPart, *, is_first: bool
+) -> None:
+    """Let the members of a part that hold weights on this rank take a step; `steps` are the methods of all members.
 
     Raises:
         ModelError: the step, which is the first one of the run, fails in code that is the user's, such as an assertion that a
             closure is given.
     """
     try:
-        if part is ALL:
-            optimizer.step()
-        else:
-            _step_some(optimizer, part)
+        if part.closure is not None:
+            part.closure.begin()
+        for index, member in enumerate(members_of(optimizer)):
+            if part.members is not None and index not in part.members:
+                continue
+            vars(member)["_opt_called"] = True  # what a scheduler asks for
+            if member is not optimizer and not any(group["params"] for group in member.param_groups):
+                continue
+            closure = (part.closure,) if index in part.evaluating else ()
+            steps[index](*closure, **part.options)
+        vars(optimizer)["_opt_called"] = True
     except TRIED as error:
         if not is_first or isinstance(error, InputError | torch.OutOfMemoryError | torch.AcceleratorError):
             raise
@@ -332,38 +341,64 @@ def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> 
         ) from error
 
 
-def _step_some(optimizer: Optimizer, part: UpdatedPart) -> None:
-    if part.closure is not None:
-        part.closure.begin()
-    for index, member in enumerate(members_of(optimizer)):
-        if (part.members is None or index in part.members) and any(group["params"] for group in member.param_groups):
-            if index in part.evaluating:
-                member.step(part.closure, **part.options)  # type: ignore[arg-type]
-            else:
-                member.step(**part.options)
-
-
-_OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load keep it"
-
-
-def for_loops(optimizer: Optimizer) -> Optimizer:
-    """Return what a loop sees of a run's optimizer: all that it holds, without the methods of its own class, which would act on this
-    rank's pieces alone. Its step, which a scheduler wraps, is that of the optimizer itself."""
-    kind = type(optimizer)
+@functools.cache
+def _class_in_loops(kind: Any) -> type[Optimizer]:
+    """Return the class of a run's optimizer as a loop has it: what would act on this rank's pieces alone is refused."""
     written = {name for base in kind.__mro__ if not issubclass(Optimizer, base) for name in vars(base)}
     names = [name for name in written - {*dir(Optimizer)} if inspect.isroutine(getattr(kind, name)) and name[0] != "_"]
-    if isinstance(optimizer, CombinedOptimizer):
-        methods: dict[str, Any] = {"members": property(lambda self: tuple(map(for_loops, vars(self)["members"])))}
-    elif names:
+    methods: dict[str, Any] = {"members": property(lambda self: tuple(map(for_loops, vars(self)["members"])))}
+    if not issubclass(kind, CombinedOptimizer):
         methods = {name: functools.partialmethod(_refuse_method, name) for name in names}
-    else:
-        return optimizer
-    step = functools.wraps(kind.step)(lambda _, *args, **kwargs: kind.step(optimizer, *args, **kwargs))
-    view: Optimizer = object.__new__(
-        type(kind.__name__, (kind,), {**methods, "step": step, "__module__": kind.__module__})
-    )
+    methods |= {"step": _refuse_step, "state_dict": _refuse_states, "load_state_dict": _refuse_states}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "in_run": True})
+
+
+def for_loops(optimizer: Optimizer, instance: Optimizer | None = None) -> Optimizer:
+    """Return what a loop sees of a run's optimizer, which shares all attributes with it: groups, states, options. It is the `instance` that
+    the loop has, if there is one, until `leave_run`.
+    """
+    kind: Any = type(optimizer)
+    view: Optimizer = object.__new__(kind) if instance is None else instance
+    of_loop = {key: value for key, value in vars(view).items() if key not in vars(optimizer) and key != "step"}
     view.__dict__ = optimizer.__dict__
+    vars(view).update(of_loop)
+    view.__class__ = _class_in_loops(kind)
     return view
+
+
+def is_in_run(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is that of a run."""
+    return bool(getattr(type(optimizer), "in_run", False))
+
+
+def leave_run(instance: Optimizer, attributes: dict[str, Any]) -> None:
+    """Let an instance have the attributes that it had before the run, with the present options of its groups. Its state stayed in the run,
+    so that it takes no step, unless another run has it.
+    """
+    for group, present in zip(attributes["param_groups"], instance.param_groups, strict=False):
+        group.update({key: value for key, value in present.items() if key not in ("params", "param_names")})
+    instance.__class__ = type(instance).__mro__[1]
+    instance.__dict__ = attributes
+    vars(instance)["step"] = MethodType(_refuse_step, instance)
+
+
+def _refuse_step(self: Optimizer, *_: Any, **__: Any) -> None:
+    raise ModelError(
+        "optimizer-instance",
+        f"{type(self).__name__}.step was called by the loop, and the run takes the steps of this optimizer. Use run.step(batch), or "
+        "run.backward(batch) and run.update(). Behind run.release(), use another instance",
+    )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not notice the steps: `step_members` does
+
+
+def _refuse_states(self: Optimizer, *_: Any, **__: Any) -> None:
+    raise ModelError(
+        "optimizer-instance",
+        f"a state dict of the {type(self).__name__} of a run would have the states of this rank's weights alone. Use run.save and run.load; "
+        "optimizer.state holds these states",
+    )
 
 
 def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
@@ -372,55 +407,3 @@ def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
         f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads. Use "
         f'run.call(None, "{name}"). If there are several optimizers, name one instead of None',
     )
-
-
-class NoState(defaultdict[Any, Any]):
-    """A state whose use raises an error that names the place of the run's state."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(dict)
-        self._kind = kind
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise ModelError(
-            "optimizer-instance",
-            f"the {self._kind} instance that was given has no state, since the run updates by one of its own: {_OWN}",
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __missing__ = __reduce__ = _refuse
-    __reduce_ex__ = __deepcopy__ = __copy__ = _refuse
-    items = keys = values = get = pop = clear = update = setdefault = popitem = copy = _refuse
-
-    def __len__(self) -> int:
-        return 0
-
-
-def watch_given(optimizer: Optimizer) -> list[tuple[str, Callable[[], Any], Any]]:
-    """Put a state that refuses to be read into the given optimizer; return what else a loop may do to it, with a function that
-    reads it and what that returned before.
-    """
-    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
-    if not isinstance(optimizer.state, NoState):
-        optimizer.state = NoState(kind)
-
-    def members() -> list[list[int]]:
-        return [[*map(id, group["params"])] for group in optimizer.param_groups[:number]]
-
-    return [
-        (
-            f"was given another state, which the run does not use: {_OWN}",
-            lambda: id(optimizer.state),
-            id(optimizer.state),
-        ),
-        (
-            "was given step hooks, which the run does not call. Register them in a function of the parameters",
-            lambda: bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
-            False,  # as it was when the run was made
-        ),
-        (
-            "was given other parameters in a group, and the run updates those that it had. Set lr = 0 and requires_grad_(False) in "
-            "run.model",
-            members,
-            members(),
-        ),
-    ]

@@ -341,13 +341,13 @@ def holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> AbstractCon
 @contextmanager
 def _holding(optimizer: Optimizer, chunk: list[Piece]) -> Iterator[None]:
     ids = {id(piece.value) for piece in chunk}
-    held = [group["params"] for group in optimizer.param_groups]
-    for group, params in zip(optimizer.param_groups, held, strict=True):
+    params_of_groups = [group["params"] for group in optimizer.param_groups]
+    for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
         group["params"] = [param for param in params if id(param) in ids]
     try:
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, held, strict=True):
+        for group, params in zip(optimizer.param_groups, params_of_groups, strict=True):
             group["params"] = params
 
 

@@ -162,12 +162,12 @@ def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str
     for key, member in zip(getattr(optimizer, "names", ()), members_of(optimizer), strict=False):
         for name in _options_in(member, names):
             options_of[name]["member"] = key
-    for one in inner:
-        for name, options in _options_in(one, names).items():
+    for optimizer_in in inner:
+        for name, options in _options_in(optimizer_in, names).items():
             options_there = options_of.setdefault(name, {})
             options_there["inner"] = (
                 *options_there.get("inner", ()),
-                (type(one).__name__, sorted(options.items(), key=lambda pair: pair[0])),
+                (type(optimizer_in).__name__, sorted(options.items(), key=lambda pair: pair[0])),
             )
     return options_of
 

@@ -177,15 +177,15 @@ class UpdateTrial:
                 for name, some in tried.items()
                 if name not in changed
             }
-            try:
-                cut = self._updates(shapes, windows, steps=steps)
-            except TRIED:  # of which kind is it?
-                some = [[name for name in alike[:2] if name in windows] for alike in kinds]
-                changed |= self._failing([names for names in some if names], shapes, windows, together, steps)
-                continue
-            for name, window in windows.items():
-                if self._differs(name, cut, together, window):
-                    changed[name] = "its elements influence each other"
+            for names in ([name for name in alike[:2] if name in windows] for alike in kinds):
+                try:
+                    cut = self._updates({name: shapes[name] for name in names}, windows, steps=steps) if names else []
+                except TRIED:
+                    changed |= dict.fromkeys(names, "it fails on a part of a weight")
+                    continue
+                for name in names:
+                    if self._differs(name, cut, together, windows[name]):
+                        changed[name] = "its elements influence each other"
         return changed
 
     def _changed_when_large(
@@ -220,27 +220,6 @@ class UpdateTrial:
         except TRIED:
             watch.leads = True
         return dict.fromkeys(shapes, "a number of the whole weight enters") if watch.leads else {}
-
-    def _failing(
-        self,
-        kinds: Sequence[Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
-        windows: Mapping[str, Window],
-        together: Updates,
-        steps: int,
-    ) -> dict[str, str]:
-        """Return the same, each kind of weights by itself, where the step fails on parts of all."""
-        changed = dict[str, str]()
-        for names in kinds:
-            try:
-                cut = self._updates({name: shapes[name] for name in names}, windows, steps=steps)
-            except TRIED:
-                changed |= dict.fromkeys(names, "it fails on a part of a weight")
-                continue
-            for name in names:
-                if self._differs(name, cut, together, windows[name]):
-                    changed[name] = "its elements influence each other"
-        return changed
 
     def _updates(
         self,
@@ -459,7 +438,7 @@ def _counters(code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
 def fails_on_empty(code: StepCode) -> bool:
     """Return whether the step of an optimizer fails if no group has a weight; the changes of that step are put back."""
     groups = [group for optimizer in code.optimizers for group in optimizer.param_groups]
-    held = [group["params"] for group in groups]
+    params_of_groups = [group["params"] for group in groups]
     with code.put_back():
         for group in groups:
             group["params"] = []
@@ -469,7 +448,7 @@ def fails_on_empty(code: StepCode) -> bool:
         except Exception:
             return True
         finally:
-            for group, params in zip(groups, held, strict=True):
+            for group, params in zip(groups, params_of_groups, strict=True):
                 group["params"] = params
     return False
 

@@ -172,17 +172,17 @@ class UsedWeights:
         summed = rows.to(self.device)
         with outside_step():
             dist.all_reduce(summed, group=self.world)
-        for replica, (held, used, frozen) in enumerate(summed.tolist()):
+        for replica, (holders, used, frozen) in enumerate(summed.tolist()):
             for name, index in place.items():
-                if 0.0 < frozen[index] < held[index]:
+                if 0.0 < frozen[index] < holders[index]:
                     raise ModelError(
                         "frozen-on-some-ranks",
-                        f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {held[index]:g} ranks that hold "
+                        f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {holders[index]:g} ranks that hold "
                         "it and trained on the others. Use a loop that freezes it on all ranks before the same step",
                     )
             known = self._known.setdefault(replica, _Known())
             known.others = frozenset(
-                name for name, i in place.items() if held[i] and not used[i] and name not in self.unsure
+                name for name, i in place.items() if holders[i] and not used[i] and name not in self.unsure
             )
 
     def unused(self, replica: int) -> Unused:

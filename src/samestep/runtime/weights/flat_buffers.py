@@ -115,11 +115,11 @@ class FlatBuffer:
         self.missing, self.untouched = set(self.names), set(self.names)
         self.work = self.chunk = None
 
-    def added_up(self, slot: GradientSlot, found: Tensor) -> Tensor:
+    def added_up(self, slot: GradientSlot, gradient: Tensor) -> Tensor:
         """Return a gradient that is sparse, or follows one that has arrived, as one that can take that one's place."""
         if slot.found is not None and slot.is_cast:  # in master precision autograd has added the two
             self.take_in()
-        return found.to_dense() if found.is_sparse else found
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     def zero_untouched(self) -> None:
         """Set the gradients of weights that no sample used to zeros."""
@@ -235,9 +235,9 @@ def norm_of_pieces(
     copies, numbers = step.copies
     alike: list[tuple[int, list[Tensor]]] = []
     for number in numbers:
-        mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
+        some = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
         alike.append(
-            (number, gradients_of(mine if names is None else [piece for piece in mine if piece.name in names]))
+            (number, gradients_of(some if names is None else [piece for piece in some if piece.name in names]))
         )
     return _sum_of_shares(alike, device)
 

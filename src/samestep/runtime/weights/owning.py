@@ -12,7 +12,6 @@ receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.pieces import LiveWeights, Piece
-from samestep.runtime.weights.placement import WeightSlice, part_at
+from samestep.runtime.weights.placement import WeightSlice, part_at, rows_of_shard
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.strategies.whole_update import GRADIENTS, WEIGHTS
 
@@ -123,7 +122,7 @@ class _Level:
         parts = {
             name: [part_at(whole, cut[name], owners.ranks, rank) for rank in range(owners.ranks)]
             if owners.is_cut
-            else _rows_of(whole, owners.ranks)
+            else [_slice_of(whole, rows_of_shard(whole, owners.ranks, rank)) for rank in range(owners.ranks)]
             for name, whole in wholes.items()
         }
         level = cls(owners, mesh, DTYPES[step.master_dtype], members, parts, {piece.name: piece for piece in pieces})
@@ -201,10 +200,5 @@ class _Level:
         return received
 
 
-def _rows_of(spec: ParamSpec, ranks: int) -> list[WeightSlice]:
-    """Return the rows that each rank holds: equal runs, the last ones shorter, as FSDP2 divides them."""
-    each = -(-spec.rows // ranks)
-    ends = [min(rank * each, spec.rows) for rank in range(ranks + 1)]
-    return [
-        WeightSlice(spec.shape, 0, ((start, stop),) if start < stop else ()) for start, stop in itertools.pairwise(ends)
-    ]
+def _slice_of(spec: ParamSpec, rows: slice) -> WeightSlice:
+    return WeightSlice(spec.shape, 0, ((rows.start, rows.stop),) if rows.start < rows.stop else ())

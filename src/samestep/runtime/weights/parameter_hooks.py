@@ -84,8 +84,10 @@ def _unlike_a_loop(plan: Blueprint, program: Program) -> list[tuple[str, Tensor]
     """Return the weights that a hook would see otherwise than in a plain loop: of which the run trains copies, or ranks have parts."""
     gathers, _, is_cut = _dividing_words(program)
     is_alike = plan.is_taken and not gathers and not is_cut
-    given = [] if is_alike else [(name, weight) for name, ref in plan.given.items() if (weight := ref()) is not None]
-    return [*given, *(plan.module.named_parameters() if gathers or is_cut else ())]
+    originals = (
+        [] if is_alike else [(name, weight) for name, ref in plan.given.items() if (weight := ref()) is not None]
+    )
+    return [*originals, *(plan.module.named_parameters() if gathers or is_cut else ())]
 
 
 _ALLOWED = 1e-6

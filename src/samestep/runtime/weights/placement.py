@@ -239,3 +239,9 @@ def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
     else:
         into[here.positions().to(into.device)] = source[there.positions()].to(into.device)
     return int(here.lengths.sum())
+
+
+def rows_of_shard(spec: ParamSpec, num_shards: int, index: int) -> slice:
+    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
+    each = -(-spec.rows // num_shards)
+    return slice(min(index * each, spec.rows), min((index + 1) * each, spec.rows))

@@ -66,6 +66,7 @@ from samestep.runtime.weights.fsdp_units import (
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.placement import rows_of_shard
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
 from samestep.runtime.weights.weight_store import (
     Materialize,
@@ -138,7 +139,7 @@ class Sharded(WeightStore):
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
             holding = step.holding(spec)
-            rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
+            rows = rows_of_shard(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
             local.copy_((value if spec.held_as else value.view(sharded_shape(spec)))[rows])
             start = rows.start * spec.row_numel
@@ -345,12 +346,6 @@ class _EncodedReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self._scatter.scatter(output_tensor, input_tensor)
-
-
-def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
-    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
-    each = -(-spec.rows // num_shards)
-    return slice(min(index * each, spec.rows), min((index + 1) * each, spec.rows))
 
 
 def _gradient(param: DTensor) -> Tensor:

@@ -200,7 +200,9 @@ class UnitOrder:
                 f"and zero={self._zero} reduces gradients in that order on all ranks at once. Use zero=1",
             )
         used = (None, None) if running.is_kept else (running, ahead)
-        this_one, next_one = (self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in used)
+        this_one, next_one = (
+            self._places.get(_OrderEntry(unit, True), -1) if unit is not None else -1 for unit in used
+        )
         if this_one >= self._next:
             self._pass_over(this_one)
             if next_one > this_one + 1:

@@ -365,13 +365,13 @@ def _refuse_whole(
     Raises:
         LayoutError: it has one.
     """
-    for leaf, one in lents.items():
+    for leaf, lent in lents.items():
         tensor = state.get(prefix + leaf)
-        is_whole = isinstance(tensor, Tensor) and tuple(tensor.shape) == one.facts.shape
-        if is_whole and module._parameters[leaf] is one.param:
+        is_whole = isinstance(tensor, Tensor) and tuple(tensor.shape) == lent.facts.shape
+        if is_whole and module._parameters[leaf] is lent.param:
             raise LayoutError(
                 "load-weights-whole",
-                f"run.model.load_state_dict was given the whole {one.facts.name} {[*one.facts.shape]}, and under {one.facts.cut} a rank "
+                f"run.model.load_state_dict was given the whole {lent.facts.name} {[*lent.facts.shape]}, and under {lent.facts.cut} a rank "
                 "has a part. Use run.load_state_dict(state), or the same call within `with run.gathered() as model:`",
             )
 

@@ -27,7 +27,6 @@ from samestep.building.model import call_model
 from samestep.building.torch_seams import distributions_unchecked
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
-from samestep.independence.sequence_boundaries import with_first
 from samestep.program.program import Program
 from samestep.randomness import mode as dropout
 from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
@@ -46,6 +45,7 @@ from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import CannotPassError, Flow
+from samestep.tracing.module_inputs import with_first
 from samestep.tracing.stage_events import StageEvents, passed_before
 
 
