@@ -260,13 +260,11 @@ def divisions(
 
 
 def along_tokens(samples: Samples, length: int) -> DividedSamples:
-    """Return samples whose parts are halves of the tokens, of which so many are along dimension 1."""
+    """Return samples whose parts are halves of the tokens, of which so many are along dimension 1, or 2 as in logits [B, V, T]."""
     tree, of_outputs = (samples.outputs, samples.batch), tensors_in(samples.outputs)
     tensors, sizes = [leaf.detach() for leaf in tensors_in(tree)], (length // 2, length - length // 2)
-    cut, uncut = SamplePlace(1, sizes[0]), SamplePlace()
-    places: list[SamplePlace | None] = [
-        cut if leaf.dim() > 1 and leaf.shape[1] == length else uncut for leaf in tensors
-    ]
+    dims = (next((dim for dim in (1, 2) if leaf.shape[dim : dim + 1] == (length,)), None) for leaf in tensors)
+    places: list[SamplePlace | None] = [SamplePlace() if dim is None else SamplePlace(dim, sizes[0]) for dim in dims]
     graded = tuple(i for i, leaf in enumerate(of_outputs) if leaf.requires_grad and leaf.is_floating_point())
     return DividedSamples((tree,) * 3, (tensors,) * 3, places, len(of_outputs), sizes, graded)
 
