@@ -116,16 +116,20 @@ def test_what_no_price_knows_of_a_word_is_named(
             assert all("run.compile" in line and said in line for line in lines)
 
 
-@pytest.mark.parametrize(("samples", "binds"), [(1, "launches of small kernels"), (64, "compute")])
-def test_a_simulation_says_what_binds_it(samples: int, binds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step of small kernels waits for the host, and one of large ones for the device."""
-    about = [
-        "--set",
-        "model.source=preset:gpt2",
-        "--set",
-        f"train.global_batch={samples}",
-        "--set",
-        "numerics.precision=bf16",
-    ]
-    assert main(["simulate", *about, "--layout", "dp=1", "--hardware", "h100x8"]) == 0
+@pytest.mark.parametrize(
+    ("model", "samples", "layout", "machine", "binds"),
+    [
+        ("gpt2", 1, "dp=1", "h100x8", "launches of small kernels"),
+        ("gpt2", 64, "dp=1", "h100x8", "compute"),
+        ("resnet50", 256, "dp=1", "h100x8", "memory traffic"),
+        ("gpt2-xl", 8, "dp=8", "rtx4090x8", "exposed communication"),
+    ],
+)
+def test_a_simulation_says_what_binds_it(
+    model: str, samples: int, layout: str, machine: str, binds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of small kernels waits for the host, one of large ones for the device, its memory or a link."""
+    keys = {"model.source": f"preset:{model}", "train.global_batch": samples, "numerics.precision": "bf16"}
+    about = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    assert main(["simulate", *about, "--layout", layout, "--hardware", machine]) == 0
     assert f"\nbottleneck: {binds} (" in capsys.readouterr().out

@@ -439,6 +439,21 @@ def parallelize(
         InputError: a model, optimizer or layout that cannot run; the text names a fix.
     """
     job = (job or Job()).with_modules(stages=stages, offload=offload)
+    _check_keys(job)
+    place, where = _joined(job, layout)
+    averages = ModelAverages(ema or {})
+    averages.check(where, job)
+    built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
+    source = _source_of(built, loss, optimizer, job)
+    return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
+
+
+def _check_keys(job: Job) -> None:
+    """Refuse a job with keys that a run in a loop of one's own does not read.
+
+    Raises:
+        JobError: it has one.
+    """
     if job.checkpoint.every:
         raise JobError(
             "job-key-unread",
@@ -451,12 +466,6 @@ def parallelize(
             f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
             "them. Remove these keys, or use samestep.train(job), which reads them.",
         )
-    place, where = _joined(job, layout)
-    averages = ModelAverages(ema or {})
-    averages.check(where, job)
-    built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    source = _source_of(built, loss, optimizer, job)
-    return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:

@@ -360,12 +360,12 @@ def simulate(
 
 def binds(prediction: Prediction) -> str:
     """Return the name of the part that takes most of a predicted step, and its share."""
-    busy = prediction.step_s * (1 - prediction.bubble_fraction) - prediction.exposed_comm_s
+    busy_s = prediction.step_s * (1 - prediction.bubble_fraction) - prediction.exposed_comm_s
     launched, moved = _fractions(prediction)
     parts = {
-        "launches of small kernels": busy * launched if launched > 0.5 else 0.0,  # a smaller part belongs to compute
-        "memory traffic": busy * moved if moved > 0.5 else 0.0,  # and so here
-        "compute": busy * (1 - launched * (launched > 0.5) - moved * (moved > 0.5)),
+        "compute": busy_s * (1 - launched - moved),
+        "launches of small kernels": busy_s * launched,
+        "memory traffic": busy_s * moved,
         "bubbles": prediction.bubble_fraction * prediction.step_s,
         "exposed communication": prediction.exposed_comm_s,
     }
