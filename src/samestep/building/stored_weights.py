@@ -61,9 +61,7 @@ def convert_tensors(
     for (name, pattern), tensor in zip(sources, tensors, strict=True):
         conversion.add_tensor(target, name, pattern, tensor)
     tensors_by_name = conversion.convert(target, model=model, config=model.config)
-    return {
-        name: converted[0] if isinstance(converted, list) else converted for name, converted in tensors_by_name.items()
-    }
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors_by_name.items()}
 
 
 Intervals = Sequence[tuple[int, int]]
