@@ -289,7 +289,14 @@ def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LI
         target = source / "samestep" / site.file
         text, before, after = mutated(target.read_text(encoding="utf-8"), site)
         target.write_text(text, encoding="utf-8")
-        found = {"before": before, "after": after, "killed_by": "", "processor_s": 0.0, "files": 0}
+        found = {
+            "before": before,
+            "after": after,
+            "killed_by": "",
+            "processor_s": 0.0,
+            "files": 0,
+            "reached_by": len(files),
+        }
         begin_s = _used_s()
         for file in files:
             if (used_s := _used_s() - begin_s) >= limit_s:
@@ -311,7 +318,7 @@ def _first_failure(file: str, source: Path, root: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{file}: no end"
-    named = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    named = re.search(r"^(?:FAILED|ERROR) (.+?)(?:, after \d+ s| - .*)?$", done.stdout, re.MULTILINE)
     return "" if done.returncode in (0, 5) else named[1] if named else f"{file}: exit status {done.returncode}"
 
 
@@ -321,13 +328,14 @@ def _used_s() -> float:
 
 
 def run(seed: int, count: int) -> None:
-    """Run the drawn mutants that have no outcome yet, and print all."""
+    """Run the drawn mutants that have no outcome yet and that a test file is known to reach, and print all."""
     known = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
     for site in drawn(seed, count):
-        if site.name not in known:
-            known[site.name] = {"seed": seed, **outcome(site, test_files_of(site)), "equivalent": ""}
+        if site.name not in known and (files := test_files_of(site)):
+            known[site.name] = {"seed": seed, **outcome(site, files), "equivalent": ""}
             ROWS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        print(f"{site.name}: {known[site.name]['killed_by'] or 'MISSED'}", flush=True)
+        word = "no test file that was noted reaches it" if site.name not in known else known[site.name]["killed_by"]
+        print(f"{site.name}: {word or 'MISSED'}", flush=True)
     print(table(known))
 
 

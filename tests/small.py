@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -23,6 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from samestep import cli
+from samestep.job_files import load
+from samestep.training.workload import Workload
 from tests.traced import families_once
 
 importlib.import_module(
@@ -137,6 +140,9 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
     In a network namespace, if one is given, and with variables of its environment. A test that calls it ends with `end_background`, whatever happens.
     """
 
+    if words[0] == "train" and set(settings()[:2]) <= set(words):
+        _trace_small()
+
     def command() -> int:
         os.environ.update({name: str(value) for name, value in variables.items()})
         if namespace:
@@ -144,6 +150,14 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
         return main(*words)
 
     return forked(command, folder)
+
+
+@functools.cache
+def _trace_small() -> None:
+    """Trace the small model here, once, of which each fork would trace its own before its first step."""
+    sets = [word for word in settings() if word != "--set"]
+    with families_once():
+        Workload(load(Path(__file__).parents[1] / "jobs" / "default.toml", sets))
 
 
 def script(path: Path, words: Sequence[str], folder: Path) -> tuple[int, str, str]:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from live import Live
 
 SETTINGS = (
-    "train.global_batch=8", "train.watch_every=0", "data.sequence_length=256", "model.config.num_hidden_layers=2", "model.config.hidden_size=256",
+    "train.global_batch=8", "train.watch_every=0", "data.sequence_length=128", "model.config.num_hidden_layers=2", "model.config.hidden_size=256",
     "model.config.intermediate_size=1024", "model.config.vocab_size=4096", "model.config.max_position_embeddings=512",
 )  # fmt: skip
 """A model whose tensors are larger than the rounding of the allocator."""

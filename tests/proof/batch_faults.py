@@ -20,7 +20,7 @@ from samestep.runtime import assembly
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.interpreter import Interpreter
-from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.optimizers.optimizer_step import GroupRates, Updater
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import placement, replicated
@@ -33,17 +33,13 @@ from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
 
 @fault(Cause.MEAN_OF_MEANS, "dp=2 microbatch=2")
+@fault(Cause.MEAN_OF_MEANS, "dp=2", name="loss_is_mean_over_ranks")
 def loss_is_mean_over_microbatches(patch: Patch) -> None:
     def mean(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = cross_entropy(outputs, batch)
         return total / count, torch.ones_like(count)
 
     around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, mean, forward, *args))
-
-
-@fault(Cause.MEAN_OF_MEANS, "dp=2")
-def loss_is_mean_over_ranks(patch: Patch) -> None:
-    loss_is_mean_over_microbatches(patch)
 
 
 def _with_loss(self: Interpreter, loss: Any, forward: Any, *args: Any) -> Any:
@@ -62,6 +58,7 @@ def gradients_are_mean_over_microbatches(patch: Patch) -> None:
 
 
 @fault(Cause.GRADIENT_SCALE, "dp=2")
+@fault(Cause.GRADIENT_SCALE, "dp=2 microbatch=2", name="gradients_are_not_divided_by_the_microbatches")
 def gradients_are_summed_instead_of_averaged(patch: Patch) -> None:
     around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
@@ -69,11 +66,6 @@ def gradients_are_summed_instead_of_averaged(patch: Patch) -> None:
 @fault(Cause.GRADIENT_SCALE, "dp=4 zero=1")
 def gradients_are_divided_by_the_ranks_once_more(patch: Patch) -> None:
     around(patch, Updater, "step", lambda step, self, factor, **more: step(self, factor / 4, **more))
-
-
-@fault(Cause.GRADIENT_SCALE, "dp=2 microbatch=2")
-def gradients_are_not_divided_by_the_microbatches(patch: Patch) -> None:
-    around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
 
 @fault(Cause.LOSS_SCALE, "dp=2")
@@ -130,6 +122,7 @@ def loss_is_that_of_the_rank(patch: Patch) -> None:
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")
+@fault(Cause.MISSING_REDUCTION, "dp=1 cp=2", "llama", name="gradients_are_not_summed_over_slices")
 def gradients_are_not_reduced(patch: Patch) -> None:
     patch.setattr(Replicated, "_send", lambda *args: None)
 
@@ -310,6 +303,8 @@ def samples_have_other_content_on_a_rank(patch: Patch) -> None:
 
 
 @fault(Cause.DROPOUT, "dp=2", "plain_with_dropout")
+@fault(Cause.RANDOM, "dp=2", "noisy", name="every_rank_draws_the_same_noise")
+@fault(Cause.RANDOM, "dp=2 microbatch=2", "noisy", name="every_microbatch_draws_the_same_noise")
 def every_rank_drops_the_same(patch: Patch) -> None:
     def draw(original: Any, seed: int, step: int, samples: Tensor, *others: int) -> Any:
         return original(seed, step, torch.arange(len(samples)), *others)
@@ -353,6 +348,13 @@ def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
 
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
+@fault(
+    Cause.CLIP_NORM,
+    "dp=1 pp=2 microbatch=4",
+    "deep_llama",
+    optimizer={"clip_norm": 0.05},
+    name="the_norm_lacks_the_other_stages",
+)
 def the_norm_is_that_of_the_shard(patch: Patch) -> None:
     def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         mine = float(self.whole_assembly.weights.store.norm_squared())
@@ -367,15 +369,6 @@ def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
         return squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
 
     around(patch, Replicated, "norm_squared", norm)
-
-
-@fault(Cause.CLIP_NORM, "dp=1 pp=2 microbatch=4", "deep_llama", optimizer={"clip_norm": 0.05})
-def the_norm_lacks_the_other_stages(patch: Patch) -> None:
-    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
-        mine = float(self.whole_assembly.weights.store.norm_squared())
-        return changed(original(self, totals, *rest), norm_squared=mine)
-
-    around(patch, Stepper, "_agree", agree)
 
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
@@ -396,7 +389,7 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=1")
 def a_rank_does_not_update_its_chunk(patch: Patch) -> None:
-    around(patch, Updater, "set_lr", lambda set_lr, self, factor: set_lr(self, factor * (rank() == 0)))
+    around(patch, GroupRates, "set", lambda set_rates, self, factor: set_rates(self, factor * (rank() == 0)))
 
 
 @fault(Cause.DRIFT, "dp=1 tp=2", "attentive")

@@ -149,11 +149,6 @@ def every_slice_has_the_rotary_angles_of_the_first(patch: Patch) -> None:
     around(patch, context.Slicing, "_sliced", sliced)
 
 
-@fault(Cause.MISSING_REDUCTION, "dp=1 cp=2", "llama")
-def gradients_are_not_summed_over_slices(patch: Patch) -> None:
-    patch.setattr(Replicated, "_send", lambda *args: None)
-
-
 @fault(Cause.FORWARD, "dp=1 cp=2", "attentive")
 def attention_sees_the_slice_alone(patch: Patch) -> None:
     def attend(original: Any, self: Any, call: AttentionCall, *dropped: Any) -> Tensor:

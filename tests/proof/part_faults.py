@@ -12,7 +12,6 @@ from torch import Tensor
 
 from samestep.building import chunked_cross_entropy
 from samestep.proof.verdict import Cause
-from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.checkpoints import checkpoint
@@ -131,20 +130,15 @@ def the_norm_is_summed_over_tp_alone(patch: Patch) -> None:
 # -- random numbers of a rank's part ---------------------------------------------------------------
 
 
-@fault(Cause.RANDOM, "dp=2", "noisy")
-def every_rank_draws_the_same_noise(patch: Patch) -> None:
-    def draw(original: Any, seed: int, step: int, samples: Tensor, *others: int) -> Any:
-        return original(seed, step, torch.arange(len(samples)), *others)
-
-    around(patch, dropout, "Draw", draw)
-
-
-@fault(Cause.RANDOM, "dp=2 microbatch=2", "noisy")
-def every_microbatch_draws_the_same_noise(patch: Patch) -> None:
-    every_rank_draws_the_same_noise(patch)
-
-
-def _first_part(patch: Patch) -> None:
+@fault(Cause.DROPOUT, "dp=1 tp=2", "dropping_attentive")
+@fault(
+    Cause.DROPOUT,
+    "dp=1 tp=2 sequence_parallel",
+    "dropping_gpt2",
+    name="ranks_of_sequence_parallel_drop_the_same_tokens",
+)
+@fault(Cause.DROPOUT, "dp=1 cp=2", "dropping_llama", name="cp_ranks_drop_the_same_keys")
+def tp_ranks_drop_the_same_neurons(patch: Patch) -> None:
     """Let every rank draw the numbers of the first one's part."""
 
     def cuts(original: Any, self: MaskSlice, *args: Any) -> Any:
@@ -153,25 +147,19 @@ def _first_part(patch: Patch) -> None:
     around(patch, MaskSlice, "cuts", cuts)
 
 
-@fault(Cause.DROPOUT, "dp=1 tp=2", "dropping_attentive")
-def tp_ranks_drop_the_same_neurons(patch: Patch) -> None:
-    _first_part(patch)
-
-
-@fault(Cause.DROPOUT, "dp=1 tp=2 sequence_parallel", "dropping_gpt2")
-def ranks_of_sequence_parallel_drop_the_same_tokens(patch: Patch) -> None:
-    _first_part(patch)
-
-
-@fault(Cause.DROPOUT, "dp=1 cp=2", "dropping_llama")
-def cp_ranks_drop_the_same_keys(patch: Patch) -> None:
-    _first_part(patch)
-
-
 # -- weights without a gradient --------------------------------------------------------------------
 
 
-def _leave_none_out(patch: Patch) -> None:
+@fault(Cause.IDLE, "dp=2", "sometimes")
+@fault(Cause.IDLE, "dp=2 zero=3", "sometimes", name="a_shard_without_a_gradient_is_moved")
+@fault(
+    Cause.IDLE,
+    "dp=2",
+    "idle_head",
+    optimizer={"name": "adamw", "weight_decay": 0.5, "options": {}},
+    name="weight_decay_moves_a_head_that_no_loss_reads",
+)
+def momentum_moves_a_weight_without_a_gradient(patch: Patch) -> None:
     """Let the optimizer update weights that a step gave no gradient, as if it were zero."""
 
     def update(original: Any, self: Updater, *args: Any, **more: Any) -> None:
@@ -179,21 +167,6 @@ def _leave_none_out(patch: Patch) -> None:
         original(self, *args, **more)
 
     around(patch, Updater, "update", update)
-
-
-@fault(Cause.IDLE, "dp=2", "sometimes")
-def momentum_moves_a_weight_without_a_gradient(patch: Patch) -> None:
-    _leave_none_out(patch)
-
-
-@fault(Cause.IDLE, "dp=2 zero=3", "sometimes")
-def a_shard_without_a_gradient_is_moved(patch: Patch) -> None:
-    _leave_none_out(patch)
-
-
-@fault(Cause.IDLE, "dp=2", "idle_head", optimizer={"name": "adamw", "weight_decay": 0.5, "options": {}})
-def weight_decay_moves_a_head_that_no_loss_reads(patch: Patch) -> None:
-    _leave_none_out(patch)
 
 
 # -- calls of one module ---------------------------------------------------------------------------

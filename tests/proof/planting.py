@@ -51,12 +51,13 @@ class Planted:
 PLANTED: dict[str, Planted] = {}
 
 
-def planted(kind: Kind, code: str, layout: str, cause: Cause | None = None, **fields: Any) -> Any:
-    """Enter a function into the list under its own name."""
+def planted(kind: Kind, code: str, layout: str, cause: Cause | None = None, name: str = "", **fields: Any) -> Any:
+    """Enter a function into the list under its own name, or under another one where it is another wrong elsewhere."""
 
     def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert install.__name__ not in PLANTED, f"two faults are called {install.__name__}"
-        PLANTED[install.__name__] = Planted(kind, code, layout, install, cause, **fields)
+        called = name or install.__name__
+        assert called not in PLANTED, f"two wrongs are called {called}"
+        PLANTED[called] = Planted(kind, code, layout, install, cause, **fields)
         return install
 
     return enter
@@ -67,9 +68,11 @@ def of_kind(*kinds: Kind) -> dict[str, Planted]:
     return {name: row for name, row in PLANTED.items() if row.kind in kinds}
 
 
-def fault(cause: Cause, layout: str, model: str = "plain", *, own_precision: bool = False, **job: Any) -> Any:
+def fault(
+    cause: Cause, layout: str, model: str = "plain", *, name: str = "", own_precision: bool = False, **job: Any
+) -> Any:
     """Enter a mistake in a right run."""
-    return planted("fault", model, layout, cause, job=job, own_precision=own_precision)
+    return planted("fault", model, layout, cause, name, job=job, own_precision=own_precision)
 
 
 def mend(kind: Kind, mends: str, case: str, layout: str, cause: Cause | None = None, **fields: Any) -> Any:

@@ -94,32 +94,37 @@ def a_gradient_is_taken_to_be_whole_after_the_first_backward(patch: Patch) -> No
 # -- optimizers ------------------------------------------------------------------------------------
 
 
+@reverted(
+    "A2",
+    "LARS of matrices alone",
+    "dp=2 zero=3",
+    Cause.UPDATE,
+    is_refused=True,
+    name="a_rule_of_matrices_is_taken_for_elementwise",
+)
+@reverted(
+    "A3",
+    "rule that starts late",
+    "dp=2 zero=1",
+    Cause.UPDATE,
+    steps=8,
+    is_refused=True,
+    name="a_rule_that_starts_late_is_taken_for_elementwise",
+)
+@reverted(
+    "B", "optimizer that draws noise", "dp=2", Cause.UPDATE, is_refused=True, name="an_optimizer_draws_on_every_rank"
+)
 def _every_rule_is_elementwise(patch: Patch) -> None:
-    def read(original: Any, *args: Any) -> UpdateRule:
-        return replace(original(*args), whole={}, coupled="", draws="")
+    def read(original: Any, *args: Any, **named: Any) -> UpdateRule:
+        return replace(original(*args, **named), whole={}, coupled="", draws="")
 
     around(patch, optimizer_source, "read_rule", read)
-
-
-@reverted("A2", "LARS of matrices alone", "dp=2 zero=3", Cause.UPDATE, is_refused=True)
-def a_rule_of_matrices_is_taken_for_elementwise(patch: Patch) -> None:
-    _every_rule_is_elementwise(patch)
-
-
-@reverted("A3", "rule that starts late", "dp=2 zero=1", Cause.UPDATE, steps=8, is_refused=True)
-def a_rule_that_starts_late_is_taken_for_elementwise(patch: Patch) -> None:
-    _every_rule_is_elementwise(patch)
 
 
 @reverted("A3", "groups by size", "dp=2 zero=1", Cause.UPDATE)
 def groups_are_made_of_the_pieces_of_a_rank(patch: Patch) -> None:
     patch.setattr(optimizer_source.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
     around(patch, whole_optimizer, "check_optimizer", lambda check, source, model, *rest: model)
-
-
-@reverted("B", "optimizer that draws noise", "dp=2", Cause.UPDATE, is_refused=True)
-def an_optimizer_draws_on_every_rank(patch: Patch) -> None:
-    _every_rule_is_elementwise(patch)
 
 
 @reverted("A19", "parameters' hooks", "dp=2", Cause.PLAIN, one_device=True)
@@ -156,17 +161,35 @@ def later_parts_of_a_tuple_are_dropped(patch: Patch) -> None:
     _calls(patch, lambda model, batch, **_: model(batch[0], torch.zeros_like(batch[2])))
 
 
+# -- refusals that the job waives ------------------------------------------------------------------
+
+
+@reverted("B", "contrastive loss", "dp=2", Cause.COUPLED, allow=("loss",), name="a_contrastive_loss_is_waived")
+@reverted("B", "expert capacity", "dp=2", Cause.COUPLED, allow=("samples",), name="a_capacity_of_experts_is_waived")
+@reverted(
+    "A9 A10",
+    "numpy's random numbers",
+    "dp=2",
+    Cause.COUPLED,
+    allow=("random",),
+    name="random_numbers_of_the_forward_are_waived",
+)
+@reverted(
+    "A12", "running mean of its own", "dp=2", Cause.COUPLED, allow=("state", "samples"), name="a_running_mean_is_waived"
+)
+@reverted(
+    "A12 A13",
+    "weights normalised in the forward",
+    "dp=2 zero=3",
+    Cause.BACKWARD,
+    allow=("state",),
+    name="weights_written_in_a_forward_are_waived",
+)
+def _nothing(patch: Patch) -> None:
+    """Leave the code as it is: the job waives its refusal."""
+
+
 # -- samples, the loss, data -----------------------------------------------------------------------
-
-
-@reverted("B", "contrastive loss", "dp=2", Cause.COUPLED, allow=("loss",))
-def a_contrastive_loss_is_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
-
-
-@reverted("B", "expert capacity", "dp=2", Cause.COUPLED, allow=("samples",))
-def a_capacity_of_experts_is_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
 
 
 @reverted("B", "augmentation in __getitem__", "dp=2", Cause.DATA, allow=("data",))
@@ -183,24 +206,9 @@ def dropout_takes_the_first_dimension_for_the_samples(patch: Patch) -> None:
     patch.setattr(dropout, "place_samples", lambda *args: None)
 
 
-@reverted("A9 A10", "numpy's random numbers", "dp=2", Cause.COUPLED, allow=("random",))
-def random_numbers_of_the_forward_are_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
-
-
 @reverted("A11", "reentrant checkpointing", "dp=2", Cause.BACKWARD)
 def checkpointing_repeats_outside_of_the_modes(patch: Patch) -> None:
     patch.setattr(recompute, "in_our_modes", lambda *args, **named: nullcontext())
-
-
-@reverted("A12", "running mean of its own", "dp=2", Cause.COUPLED, allow=("state", "samples"))
-def a_running_mean_is_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
-
-
-@reverted("A12 A13", "weights normalised in the forward", "dp=2 zero=3", Cause.BACKWARD, allow=("state",))
-def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
 
 
 # -- what tp cuts ----------------------------------------------------------------------------------
@@ -367,9 +375,9 @@ def unused_weights_have_zeros_in_their_own_dtype(patch: Patch) -> None:
 
 @missed("A23", "optimizer over other weights", "dp=1", "was not given")
 def an_optimizer_of_other_weights_is_taken(patch: Patch) -> None:
-    def read(original: Any, *args: Any) -> UpdateRule:
+    def read(original: Any, *args: Any, **named: Any) -> UpdateRule:
         with suppress(ModelError):
-            return original(*args)
+            return original(*args, **named)
         return UpdateRule("SGD")
 
     around(patch, optimizer_source, "read_rule", read)

@@ -130,7 +130,7 @@ class OpenStep:
 
     def prepare(self, updater: Updater) -> None:
         """Let an updater have the step's learning rate and number."""
-        updater.set_lr(self.lr_factor)
+        updater.rates.set(self.lr_factor)
         updater.step_index = self.batch.step
 
     def read(self, num_unsure: int) -> SummedScalars:

@@ -29,7 +29,6 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.guards.step_guards import StepGuards
-from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
@@ -406,9 +405,10 @@ class Stepper:
         """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.trials.settle()
+            self.guards.trials.generators.settle()
             update()
-            self.guards.trials.check_generators(assembly, self.steps_taken + 1, OPTIMIZER)
+            self.guards.trials.check_generators(assembly, self.steps_taken + 1)
+            self.guards.trials.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()
