@@ -116,7 +116,10 @@ def _measure(name: str, value: Any) -> None:
 
 def _main(name: str, value: Any) -> None:
     if not callable(value):
-        _refuse(name, value, "a function, which every rank calls. samestep.train(job) trains a job")
+        others = (
+            "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script of an engine"
+        )
+        _refuse(name, value, f"a function, which every rank calls; {others}")
 
 
 def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:

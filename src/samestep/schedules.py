@@ -254,15 +254,14 @@ def links(num_stages: int, num_chunks: int) -> dict[str, tuple[tuple[int, int], 
 def check(
     orders: Sequence[Sequence[Action]], num_chunks: int, link_of: Callable[[Message, int], str] = link_of
 ) -> None:
-    """Check the orders of all stages by running them: a receive waits for its send, a send waits for nothing.
+    """Check the orders of all stages by running them, with the messages as NCCL carries them out in the process groups that `link_of` names.
 
-    The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a
-    W. Then they run once more with the messages as NCCL carries them out in the process groups that `link_of` names.
+    The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a W.
 
     Raises:
         LayoutError: an action is missing, is repeated, runs before one it needs on its own stage, or breaks the order in
-            which gradients are accumulated and reduced; or the stages deadlock, and then the text names the action at
-            which each one is stuck and what that waits for; or the ends of a link issue its messages in two orders.
+            which gradients are accumulated and reduced; or the stages deadlock, and then the text names what each one waits
+            for, and the links with ends that issue messages in two orders.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
@@ -272,7 +271,6 @@ def check(
     )
     for stage, actions in enumerate(orders):
         _check_stage(stage, actions, expected, len(orders), num_chunks)
-    _check_ends(orders, num_chunks)
     for are_shapes_known in (False, True):  # as in the first step, and as in the later ones
         _Transport(orders, num_chunks, link_of, are_shapes_known).check()
 
@@ -324,35 +322,6 @@ def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tu
                     yield action, follower
 
 
-def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
-    """Run each stage as far as it gets, until all have ended; raise LayoutError if none gets further."""
-    num_stages = len(orders)
-    done: set[tuple[int, Action]] = set()
-    position = [0] * num_stages
-
-    def awaited(stage: int) -> list[tuple[int, Action]]:
-        return [
-            need for need in needs(orders[stage][position[stage]], stage, num_stages, num_chunks) if need not in done
-        ]
-
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(orders):
-            while position[stage] < len(actions) and not awaited(stage):
-                done.add((stage, actions[position[stage]]))
-                position[stage] += 1
-                moved = True
-    stuck = [
-        f"stage {stage} is stuck at {_label(actions[position[stage]], num_chunks > 1)}, which waits for "
-        + " and ".join(f"{_label(need, num_chunks > 1)} of stage {owner}" for owner, need in awaited(stage))
-        for stage, actions in enumerate(orders)
-        if position[stage] < len(actions)
-    ]
-    if stuck:
-        raise LayoutError("schedule-deadlock", f"these orders deadlock: {'; '.join(stuck)}")
-
-
 class _Transport:
     """The messages of a step as NCCL carries them out: those of one stage and link in order, each when both ends issued it."""
 
@@ -373,7 +342,7 @@ class _Transport:
         """Let each stage issue what it can, and carry out what both ends have come to, until all is done.
 
         Raises:
-            LayoutError: nothing more can be carried out, or the two ends of a link have come to different messages.
+            LayoutError: nothing more can be carried out.
         """
         awaited: dict[int, Message] = {}
         running = set(range(len(self._stages)))
@@ -395,30 +364,32 @@ class _Transport:
             moved = self._carry_out() or moved
         if running or any(queue for queues in self._issued for queue in queues.values()):
             stuck = [f"stage {stage} waits for {self._named(message)}" for stage, message in sorted(awaited.items())]
+            stuck += [
+                f"stage {sent.sender} sends {self._named(sent)} where stage {sent.receiver} receives {self._named(received)}"
+                for sent, received in self._meeting()
+            ]
             raise LayoutError(
                 "schedule-deadlock",
                 f"these orders deadlock where messages of two stages keep their order: {'; '.join(stuck)}",
             )
 
-    def _carry_out(self) -> bool:
-        """Carry out the messages that are the first of their link at both ends; return whether there were any."""
-        any_carried = False
+    def _meeting(self) -> Iterator[tuple[Message, Message]]:
+        """Yield the first message that is sent over each link, and the first that is received there, where both are issued."""
         for stage, queues in enumerate(self._issued):
             for link, queue in queues.items():
-                while queue and queue[0].sender == stage:
-                    other = self._issued[queue[0].receiver].get(link)
-                    if not other or other[0].sender != stage:
-                        break
-                    if other[0] != queue[0]:
-                        raise LayoutError(
-                            "schedule-order",
-                            f"stage {stage} sends {self._named(queue[0])} where stage {queue[0].receiver} receives "
-                            f"{self._named(other[0])}: both ends of a link issue its messages in one order",
-                        )
-                    self._arrived.add(queue.popleft())
-                    other.popleft()
-                    any_carried = True
-        return any_carried
+                other = self._issued[queue[0].receiver].get(link) if queue and queue[0].sender == stage else None
+                if other and other[0].sender == stage:
+                    yield queue[0], other[0]
+
+    def _carry_out(self) -> bool:
+        """Carry out the messages that are the first of their link at both ends; return whether there were any."""
+        carried = [message for message, received in self._meeting() if message == received]
+        for message in carried:
+            link = self._link_of(message, len(self._stages))
+            for end in (message.sender, message.receiver):
+                self._issued[end][link].popleft()
+        self._arrived.update(carried)
+        return bool(carried)
 
     def _named(self, message: Message) -> str:
         return f"{_label(message.action, self._num_chunks > 1)} of stage {message.sender}"

@@ -269,11 +269,13 @@ REFUSED = [
     *unproven("step 1: .*the forward draws .* numpy", "random", code(NumpyNoise), "dp=1", "dp=2"),
     *unproven("step 1: .*the forward draws .* Python", "random", code(PythonNoise), "dp=1", "dp=2"),
     *unproven("step 1: .*the forward draws .* Python", "random", code(MultipleOf624), "dp=1", "dp=2"),
-    *unproven("step 1: .*the backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
+    *unproven("step 1: .*a backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
     *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
     *unproven("step 2: .*the forward draws", "random", _WARM, "dp=1", "dp=2"),
     *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=1", "dp=2 microbatch=1"),
-    *unproven("the loss draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"),
+    *unproven(
+        "a loss or a backward draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"
+    ),
     *refused("NoisySGD draws random numbers", _NOISY_SGD, "dp=2"),
     *unproven(
         "of the data set is another one", "data", code(Net, "of samples with own noise", data=_OWN), "dp=1", "dp=2"

@@ -334,8 +334,8 @@ def test_uneven_rounds_of_interleaving() -> None:
         (
             "0F 0B 1F 1B\n0F 1F 0B 1B",
             1,
-            "these orders deadlock: stage 0 is stuck at 0B, which waits for 0B of stage 1; "
-            "stage 1 is stuck at 1F, which waits for 1F of stage 0",
+            "these orders deadlock where messages of two stages keep their order: "
+            "stage 0 waits for 0B of stage 1; stage 1 waits for 1F of stage 0",
         ),
         ("0F1 0F0 0B1 0B0", 2, "stage 0 runs 0F1 before 0F0, which it needs"),
         ("0F 1F 0B 1B\n0F 1F 0B", 1, "stage 1 never runs 1B:"),

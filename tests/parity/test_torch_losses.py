@@ -42,6 +42,31 @@ class Net(nn.Module):
         return (found, found.cos().exp()) if self.form == "two" else found
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Attentive(Net):
+    """The same outputs behind blocks, which cp gives slices of the tokens."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self.blocks = nn.ModuleList(Block() for _ in range(2)).double()
+        self.first, self.widen = nn.Linear(8, 8).double(), nn.Linear(CLASSES, 8).double()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.widen(x)
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
+
+
 def labels_of(step: int) -> Tensor:
     """Return labels of which the parts of a batch count different numbers, and a last sample none."""
     drawn = torch.randint(CLASSES, (B, TOKENS), generator=torch.Generator().manual_seed(step + 50))
@@ -115,10 +140,10 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def trained(
-    rank: int, world: int, layout: str, name: str, loss: Loss | None = None
+    rank: int, world: int, layout: str, name: str, loss: Loss | None = None, kind: type[Net] = Net
 ) -> tuple[list[float], dict[str, Tensor], str]:
     case = CASES[name]
-    build = functools.partial(Net, case.form)
+    build = functools.partial(kind, case.form)
     run = samestep.parallelize(build, loss or case.loss, optimizer, layout=layout, job=JOB)
     try:
         losses = [run.step(batch_of(case, step)).loss for step in range(STEPS)]
@@ -127,9 +152,9 @@ def trained(
     return losses, run.state_dict(on_every_rank=True), ""
 
 
-def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+def plain(name: str, kind: type[Net] = Net) -> tuple[list[float], dict[str, Tensor]]:
     case = CASES[name]
-    model, losses = Net(case.form), []
+    model, losses = kind(case.form), []
     steps = optimizer(model.parameters())
     for step in range(STEPS):
         total = (case.plain or case.loss)(model(batch_of(case, step)["x"]), case.target(step))
@@ -159,10 +184,37 @@ def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> No
             assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
 
 
-@pytest.mark.parametrize("name", ["weights of classes", "a sum", "own mean over tokens"])
-def test_a_loss_that_is_not_known_over_slices_of_sequences_is_rejected_with_a_layout(name: str) -> None:
-    for losses, _, error in pool(2).run(trained, "dp=1 cp=2", name):
-        assert (losses, error.startswith("cp=2 "), error.endswith(". Use cp=1")) == ([], True, True)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("cp=2", "weights of classes"),
+        ("cp=2 exchange=ring", "own mean over tokens"),
+        pytest.param("dp=2 cp=2 zero=3", "weights of classes", marks=pytest.mark.nightly),
+        pytest.param("cp=2 exchange=ring microbatch=2", "weights of classes", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_loss_over_tokens_is_that_of_whole_sequences_under_cp(layout: str, name: str) -> None:
+    """Also of outputs [B, C, T], as torch's cross-entropy takes them."""
+    losses, weights = plain(name, Attentive)
+    for found, held, error in pool(Layout(layout).world_size).run(trained, layout, name, None, Attentive):
+        assert not error
+        assert found == pytest.approx(losses, rel=1e-9, abs=1e-12)
+        for key, value in weights.items():
+            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (Attentive, "a sum", "the loss is no sum over the tokens of a batch: its count is"),
+        (Attentive, "batchmean", "the loss is no sum over the tokens of a batch: its count is"),
+        (Net, "weights of classes", "cp=2 slices sequences: it has no blocks. Use cp=1"),
+    ],
+)
+def test_a_loss_that_is_not_a_sum_over_tokens_is_rejected_under_cp(kind: type[Net], name: str, says: str) -> None:
+    for losses, _, error in pool(2).run(trained, "cp=2", name, None, kind):
+        assert losses == []
+        assert error.startswith(says)
 
 
 @pytest.mark.parametrize(

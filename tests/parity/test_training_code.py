@@ -65,8 +65,8 @@ REFUSED = {
         "auxiliary loss of the given instance": r"the loss reads aux of the model, which each forward sets",
         "clamping hook later": r"a hook on the gradient of b.weight is not linear",
         "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* Use a loss function .* that computes it from the logits",
-        "loss divided by the ranks": r"the loss calls torch.distributed.get_world_size",
-        "forward that asks for its rank": r"the forward calls torch.distributed.get_rank",
+        "loss divided by the ranks": r"by_ranks calls torch.distributed.get_world_size",
+        "forward that asks for its rank": r"ByRank.forward calls torch.distributed.get_rank",
     },
     "tp=2": {
         "features caught by a hook": r"the loss reaches b.\w+ of the model by another way",
@@ -100,15 +100,15 @@ class _NoCode(skeletons.StepCode):
 
 
 GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "features caught by a hook": ((loss_paths, "beside_outputs", _nothing),),
-    "gradient penalty in the loss": ((loss_paths, "beside_outputs", _nothing),),
+    "features caught by a hook": ((loss_paths, "beside_outputs", lambda *_: ("", "")),),
+    "gradient penalty in the loss": ((loss_paths, "beside_outputs", lambda *_: ("", "")),),
     "forward that returns a mean of some labels": (
         (dimension_maps, "_likelihood", None),
         (Repeat, "excess_of_halves", lambda *_, **__: 0.0),
         (loss_of_parts, "judge", lambda *_, **__: LossTrial()),
     ),
-    "loss divided by the ranks": ((step_trials, "refuse_collectives", lambda what: nullcontext()),),
-    "forward that asks for its rank": ((step_trials, "refuse_collectives", lambda what: nullcontext()),),
+    "loss divided by the ranks": ((step_trials, "refuse_collectives", lambda: nullcontext()),),
+    "forward that asks for its rank": ((step_trials, "refuse_collectives", lambda: nullcontext()),),
     "norm kept in evaluation by train": ((examine, "set_training", lambda model: model),),
     "teacher with other data": ((GatheredWatch, "take_back", _nothing),),
     "layer thawed later": ((OutsideChanges, "refusal", _nothing),),

@@ -1,4 +1,4 @@
-"""The watch over generators: they are compared around each call, or over all forwards and backwards of a step at once."""
+"""The watch over generators: they are compared over all forwards and backwards of a step at once, and over each update."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from samestep.datasets import generators
 from samestep.datasets.generators import states_of
@@ -28,45 +29,35 @@ def _as_before() -> Iterator[None]:
     generators.put_all_back(before)
 
 
-@pytest.mark.parametrize("is_close", [True, False])
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_found_in_its_call_or_at_the_end_of_its_step(name: str, is_close: bool) -> None:
+def test_a_draw_is_found_at_the_end_of_its_calls(name: str) -> None:
+    """Those of forwards and backwards, and those of updates: of two optimizers, between which the loop draws."""
     watch, draw = GeneratorWatch(torch.device("cpu")), DRAWS[name]
-    watch.is_close = is_close
     for _ in range(2):
         watch.leave()
         draw()  # the loop
         watch.settle()
         assert watch.moved() == ""
         draw()
-        watch.settle()  # samples are read, after which the generators stand where they stood
-        found = [watch.moved(), watch.moved(ends=True)]
-        if is_close:
-            assert found == ["", ""]
-        else:
-            assert found[0] == ""
-            assert name in found[1]
-        draw()
-        found = [watch.moved(), watch.moved(ends=True)]
-        assert [name in one for one in found] == [is_close, not is_close]
+        watch.settle()  # before the next forward
+        assert name in watch.moved()
+        assert watch.moved() == ""
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_of_an_update_is_found_in_it(name: str) -> None:
-    watch = GeneratorWatch(torch.device("cpu"))
-    watch.is_close = False
-    watch.settle()
-    assert watch.moved(ends=True) == ""
-    for _ in range(2):  # of two optimizers, between which the loop draws
-        watch.leave()
-        DRAWS[name]()
-        watch.settle()
-        assert watch.moved(ends=True) == ""
-    DRAWS[name]()
-    assert name in watch.moved(ends=True)
+def test_the_module_that_draws_is_named(name: str) -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            DRAWS[name]()
+            return x
+
+    watch, model = GeneratorWatch(torch.device("cpu")), nn.Sequential(nn.Tanh(), nn.Sequential(Drawing()))
+    assert watch.first_module_that_draws(model, lambda: model(torch.ones(2))) == "1.0"
+    assert watch.first_module_that_draws(model[0], lambda: model[0](torch.ones(2))) == ""
+    assert watch.moved() == "", "the watch goes on from there"
 
 
-def test_a_step_reads_the_states_as_often_whatever_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_the_states_twice_whatever_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def states() -> object:
@@ -75,9 +66,7 @@ def test_a_step_reads_the_states_as_often_whatever_the_number_of_calls(monkeypat
 
     monkeypatch.setattr(randomness, "states_of", states)
     watch = GeneratorWatch(torch.device("cpu"))
-    watch.is_close = False
     for _ in range(8):
         watch.settle()
-        assert watch.moved() == watch.moved() == ""
-    assert watch.moved(ends=True) == ""
+    assert watch.moved() == ""
     assert len(asked) == 2

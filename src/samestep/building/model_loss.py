@@ -6,7 +6,7 @@ the layout must know how parts add up to the whole. With c(p) what the forward c
     L(batch) = sum over p of c(p) L(p) / sum over p of c(p)        a mean: over samples, or labels that are not -100, or a count given
     L(batch) = sum over p of L(p)                                  a sum
 
-Which it is, forwards on parts of a batch show (`runtime/guards/model_loss_trial.py`), among the means that `samestep.mean_over` states. A forward that takes `num_items_in_batch`, as those
+Which it is, forwards on parts of a batch show (`runtime/guards/forward_loss.py`), among the means that `samestep.mean_over` states. A forward that takes `num_items_in_batch`, as those
 of transformers do, divides its sum by that; it is given 1, so that it returns the sum. The labels are those of the batch's "labels" that are
 not -100, unless the forward gives `cross_entropy` another tensor of the batch or another `ignore_index`; or a mask of the batch has as many ones
 as the forward counts.
@@ -89,7 +89,7 @@ class ModelLoss:
         Raises:
             JobError: the outputs have no loss.
         """
-        loss, own = returned_loss(outputs)
+        loss, number = returned_loss(outputs)
         of_slice = vars(loss).get(OF_SLICE)
         if of_slice is not None:
             return LossResult({UNNAMED: of_slice[1:]})
@@ -99,34 +99,34 @@ class ModelLoss:
                 'cp slices sequences, and loss = "model" is then the mean of F.cross_entropy over all labels that the forward returns. '
                 f"{RETURNS_LOGITS}, or cp=1",
             )
-        rule = self.rule or (
-            Rule.COUNT if self.count is not None else Rule.RETURNED if own is not None else Rule.SAMPLES
-        )
-        count = self.counted(rule, batch, own, loss.device, self.labels)
+        by_outputs = Rule.SAMPLES if number is None else Rule.RETURNED
+        rule = self.rule or (by_outputs if self.count is None else Rule.COUNT)
+        count = self.counted(rule, batch, number, loss.device, self.labels)
         if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
-            guard = vars(own).get(LEAST) if isinstance(own, Tensor) else None
+            guard = vars(number).get(LEAST) if isinstance(number, Tensor) else None
             return LossResult({UNNAMED: (loss, count)}, least={} if guard is None else {UNNAMED: guard[1]})
-        if (
-            rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT) and not count
-        ):  # a mean over nothing, whose gradient is none
+        is_mean = rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT)
+        if is_mean and not count:  # over nothing, whose gradient is none
             return LossResult({UNNAMED: (torch.zeros_like(loss.detach()), count)})
         return LossResult({UNNAMED: (loss * count, count)})
 
-    def counted(self, rule: Rule, batch: Any, own: Tensor | int | None, device: torch.device, which: Labels) -> Tensor:
+    def counted(
+        self, rule: Rule, batch: Any, number: Tensor | int | None, device: torch.device, which: Labels
+    ) -> Tensor:
         """Return the count of a part of a batch under a rule, for which the forward has returned another count."""
         if rule is Rule.COUNT:
             assert self.count is not None
-            found = self.count(batch)
+            count = self.count(batch)
         elif rule is Rule.RETURNED:
-            guard = vars(own).get(LEAST) if isinstance(own, Tensor) else None
-            found = 0 if own is None else own if guard is None else guard[0]
+            guard = vars(number).get(LEAST) if isinstance(number, Tensor) else None
+            count = 0 if number is None else number if guard is None else guard[0]
         elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
             labels = which.of(batch)
             assert labels is not None
-            found = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(which.ignored).sum()
+            count = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(which.ignored).sum()
         else:
-            found = next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 1)
-        return found.to(device).reshape(()) if isinstance(found, Tensor) else torch.full((), found, device=device)
+            count = next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 1)
+        return count.to(device).reshape(()) if isinstance(count, Tensor) else torch.full((), count, device=device)
 
 
 def model_loss(count: Callable[[Any], Any] | None = None) -> ModelLoss:
@@ -147,12 +147,12 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
     Raises:
         JobError: there is none.
     """
-    found = getattr(outputs, "loss", None) if not isinstance(outputs, Tensor) else outputs
+    loss = getattr(outputs, "loss", None) if not isinstance(outputs, Tensor) else outputs
     count = None
-    if found is None and isinstance(outputs, Mapping):
-        found = outputs.get("loss")
-    elif found is None and isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif loss is None and isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
         second = outputs[1] if len(outputs) == 2 else None
         is_whole = isinstance(second, Tensor) and second.dim() == 0 and not second.is_floating_point()
         count = second if is_whole or (isinstance(second, int) and not isinstance(second, bool)) else None
@@ -161,13 +161,13 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
             for output in outputs
             if isinstance(output, Tensor) and output.is_floating_point() and output.dim() == 0
         ]
-        if len(scalars) == 1 and isinstance(found, Tensor) and found.numel() != 1:  # (logits, loss)
-            found, count = scalars[0], None
-    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
-        return scalar(found), count
+        if len(scalars) == 1 and isinstance(loss, Tensor) and loss.numel() != 1:  # (logits, loss)
+            loss, count = scalars[0], None
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return scalar(loss), count
     form = fold(
         outputs,
-        lambda one: f"a tensor {list(one.shape)}" if isinstance(one, Tensor) else f"a {type(one).__name__}",
+        lambda item: f"a tensor {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}",
         ", ".join,
     )
     raise JobError(
@@ -195,7 +195,7 @@ def target_in(batch: Any) -> Any:
 
 def name_in(batch: Any, tensor: Tensor | None) -> str:
     """Return the key of a tensor in a batch that is a dict; empty if it has none."""
-    return next((str(key) for key, one in batch.items() if one is tensor), "") if isinstance(batch, Mapping) else ""
+    return next((str(key) for key, item in batch.items() if item is tensor), "") if isinstance(batch, Mapping) else ""
 
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
@@ -252,6 +252,6 @@ def _is_causal(model: Any) -> bool:
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     ):
-        for one in classes.values():
-            known.update((one,) if isinstance(one, str) else one)
+        for item in classes.values():
+            known.update((item,) if isinstance(item, str) else item)
     return not names.isdisjoint(known) or getattr(model, "loss_type", None) in _CAUSAL

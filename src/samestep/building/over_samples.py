@@ -147,7 +147,7 @@ def after_step(buffer: Tensor, value: Tensor) -> None:
         ModelError: the value is not a tensor of the buffer's shape.
     """
     if not isinstance(buffer, Tensor) or not isinstance(value, Tensor) or value.shape != buffer.shape:
-        form = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (buffer, value)]
+        form = [list(item.shape) if isinstance(item, Tensor) else type(item).__name__ for item in (buffer, value)]
         raise ModelError(
             "after-step-value",
             f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}. Use a tensor of the buffer's shape, or, under tp, a buffer of a module that is not cut",
@@ -231,11 +231,11 @@ _OWN_ROWS: ContextVar[Tensor | None] = ContextVar("own rows", default=None)
 @contextmanager
 def of_rows(rows: Tensor) -> Iterator[None]:
     """Return the context of a loss that computes the rows with these places in the batch."""
-    before = _OWN_ROWS.set(rows)
+    token = _OWN_ROWS.set(rows)
     try:
         yield
     finally:
-        _OWN_ROWS.reset(before)
+        _OWN_ROWS.reset(token)
 
 
 @overload
@@ -276,8 +276,8 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
 
     @functools.wraps(loss)
     def over_all(outputs: Any, batch: Any, **options: Any) -> Any:
-        found = loss(outputs, batch, *([_own_rows(outputs, batch)] if rows else []), **options)
-        number, values = (found[0], found[1:]) if _has_values(found) else (found, ())
+        result = loss(outputs, batch, *([_own_rows(outputs, batch)] if rows else []), **options)
+        number, values = (result[0], result[1:]) if _has_values(result) else (result, ())
         if isinstance(number, Tensor) and rows:
             raise JobError(
                 "loss-not-a-sum",
@@ -286,7 +286,7 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
         if isinstance(number, Tensor):
             size = num_samples(batch)
             return (number * size, size, *values)
-        return found
+        return result
 
     setattr(over_all, _MARK, OverBatch(pad, rows))
     return over_all
@@ -294,17 +294,17 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
 
 def _own_rows(outputs: Any, batch: Any) -> Tensor:
     """Return the places of the rows that the loss computes: all, unless a rank computes some."""
-    given = _OWN_ROWS.get()
-    if given is not None:
-        return given
-    devices = sorted({tensor.device for tensor in tensors_in(outputs)}, key=lambda one: one.type == "meta")
+    rows = _OWN_ROWS.get()
+    if rows is not None:
+        return rows
+    devices = sorted({tensor.device for tensor in tensors_in(outputs)}, key=lambda device: device.type == "meta")
     return torch.arange(num_samples(batch), device=devices[0] if devices else None)
 
 
-def _has_values(found: Any) -> bool:
+def _has_values(result: Any) -> bool:
     """Return whether a loss has returned a number and values to report."""
-    is_pair = isinstance(found, tuple | list) and len(found) == 2
-    return is_pair and isinstance(found[0], Tensor) and isinstance(found[1], Mapping)
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    return is_pair and isinstance(result[0], Tensor) and isinstance(result[1], Mapping)
 
 
 def mark_of(loss: Loss) -> OverBatch | None:

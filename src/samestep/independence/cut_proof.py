@@ -130,7 +130,7 @@ def prove(
         cuts_logits = way is not gathered
         try:
             cuts, flow = _follow_cuts(model, way, whole, recorder, looking)
-            partial = partial_gradients(recorder.operations, recorder.calls, flow)
+            partial = partial_gradients(recorder.operations, recorder.tracer.modules, flow)
             check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:
             refusal, where, refused = str(reason), reason.where, reason.cut

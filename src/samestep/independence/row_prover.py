@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ class Prover(Analysis):
         """Whether the forward ends where an operation is given some rows alone, of which numbers alone say what they are."""
         self._operands: list[Operand] = []
         """The operands of the operation that runs."""
+        self._given_to_experts: list[Hashable] = []
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
         self._uniform: set[int] = set()
@@ -99,23 +100,27 @@ class Prover(Analysis):
             yield
 
     def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the dependences of the rows that experts are given; they compute each row by itself."""
-        if not self.is_following:
-            return
+        """Record the dependences and numbers of the rows that experts are given; they compute each row by itself."""
         with disable_current_modes():
-            given = [found for one in experts_module.routing_arguments(args, kwargs) if (found := self.known.of(one))]
+            routed = experts_module.routing_arguments(args, kwargs)
+            if self.numbers is not None:
+                self._given_to_experts = [self.numbers.of(one) for one in routed]
+            if not self.is_following:
+                return
+            given = [found for one in routed if (found := self.known.of(one))]
             of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
             found = join_dependences(given, f"{self.where} by its experts")
             self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
             self.is_following = self._of_rows is None
 
     def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
-        """Set the dependences of each row of the experts' result to those of its input row."""
-        if self._of_rows is None:
-            return
+        """Set the dependences of each row of the experts' result to those of its input row, and its number."""
         with disable_current_modes():
-            self.learn(output, self._of_rows)
-        self._of_rows, self.is_following = None, True
+            if self._of_rows is not None:
+                self.learn(output, self._of_rows)
+                self._of_rows, self.is_following = None, True
+            if self.numbers is not None:
+                self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Set the dependence of the output of an attention."""

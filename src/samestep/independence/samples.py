@@ -127,7 +127,7 @@ def examine(
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
         unknown = () if mark_of(loss) is not None else None
         return Findings(tried=(f"the forward on several samples ({reason})",), loss_reads=unknown)
-    # What a forward returns as the loss is of all samples: forwards on parts of a batch are tried (`model_loss_trial.py`).
+    # What a forward returns as the loss is of all samples: forwards on parts of a batch are tried (`forward_loss.py`).
     is_within = isinstance(loss, ModelLoss)
     read = set[int]() if is_within else watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]

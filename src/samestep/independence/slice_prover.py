@@ -30,7 +30,6 @@ from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import ExpertModules, is_below
 from samestep.state import snapshot
 from samestep.tracing.custom_functions import Function, Hook
-from samestep.tracing.experts import routing_arguments
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -313,18 +312,6 @@ class SliceProver(Prover):
             parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
             self.numbers.name(output, "attention", *parts, where=self.where)
 
-    def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what the rows of experts are computed from."""
-        with disable_current_modes():
-            self._given_to_experts = [self.numbers.of(one) for one in routing_arguments(args, kwargs)]
-        super()._enter_experts(module, args, kwargs)
-
-    def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Set the number of what experts have computed of their rows, each by itself."""
-        super()._leave_experts(module, args, output)
-        with disable_current_modes():
-            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
-
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
         self.tracer.places.reach(every := tensors_in(outputs))
@@ -336,7 +323,7 @@ class SliceProver(Prover):
             return
         with disable_current_modes():
             self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
-            dims = (0, 2) if of_loss is not None else (1,) if logits.dim() == 3 else ()
+            dims = (0, 2) if of_loss is not None else (1, 2) if logits.dim() == 3 else ()
             if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"

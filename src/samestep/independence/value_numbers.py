@@ -39,6 +39,7 @@ _aten = torch.ops.aten
 Table = dict[Hashable, int]
 """The number of each computation, shared by the forwards that are compared."""
 
+_COPIES = (_aten.clone, _aten._to_copy)
 _SIZES = frozenset(("size", "sizes", "input_sizes", "input_size"))
 """Arguments that give the shape of the result alone."""
 _OTHER_SIZES = {
@@ -76,6 +77,8 @@ class ValueNumbers:
         """Of storages in which some rows alone were written, the number of each row, and the operation as text."""
         self._apart: dict[int, str] = {}
         """The operation that has computed some rows of a storage otherwise than others, as text."""
+        self._of_some: dict[int, str] = {}
+        """The operation that has computed a storage of some rows alone, as text; joined to others it is one of several parts."""
         self._made_by: dict[int, str] = {}
         """The operation that has computed a value of rows, as text, by its number."""
         self.computed: list[tuple[int, str]] = []
@@ -101,8 +104,10 @@ class ValueNumbers:
         return _key(self._seen(tensor), is_elementwise=False, aligned=None)
 
     def apart(self, *tensors: Tensor) -> str:
-        """Return the operation that has computed some rows of one of these tensors otherwise than others, as text; empty if none has."""
-        return next(filter(None, (self._seen(tensor).apart for tensor in tensors)), "")
+        """Return the operation that has computed some rows of one of these tensors alone, or otherwise than others, as text; empty if
+        none has."""
+        ways = (self._seen(tensor).apart or self._of_some.get(self._key_of(tensor), "") for tensor in tensors)
+        return next(filter(None, ways), "")
 
     def seen_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operand]:
         """Return the operands of an operation as they are now, in their order."""
@@ -171,6 +176,9 @@ class ValueNumbers:
             of_source = self._made_by.get(seen[1].number, "") if packet is _aten.copy_ else ""
             self._set(result, number, apart, of_source or text, is_written=writes, overwrites=packet in OVERWRITES)
             if isinstance(self._known.of(result), Along):
+                if not writes and packet not in _COPIES and len(self._shown(result)) < self._known.num_rows:
+                    first = (self._of_some.get(self._key_of(operand.tensor), "") for operand in seen)
+                    self._of_some[self._key_of(result)] = next(filter(None, first), text)
                 self.computed.append((number, where))
                 self._made_by.setdefault(number, text)
 
@@ -180,8 +188,8 @@ class ValueNumbers:
         if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
             return ""
         rows = [(operand, key) for operand, key in named if operand.dependence is not None]
-        has_constant = any(operand.dependence is None and operand.tensor.numel() for operand, _ in named)
-        stands_in = has_constant and result.shape[dependence.dim] == number * dependence.inner  # for some of the rows
+        is_full = result.shape[dependence.dim] == number * dependence.inner  # so that a constant stands for some rows
+        stands_in = is_full and any(operand.dependence is None and operand.tensor.numel() for operand, _ in named)
         is_part = any(len(self._shown(operand.tensor)) < number for operand, _ in rows)
         if not stands_in and not (is_part and len({key for _, key in rows}) > 1):
             return ""
@@ -200,6 +208,7 @@ class ValueNumbers:
         self._writes.pop(key, None)
         self._of_rows.pop(key, None)
         self._apart.pop(key, None)
+        self._of_some.pop(key, None)
         if apart:
             self._apart[key] = apart
 
@@ -259,14 +268,9 @@ def _align_constants(
     func: Any, args: Any, kwargs: Any, seen: list[Operand], result: Tensor, along: int
 ) -> dict[int, int | None]:
     """Return which dimension of each constant goes along that of the rows of a result."""
-    maps = operands_of(
-        SimpleNamespace(
-            func=func, args=args, kwargs=kwargs, results=[result], given=[operand.tensor for operand in seen]
-        )
-    )
-    if not maps:
-        return {}
-    return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]}
+    given = [operand.tensor for operand in seen]
+    maps = operands_of(SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=given))
+    return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]} if maps else {}
 
 
 def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:

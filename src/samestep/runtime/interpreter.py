@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,16 +66,15 @@ class Interpreter:
         model, parallel, store = self.assembly.model, self.assembly.parallel, self.assembly.weights.store
         objective, layout = self.assembly.objective, parallel.program.step.layout
         totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=self.place.device)
-        reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
-        microbatches = Microbatches(self.assembly, batch, reading)
-        self.trials.begin_step()
+        microbatches = Microbatches(self.assembly, batch)
+        self.trials.generators.leave()  # the loop's code has run, which may draw
         model.dropout.begin_step()
         store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
             part.begin_step(batch, microbatches.shapes_of)
         parallel.batch_norms.of_losses.held.clear()  # a step that was skipped has written none
         objective.sums.begin_step(batch.shares)
-        with parallel.checkpoints:
+        with parallel.checkpoints, self.trials.refusing_collectives():
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
@@ -86,7 +85,9 @@ class Interpreter:
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.loss_is_tried = True  # where the model ends
         again = functools.partial(microbatches.samples_again, 0)
-        self.trials.end_backwards(self.assembly, self.step, again, leaves=self.of.is_apart)
+        self.trials.check_generators(self.assembly, self.step, again)
+        if self.of.is_apart:  # the loop's code runs before the update
+            self.trials.generators.leave()
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)
@@ -104,12 +105,10 @@ class Interpreter:
             self._outputs_alone(task, microbatches)
         elif kind is TaskKind.FORWARD:
             self._losses[place] = self._forward(task, microbatches, totals)
+        elif kind is TaskKind.WEIGHT:
+            parallel.stage.weight_gradients(task.microbatch)
         else:
-            if kind is TaskKind.WEIGHT:
-                parallel.stage.weight_gradients(task.microbatch)
-            else:
-                self._backward(task, self._losses.pop(place))
-            self.trials.check_generators(self.assembly, self.step, "the backward")
+            self._backward(task, self._losses.pop(place))
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model.
@@ -132,10 +131,7 @@ class Interpreter:
             indices = microbatches.indices(task.microbatch)
             share = part, len(indices)
             objective.watch.pairs.clear()
-            with (
-                self.trials.trying(self.assembly, self.step, "the loss"),
-                parallel.batch_norms.of_loss(task.microbatch),
-            ):
+            with parallel.batch_norms.of_loss(task.microbatch):
                 result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(result, outputs, loss_inputs, share, later, weight)
@@ -163,12 +159,11 @@ class Interpreter:
     def _outputs(self, task: Task, samples: Any) -> Any:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""
         parallel = self.assembly.parallel
-        self.trials.settle()
+        self.trials.generators.settle()
         for part in parallel.step_parts:
             part.begin_forward()
         norms = parallel.batch_norms.of(task.microbatch)
-        trying = self.trials.trying(self.assembly, self.step, "the forward", samples)
-        with trying, parallel.slicing.of(samples), parallel.pending(), norms:
+        with parallel.slicing.of(samples), parallel.pending(), norms:
             return parallel.stage.forward(task.microbatch, task.chunk, samples)
 
     def _outputs_alone(self, task: Task, microbatches: Microbatches) -> None:
@@ -184,8 +179,7 @@ class Interpreter:
             if not over_batch.left:
                 parallel.stage.finish_forward()
             if parallel.stage.is_last(task.chunk):
-                of_loss = parallel.batch_norms.of_loss(task.microbatch)
-                with self.trials.trying(self.assembly, self.step, "the loss"), of_loss:
+                with parallel.batch_norms.of_loss(task.microbatch):
                     over_batch.keep(task.microbatch, outputs, samples, objective.loss)
 
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:

@@ -99,22 +99,22 @@ class LossWatch(TorchFunctionMode):
         self._read.clear()
         with self:
             returned = call()
-        found = loss_result(returned, what)
-        marks = {name: vars(count) for name, (_, count) in found.amounts.items()}
+        result = loss_result(returned, what)
+        marks = {name: vars(count) for name, (_, count) in result.amounts.items()}
         guarded = {name: mark[LEAST] for name, mark in marks.items() if LEAST in mark}
         if self._read and self._other is None:  # else a call within that question
             counts = {name: mark[NUMBER] for name, mark in marks.items() if NUMBER in mark}
             guarded |= self._of_numbers(counts, loss, call)
-        for name, (before, least) in guarded.items():
-            if self.least.get(name, least) != least or (self.is_new and not _is_guard(found, name, before, least)):
+        for name, (value, least) in guarded.items():
+            if self.least.get(name, least) != least or (self.is_new and not _is_guard(result, name, value, least)):
                 self._unsteady.add(name)
         guarded = {name: both for name, both in guarded.items() if name not in self._unsteady}
         self.least |= {name: least for name, (_, least) in guarded.items()}
         if not guarded:
-            return found
-        terms = {name: (pair[0], _before(guarded, name, pair[1])) for name, pair in found.terms.items()}
-        values = {name: (pair[0], _before(guarded, f"{VALUES}{name}", pair[1])) for name, pair in found.values.items()}
-        return replace(found, terms=terms, values=values, least={name: least for name, (_, least) in guarded.items()})
+            return result
+        terms = {name: (pair[0], _before(guarded, name, pair[1])) for name, pair in result.terms.items()}
+        values = {name: (pair[0], _before(guarded, f"{VALUES}{name}", pair[1])) for name, pair in result.values.items()}
+        return replace(result, terms=terms, values=values, least={name: least for name, (_, least) in guarded.items()})
 
     def _of_numbers(
         self, counts: dict[str, float], loss: Loss, call: Callable[[], Any]
@@ -124,7 +124,9 @@ class LossWatch(TorchFunctionMode):
         known, read, names = {*self.least.values()}, sorted(self._read), set(self.pairs)
         for name, number in counts.items():
             for less in [
-                one for one in read if one < number and (number in known or (self.is_new and number <= _LARGEST_GUARD))
+                item
+                for item in read
+                if item < number and (number in known or (self.is_new and number <= _LARGEST_GUARD))
             ][:_MOST]:
                 self._other = other = less, math.ceil(number) + 1.0  # which a tensor of integers holds too
                 try:
@@ -143,46 +145,46 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a function, and note it."""
         has_zero = False
-        for one in args:  # a loop, since each step comes by here
-            has_zero |= one.__class__ in _NUMBERS and not one
+        for item in args:  # a loop, since each step comes by here
+            has_zero |= item.__class__ in _NUMBERS and not item
         self.pairs.add((self._last, func, has_zero))
         self._last, name = func, getattr(func, "__name__", "")
         if name == "ctc_loss":
             _check_labels_of_ctc(args, kwargs or {})
         if name in _NOTED:
-            before = args[0].clone() if name in _IN_PLACE else args[0] if args else None
-            found = func(*args, **(kwargs or {}))
-            self._note(name, before, args, kwargs or {}, found)
+            operand = args[0].clone() if name in _IN_PLACE else args[0] if args else None
+            result = func(*args, **(kwargs or {}))
+            self._note(name, operand, args, kwargs or {}, result)
         else:
-            found = func(*args, **kwargs) if kwargs else func(*args)
-        return found if self._other is None else _in_place_of(*self._other, found)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        return result if self._other is None else _in_place_of(*self._other, result)
 
-    def _note(self, name: str, before: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+    def _note(self, name: str, operand: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if name in _READS:
-            self._read.update((0.0,) if name == "__bool__" else _numbers_in(found))
-            self._last_read = float(found) if name in ("item", "__int__") and _is_number(found) else self._last_read
-            if isinstance(before, Tensor) and LEAST in vars(before):
-                self._read.add(vars(before)[LEAST][0].item())
+            self._read.update((0.0,) if name == "__bool__" else _numbers_in(result))
+            self._last_read = float(result) if name in ("item", "__int__") and _is_number(result) else self._last_read
+            if isinstance(operand, Tensor) and LEAST in vars(operand):
+                self._read.add(vars(operand)[LEAST][0].item())
             return
-        if not isinstance(found, Tensor) or found.numel() != 1:
+        if not isinstance(result, Tensor) or result.numel() != 1:
             return
         if name in _SAME:
-            vars(found).update({key: value for key, value in vars(before).items() if key in (LEAST, NUMBER)})
+            vars(result).update({key: mark for key, mark in vars(operand).items() if key in (LEAST, NUMBER)})
         elif name in _CLAMPS:
             low, high = (*args[1:], None, None)[:2]
             low, high = kwargs.get("min", low), kwargs.get("max", high)
             if (least := _number(low)) is not None and high is None:
-                vars(found)[LEAST] = before, least
+                vars(result)[LEAST] = operand, least
         elif name in _LARGER:
-            given = [one for one in (*args, *kwargs.values()) if not _is_condition(one)]
-            numbers = [number for one in given if (number := _number(one)) is not None]
-            others = [one for one in given if isinstance(one, Tensor) and _number(one) is None]
+            operands = [item for item in (*args, *kwargs.values()) if not _is_condition(item)]
+            numbers = [number for item in operands if (number := _number(item)) is not None]
+            others = [item for item in operands if isinstance(item, Tensor) and _number(item) is None]
             if len(numbers) == len(others) == 1 and others[0].numel() == 1:
-                vars(found)[LEAST] = others[0], numbers[0]
+                vars(result)[LEAST] = others[0], numbers[0]
         else:
-            numbers = [1.0] if name in _ONES else [one for one in (*args[::-1], *kwargs.values()) if _is_number(one)]
+            numbers = [1.0] if name in _ONES else [item for item in (*args[::-1], *kwargs.values()) if _is_number(item)]
             if numbers:
-                vars(found)[NUMBER] = float(numbers[0])
+                vars(result)[NUMBER] = float(numbers[0])
 
 
 def _check_labels_of_ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,12 +213,12 @@ def _before(guarded: dict[str, tuple[Any, float]], name: str, count: Tensor) -> 
     """Return a count before it is guarded."""
     if name not in guarded:
         return count
-    before = guarded[name][0]
-    return before.detach().reshape(()) if isinstance(before, Tensor) else torch.full_like(count, before)
+    value = guarded[name][0]
+    return value.detach().reshape(()) if isinstance(value, Tensor) else torch.full_like(count, value)
 
 
-def _is_guard(found: LossResult, name: str, before: Any, least: float) -> bool:
-    return float(found.amounts[name][1]) == max(before.item() if isinstance(before, Tensor) else before, least)
+def _is_guard(result: LossResult, name: str, value: Any, least: float) -> bool:
+    return float(result.amounts[name][1]) == max(value.item() if isinstance(value, Tensor) else value, least)
 
 
 def _is_number(value: Any) -> bool:
@@ -234,26 +236,26 @@ def _number(value: Any) -> float | None:
     return float(value) if _is_number(value) else None
 
 
-def _numbers_in(found: Any) -> list[float]:
-    return [float(one) for one in (found if isinstance(found, torch.Size) else (found,)) if _is_number(one)]
+def _numbers_in(result: Any) -> list[float]:
+    return [float(item) for item in (result if isinstance(result, torch.Size) else (result,)) if _is_number(item)]
 
 
-def _in_place_of(number: float, other: float, found: Any) -> Any:
+def _in_place_of(number: float, other: float, result: Any) -> Any:
     """Return what a function has found, with another number in the place of one."""
     if (
-        isinstance(found, Tensor) and type(found) is not Tensor
+        isinstance(result, Tensor) and type(result) is not Tensor
     ):  # of logits that are made in chunks, each question is a computation
-        return found
-    if isinstance(found, torch.Size):
-        return torch.Size(int(other) if size == number else size for size in found)
-    if _is_number(found):
-        return type(found)(other) if found == number else found
+        return result
+    if isinstance(result, torch.Size):
+        return torch.Size(int(other) if size == number else size for size in result)
+    if _is_number(result):
+        return type(result)(other) if result == number else result
     if (
-        not isinstance(found, Tensor)
-        or found.dim()
-        or _is_condition(found)
-        or found.is_complex()
-        or NUMBER in vars(found)
+        not isinstance(result, Tensor)
+        or result.dim()
+        or _is_condition(result)
+        or result.is_complex()
+        or NUMBER in vars(result)
     ):
-        return found
-    return torch.full_like(found, other) if float(found) == number else found
+        return result
+    return torch.full_like(result, other) if float(result) == number else result

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,11 +39,8 @@ def _never_empty(batch: StepBatch, indices: Indices) -> Indices:
 class Microbatches:
     """The micro-batches of a rank in one step, each read once, at its first use."""
 
-    def __init__(
-        self, assembly: Assembly, batch: StepBatch, reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
         self.batch = batch
-        self._reading = reading
         self._assembly = assembly
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
         mine = *mesh.data_share, step.num_microbatches
@@ -69,15 +64,10 @@ class Microbatches:
         if microbatch not in self._held:
             began = time.perf_counter()
             with marks.region("data"):
-                if self._reading is nullcontext:
-                    found = read(self._assembly, self.batch, self._shares[microbatch])
-                else:
-                    with self._reading():
-                        found = read(self._assembly, self.batch, self._shares[microbatch])
-                self._held[microbatch] = found
+                self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
             after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began
-            self._shapes[microbatch] = tuple([one.shape for one in tensors_in(found[0])])
+            self._shapes[microbatch] = tuple([leaf.shape for leaf in tensors_in(self._held[microbatch][0])])
         return self._held[microbatch]
 
     def samples_again(self, microbatch: int) -> Any:

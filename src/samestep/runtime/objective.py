@@ -194,13 +194,15 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
             return loss(outputs, batch)
         is_first = False
         returned = {id(tensor) for tensor in tensors_in(outputs)}
-        reads = FirstRead([(name, one) for name, one in weights if not one.is_meta and id(one) not in returned])
+        reads = FirstRead(
+            [(name, weight) for name, weight in weights if not weight.is_meta and id(weight) not in returned]
+        )
         with reads:
             result = loss(outputs, batch)
         name, what = reads.name, "of which ranks have parts"
         if not name:
             present = _values_of(modules_of(loss), module)
-            name = next((one for one in present if present[one] is not values.get(one) and _names(loss, one)), "")
+            name = next((path for path in present if present[path] is not values.get(path) and _names(loss, path)), "")
             what = "which each forward sets from its own samples"
         if name:
             what = what if source.owner is not None else "of which a proof trains a copy"

@@ -29,7 +29,6 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.guards.step_guards import StepGuards
-from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
@@ -139,7 +138,8 @@ class Stepper:
         names = (of.held or assembly).objective.names
         if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
-        hooks = [KeptValues(hook) for hook in assembly.objective.hooks] if of.count else ()
+        kept = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
+        kept += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
         numerator = (of.count or assembly.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             scalars = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
@@ -162,7 +162,7 @@ class Stepper:
             state=decider.first_state,
             names=names,
             of=of,
-            hooks=hooks,
+            kept=kept,
         )
 
     def read(self, opened: OpenStep) -> ReadStep:
@@ -263,8 +263,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
-        for hook in opened.hooks:
-            hook.restore()
+        for kept in opened.kept:
+            kept.restore()
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         progress, self.progress = self.progress, Progress.REPEATING
@@ -405,9 +405,10 @@ class Stepper:
         """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.trials.settle()
+            self.guards.trials.generators.settle()
             update()
-            self.guards.trials.check_generators(assembly, self.steps_taken + 1, OPTIMIZER)
+            self.guards.trials.check_generators(assembly, self.steps_taken + 1)
+            self.guards.trials.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()

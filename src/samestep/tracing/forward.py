@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
 from samestep.building.named_tensors import tensors_of
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.torch_seams import DisableTorchFunction, DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
 from samestep.tracing import batch_norms
@@ -382,7 +382,8 @@ class ForwardTracer(DispatchMode):
             self.inputs.note_indices(path, indices, self.values)
         if not outside and not self.modules.is_inside:
             self.inputs.note_weights(path, part)
-        self.modules.enter(path, part, *given, is_outside=outside)
+        with DisableTorchFunction():  # no mode need see the shapes that are read
+            self.modules.enter(path, part, *given, is_outside=outside)
         self.analysis.enter(path, part, given)
 
     def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
@@ -395,7 +396,8 @@ class ForwardTracer(DispatchMode):
         """Record that a module's forward ends."""
         self.analysis.leave(path, part, given, output)
         report_module_hooks(part, given[0], output, self.hooked)
-        self.modules.leave(output)
+        with DisableTorchFunction():
+            self.modules.leave(output)
         if not self.modules.is_inside and self.picked.holds(output):
             self.looks.varies_within = False
             self.flow_recorder.pick()

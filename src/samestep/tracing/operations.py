@@ -284,12 +284,6 @@ class Recorder(Analysis):
         self.paused = False
         """Whether operations belong to a stand-in, and are not recorded."""
 
-    @property
-    def calls(self) -> ForwardCalls:
-        """The calls of the forward's modules."""
-        calls: ForwardCalls = self.tracer.modules
-        return calls
-
     def record(self, func: Any, where: str, args: Any, kwargs: Any, outcome: Any) -> None:
         """Add an operation, unless it only makes views."""
         if self.paused:

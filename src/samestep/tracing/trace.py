@@ -245,7 +245,8 @@ def _layer_specs(
 ) -> tuple[LayerSpec, ...]:
     """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
-    working, in_norms = (working_sets(backward, layer_of, watch, costs, in_norms=one) for one in (False, True))
+    working_of = functools.partial(working_sets, backward, layer_of, watch, costs)
+    working, in_norms = working_of(), working_of(in_norms=True)
     sizes, norm_savers, divided = watch.storages.sizes, costs.norm_savers.keys(), watch.cut.storages
     inputs, outputs, saved = _storages_of(len(layers), layer_of, costs, watch.events.returned)
 
@@ -257,8 +258,8 @@ def _layer_specs(
     outside = _kept_outside(module, layers, watch)
     for index, layer in enumerate(layers):
         regions = [costs.regions[path] for path in layer.regions]
-        results = set[int]().union(*(region.results for region in regions))
-        kept = inputs[index] | results
+        kept = inputs[index].union(*(region.results for region in regions))
+        moved, fusible = costs.moved.of({*layer.regions}, sizes, watch.events.returned)
         spec = LayerSpec(
             name=layer.name,
             modules=tuple(layer.modules),
@@ -282,16 +283,12 @@ def _layer_specs(
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, costs, num_samples),
             token_parts=tuple(
-                of_one_sample(one, num_samples)
-                for one in token_parts_of(module, layer, layer_of, watch, costs, backward)
+                of_one_sample(part, num_samples)
+                for part in token_parts_of(module, layer, layer_of, watch, costs, backward)
             ),
             batch_values=tuple(call for region, call in watch.events.batch_values if region in layer.regions),
             batch_norms=tuple(call for region, call in watch.events.batch_norms if region in layer.regions),
-            kept=tuple(one for region, one in outside if region in layer.regions),
-        )
-        moved, fusible = costs.moved.of({*layer.regions}, sizes, watch.events.returned)
-        spec = dataclasses.replace(
-            spec,
+            kept=tuple(buffer for region, buffer in outside if region in layer.regions),
             moved=moved.of_one(num_samples),
             fusible=fusible.of_one(num_samples),
             working=working.get(index, WorkingSet()).of_one(num_samples),
@@ -299,11 +296,8 @@ def _layer_specs(
         )
         specs.append(spec)
     if head := _head_of(specs[-1], {sizes[key] // num_samples for key in outputs[-1]}):
-        logits = head.logits * num_samples
-        kept = {key for key in saved[-1] if sizes[key] != logits}
-        works_on = working_sets(backward, layer_of, watch, costs, logits).get(len(layers) - 1, WorkingSet()).elements
-        head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
-        specs[-1] = dataclasses.replace(specs[-1], head=head)
+        peak = working_of(head.logits * num_samples).get(len(layers) - 1, WorkingSet()).elements
+        specs[-1] = dataclasses.replace(specs[-1], head=_with_costs(head, sizes, saved[-1], peak, num_samples))
     return tuple(specs)
 
 
@@ -378,6 +372,12 @@ def _head_of(last: LayerSpec, sizes: Collection[int]) -> HeadSpec | None:
         columns=product.columns,
         is_frozen=product.factors == "frozen",
     )
+
+
+def _with_costs(head: HeadSpec, sizes: Mapping[int, int], saved: set[int], peak: int, num_samples: int) -> HeadSpec:
+    """Return the head with the elements for one sample that its layer keeps, and works on in the backward, besides the logits."""
+    rest = sum(sizes[key] for key in saved if sizes[key] != head.logits * num_samples)
+    return dataclasses.replace(head, saved_elements=rest // num_samples, working_elements=peak // num_samples)
 
 
 def _of_one(product: Product, num_samples: int) -> Product:

@@ -321,7 +321,7 @@ class WholeBatch:
     def _tensors(self, of: Literal["outputs", "batch"]) -> Iterator[StepTensor]:
         """Yield the tensors of the outputs or of the batch, with the places of samples that the trace or their shapes show."""
         values = [self._kept[index] for index in sorted(self._kept)]
-        sliced = self._tokens.sliced(self._kept[0].outputs) if of == "outputs" else None
+        sliced = self._tokens.sliced(*self._kept[0]) if of == "outputs" else None
         columns = zip(*(tensors_in(value.outputs if of == "outputs" else value.batch) for value in values), strict=True)
         for index, parts in enumerate(columns):
             known = self._reads.get((of, index))

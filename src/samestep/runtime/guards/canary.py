@@ -9,6 +9,8 @@ the step and from the state with which it began (`repeat.py`):
     its halves             against their rows of the micro-batch      samples that influence each other
     two samples alone      against their rows of a pair
     two of other sizes     their losses against that of both          padding that counts
+    the update of a weight against what a twin of the optimizer       random numbers, one weight kept for another,
+                           makes of it, or of its first half          elements that influence each other
 
 If the loss of the step was just tried on samples that begin with the micro-batch, those forwards are taken (`Repeat.divided_first`).
 The forward of fewer samples rounds otherwise. How much that may be is measured as `verify` does: 8 times the largest deviation of 8
@@ -22,14 +24,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import RepeatError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.independence.roundings import (
     NUM_PERTURBED,
@@ -48,14 +49,14 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode, tokens_of_first
 from samestep.runtime.guards.divided_samples import Samples, deviation_of_halves
-from samestep.runtime.guards.repeat import HalvedRun, Repeat, marks_of_weights
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.repeat import HalvedRun, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
-from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches
-from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepBatch, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
+from samestep.state.writes import Marks
 from samestep.trees import have_same_values, tensors_in
 
 _ELEMENTS = 2**16
@@ -97,13 +98,13 @@ _WRITES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a repetition."""
+_OTHER_UPDATE = (
+    "the update of {0}, made again from the same value, gradient and state, differs by {1:.1e} of the largest weight: {2} draws random "
+    "numbers, looks at more than one element of a weight that the layout divides, or something else writes weights"
+)
 
-    waiver: Waiver
-    """The word of `run.allow` that lets the run go on."""
-    text: str
+Finding = tuple[Waiver, str]
+"""The result of a repetition: the word of `run.allow` that lets the run go on, and what differs."""
 
 
 class _Sampled(NamedTuple):
@@ -127,14 +128,14 @@ class _Sampled(NamedTuple):
 
 def _off_halves(run: HalvedRun) -> float | None:
     """Return how far the outputs of halves are off those of their samples together; None if no dimension holds the samples."""
-    return 0.0 if run.whole.outputs is None else deviation_of_halves(run.whole, run.halves)
+    return 0.0 if run.together.outputs is None else deviation_of_halves(run.together, run.halves)
 
 
 class Canary:
     """The repetitions of a run's steps under watch, and what they have shown. Every rank makes one."""
 
-    def __init__(self, assembly: Assembly, job: Job, loss: Loss) -> None:
-        self.assembly, self.job, self.loss = assembly, job, loss
+    def __init__(self, assembly: Assembly, job: Job, loss: Loss, refusals: Refusals) -> None:
+        self.assembly, self.job, self.loss, self.refusals = assembly, job, loss, refusals
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self.is_split = step.layout.dp > 1 or step.num_microbatches > 1
         self.alone = not spec.couples_samples
@@ -146,16 +147,17 @@ class Canary:
 
     @contextmanager
     def watching(
-        self, batch: StepBatch, inner: StepObserver, *, is_first: bool, replays: bool = True
+        self, batch: StepBatch, inner: StepObserver, weights: Marks, *, is_first: bool, replays: bool
     ) -> Iterator[WatchedStep]:
-        """Return the context of a watched step, in which the canary's observer replaces `inner` and calls it.
+        """Return the context of a watched step, which began with these `weights`; the canary's observer replaces `inner` and calls it.
 
         `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
         """
         model, store = self.assembly.model, self.assembly.weights.store
         model.dropout.begin_step()  # its hooks are part of the state that is kept below
         turn, self._num_watched = self._num_watched, self._num_watched + 1
-        watched = WatchedStep(self, batch, inner, turn, is_first=is_first, replays=replays)
+        again = Repeat(self.assembly, batch, self.loss, self.job.train.seed, inner.dropout_mode, weights=weights)
+        watched = WatchedStep(self, batch, inner, again, turn, is_first=is_first, replays=replays)
         store.watch.compare_values(True)
         handle = model.module.register_forward_hook(watched.see, with_kwargs=True)
         try:
@@ -171,27 +173,30 @@ class WatchedStep(StepObserver):
     """One step under watch: what it has computed of one micro-batch, and that micro-batch run again. All ranks call it alike."""
 
     def __init__(
-        self, canary: Canary, batch: StepBatch, inner: StepObserver, turn: int, *, is_first: bool, replays: bool
+        self,
+        canary: Canary,
+        batch: StepBatch,
+        inner: StepObserver,
+        again: Repeat,
+        turn: int,
+        *,
+        is_first: bool,
+        replays: bool,
     ) -> None:
         assembly = canary.assembly
         num_microbatches = assembly.parallel.program.step.num_microbatches
-        self._canary, self._assembly, self._batch, self._inner = canary, assembly, batch, inner
+        self._canary, self._assembly, self._step, self._inner = canary, assembly, batch.step + 1, inner
         self._turn, self._is_first, self._replays = turn, is_first, replays
         self._microbatch = -(turn + 1) % num_microbatches  # the last one first, too
         self._indices = Microbatches(assembly, batch).drawn(self._microbatch)
         """The samples of the micro-batch."""
-        self._weights = marks_of_weights(assembly)
-        """The marks of the weights, which a forward may write."""
-        self.again = Repeat(assembly, batch, canary.loss, canary.job.train.seed, inner.dropout_mode)
+        self.again = again
         """The repetitions of the step, those of its loss too."""
         self._inputs: list[_Sampled] = []
         self._outputs: list[_Sampled] = []
         """Elements of what the model was given, and of its outputs, in the forward of the step."""
         self._task: Task | None = None
         self._is_measured = False
-        self._findings: list[Finding] = []
-        self._allowed: list[str] = []
-        """Findings that `run.allow` waives, as text."""
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
@@ -205,12 +210,7 @@ class WatchedStep(StepObserver):
             yield
             self._task = None
         if replay is not None and (deviation := replay.deviation()):
-            text = (
-                f"the update of {replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {deviation:.1e} of the largest weight: {replay.optimizer} draws random numbers, looks at more than one element of a "
-                "weight that the layout divides, or something else writes weights"
-            )
-            self._findings.append(Finding("optimizer", text))
+            self._refuse("optimizer", _OTHER_UPDATE.format(replay.piece.name, deviation, replay.optimizer))
 
     def dropout_mode(self) -> MakeMode | None:
         """Return the mode that notes the experts of the micro-batch that is run again."""
@@ -224,7 +224,12 @@ class WatchedStep(StepObserver):
         return self._inner.asked_to_record(step)
 
     def agreed(self, scalars: StepScalars) -> None:
-        """Run the micro-batch again, before the weights change, unless the step is not finite."""
+        """Run the micro-batch again, before the weights change, unless the step is not finite.
+
+        Raises:
+            RepeatError: a repetition gave something else on some rank.
+            UnprovenError: it did in the first step of this process, or between the steps of regular checks.
+        """
         self._inner.agreed(scalars)
         if self._is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
             return
@@ -234,44 +239,29 @@ class WatchedStep(StepObserver):
         with self.again.running():
             finding = self._repeat()
         if finding is not None:
-            self._findings.append(finding)
-        self._judge()
+            self._refuse(*finding)
+            self._canary.refusals.raise_found(self._assembly.parallel.mesh.size("world"))
 
     def checked(self, report: StepReport) -> StepReport:
-        """Return the report of the step, with a note of findings that `run.allow` waives.
+        """Return the report of the step, in which an update may have been made again.
 
         Collective over the world, see [Note: collective calls].
 
         Raises:
             RepeatError: the repeated update gave something else on some rank.
         """
-        self._judge()
-        return replace(report, note="; ".join(filter(None, [report.note, *self._allowed])))
+        refusals = self._canary.refusals
+        if self._replays:
+            refusals.raise_found(self._assembly.parallel.mesh.size("world"))
+        return replace(report, remarks=(*report.remarks, *refusals.news()))
 
-    def _judge(self) -> None:
-        """Raise the first finding of any rank, or note it if `run.allow` waives it; every rank calls it.
-
-        Raises:
-            RepeatError: a repetition gave something else on some rank.
-            UnprovenError: it did in the first step of this process, or between the steps of regular checks.
-        """
-        with outside_step():
-            if not self.again.largest(float(len(self._findings))):
-                return
-            findings_here = [(finding.waiver, finding.text) for finding in self._findings]
-            findings_of = gather_values(findings_here, self._assembly.parallel.mesh.size("world"))
-        self._findings.clear()
-        rank, finding = next(
-            (rank, Finding(*finding)) for rank, findings in enumerate(findings_of) for finding in findings
-        )
-        text = f"step {self._batch.step + 1}, rank {rank}: {finding.text}"
-        if finding.waiver in self._canary.job.run.allow:
-            self._canary.waived.add(finding.waiver)
-            self._allowed.append(f"{text} (allowed)")
-        elif self._is_first or not self._replays:
-            raise UnprovenError("repetition-differs", text, finding.waiver)
-        else:
-            raise RepeatError("repetition-differs", f'{text}; run.allow = ["{finding.waiver}"] lets it run unproven')
+    def _refuse(self, waiver: Waiver, text: str) -> None:
+        """Refuse the step, on all ranks at the next `Refusals.raise_found`; what `run.allow` waives is looked for no more."""
+        if waiver in self._canary.job.run.allow:
+            self._canary.waived.add(waiver)
+        text = f"step {self._step}, rank {self._assembly.parallel.mesh.rank}: {text}"
+        is_event = self._replays and not self._is_first
+        self._canary.refusals.add(waiver, "repetition-differs", text, is_event=is_event)
 
     # -- samples of different sizes ----------------------------------------------------------------
 
@@ -292,7 +282,7 @@ class WatchedStep(StepObserver):
             return None
         tried = self.again.few(2, self._indices) if pair is None else pair  # a rank without runs as many forwards
         deviation = self.again.excess_of_halves(tried, rounding) or 0.0
-        return Finding("samples", words.format(tried[0], tried[1], deviation)) if deviation else None
+        return ("samples", words.format(tried[0], tried[1], deviation)) if deviation else None
 
     # -- what the step computes --------------------------------------------------------------------
 
@@ -314,10 +304,8 @@ class WatchedStep(StepObserver):
     def _repeat(self) -> Finding | None:
         """Run the micro-batch again, and parts of it; return what that shows, which is the same on all ranks but for its text."""
         again, step = self.again, self._assembly.parallel.program.step
-        if again.largest(
-            float(any(marks_of_weights(self._assembly).since(self._weights)))
-        ):  # which could not be put back
-            return Finding("state", _WRITES) if step.num_microbatches > 1 else None
+        if again.weights_were_written:  # which could not be put back
+            return ("state", _WRITES) if step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[step.compute_dtype]).eps
         if finding := self._pair(rounding):
             return finding
@@ -330,7 +318,7 @@ class WatchedStep(StepObserver):
         if halved is not None:
             same, few = self._same(halved), halved.indices[: halved.halves[0].size]
             offs, pair = [_off_halves(halved)], halved.indices[:2]
-        has_more = again.largest(float(halved is not None and halved.whole.size > 2)) > 0
+        has_more = again.largest(float(halved is not None and halved.together.size > 2)) > 0
         has_other = again.largest(float(same is None))  # as on a rank with a smaller micro-batch than others have
         outputs = self._forward() if same is None or has_other else same.outputs
         finding = self._changed(outputs, rounding)
@@ -349,7 +337,7 @@ class WatchedStep(StepObserver):
     def _same(self, run: HalvedRun) -> Samples | None:
         """Return the part of a run that is the micro-batch; None if none is. No run names a sample twice, as a micro-batch may."""
         number = len(set(self._indices.tolist()))
-        parts = (run.whole, run.halves[0]) if number == len(self._indices) else ()
+        parts = (run.together, run.halves[0]) if number == len(self._indices) else ()
         return next((samples for samples in parts if samples.size == number), None)
 
     def _changed(self, outputs: Any, rounding: float) -> Finding | None:
@@ -362,15 +350,15 @@ class WatchedStep(StepObserver):
         text = _CHANGED.format(int(self._indices[0]), deviation)
         if self.again.largest(float(self._has_other_inputs())):
             works = "Use a forward and a loss that change no batch in place, and a data set that draws no numbers"
-            return Finding("data", f"{text}it reads other values the second time. {works}")
+            return "data", f"{text}it reads other values the second time. {works}"
         first = self._forward()
         if self.again.largest(largest_deviation(self._forward(), first)) > repeatable:
             why = "two forwards of it differ: the model draws random numbers from a generator of its own, or reads what changes"
-            return Finding("random", f"{text}{why}. Use nn.Dropout and torch.nn.functional.dropout")
+            return "random", f"{text}{why}. Use nn.Dropout and torch.nn.functional.dropout"
         if not self._is_more(deviation, self._indices, rounding):
             return None
         why = "the forward reads what an earlier forward of this step has written"
-        return Finding("state", f"{text}{why}. Use a forward that keeps nothing from one micro-batch to the next")
+        return "state", f"{text}{why}. Use a forward that keeps nothing from one micro-batch to the next"
 
     def _coupled(self, offs: list[float | None], few: Indices, rounding: float) -> Finding | None:
         """Hold samples that were run in halves against those that were run together, whose deviations are `offs`; `few` are the smallest half."""
@@ -383,7 +371,7 @@ class WatchedStep(StepObserver):
             return None
         has_dropout = self._assembly.model.dropout.dropout is not Dropout.ABSENT
         drawn = ", or random numbers are drawn in another order, as by torch.rand(K * B) instead of torch.rand(K, B)"
-        return Finding("samples", _COUPLED.format(int(few[0]), deviation, drawn if has_dropout else ""))
+        return "samples", _COUPLED.format(int(few[0]), deviation, drawn if has_dropout else "")
 
     def _is_more(self, deviation: float, few: Indices, rounding: float) -> bool:
         """Return whether a deviation of some samples is more than roundings explain, which are measured."""

@@ -118,15 +118,16 @@ class DividedSamples:
 
     def moved(self, by: float) -> DividedSamples:
         """Return the samples with outputs changed by so much of their mean size, each element by another amount."""
-        whole = [
+        together = [
             _moved(leaf, by) if i < self.num_outputs and self.places[i] is not None else leaf
             for i, leaf in enumerate(self.tensors[WHOLE])
         ]
-        return replace(self, tensors=(whole, *self.tensors[1:]))
+        return replace(self, tensors=(together, *self.tensors[1:]))
 
-    def with_other_half(self, numbers: Collection[float]) -> Iterator[DividedSamples]:
-        """Yield the samples with other values in a tensor of the first half: with which a label or mask does not count, or does; and values
-        around `numbers`, those of the code of the loss, and far from all others, by which a loss may choose a factor.
+    def with_other_half(self, numbers: Collection[float]) -> Iterator[tuple[DividedSamples, bool]]:
+        """Yield the samples with other values in a tensor of the first half, or of both, and whether the second half has them too: values with
+        which a label or mask does not count, or does; and values around `numbers`, those of the code of the loss, and far from all
+        others, by which a loss may choose a factor.
         """
         is_large = not self.is_small
         for index, place in enumerate(self.places):
@@ -141,14 +142,14 @@ class DividedSamples:
             for other in (*map(leaf.new_tensor, values), *far):
                 changed = leaf.clone()
                 place.take(changed, 1, self.sizes).copy_(other)
-                yield self._with(index, changed)
+                yield self._with(index, changed), False
                 if not (is_large or is_output or other.dim() or _may_be_ids(first, second)):  # so many, as no half has
-                    yield self._with(index, torch.zeros_like(leaf).copy_(other))
+                    yield self._with(index, torch.zeros_like(leaf).copy_(other)), True
 
     def _with(self, index: int, leaf: Tensor) -> DividedSamples:
         """Return the samples with another tensor in the place of one of the whole."""
-        whole = [leaf if place == index else tensor for place, tensor in enumerate(self.tensors[WHOLE])]
-        return replace(self, tensors=(whole, *self.tensors[1:]))
+        together = [leaf if place == index else tensor for place, tensor in enumerate(self.tensors[WHOLE])]
+        return replace(self, tensors=(together, *self.tensors[1:]))
 
     def doubled(self) -> list[DividedSamples]:
         """Return twice these samples, which are each half of them then; none if they cannot be repeated.
@@ -224,14 +225,14 @@ def _moved(tensor: Tensor, by: float) -> Tensor:
 
 
 def divisions(
-    whole: Samples, halves: tuple[Samples, Samples], graded: Sequence[bool] | None = None
+    together: Samples, halves: tuple[Samples, Samples], graded: Sequence[bool] | None = None
 ) -> list[DividedSamples]:
     """Return how samples may be divided, as their halves show it: one way, unless outputs of equal rows fit two; none if the outputs of a
     half have other tensors, or no dimension holds the samples.
 
     `graded` says through which tensors of the outputs a backward goes; by default through all but weights.
     """
-    runs, sizes = (whole, *halves), (halves[0].size, halves[1].size)
+    runs, sizes = (together, *halves), (halves[0].size, halves[1].size)
     outputs, batches = [tensors_in(run.outputs) for run in runs], [tensors_in(run.batch) for run in runs]
     has_lists = len({*map(len, batches)}) > 1  # with tensors of each sample
     if len({*map(len, outputs)}) > 1:
@@ -259,22 +260,20 @@ def divisions(
 
 
 def along_tokens(samples: Samples, length: int) -> DividedSamples:
-    """Return samples whose parts are halves of the tokens, of which so many are along dimension 1."""
+    """Return samples whose parts are halves of the tokens, of which so many are along dimension 1, or 2 as in logits [B, V, T]."""
     tree, of_outputs = (samples.outputs, samples.batch), tensors_in(samples.outputs)
     tensors, sizes = [leaf.detach() for leaf in tensors_in(tree)], (length // 2, length - length // 2)
-    cut, uncut = SamplePlace(1, sizes[0]), SamplePlace()
-    places: list[SamplePlace | None] = [
-        cut if leaf.dim() > 1 and leaf.shape[1] == length else uncut for leaf in tensors
-    ]
+    dims = (next((dim for dim in (1, 2) if leaf.shape[dim : dim + 1] == (length,)), None) for leaf in tensors)
+    places: list[SamplePlace | None] = [SamplePlace() if dim is None else SamplePlace(dim, sizes[0]) for dim in dims]
     graded = tuple(i for i, leaf in enumerate(of_outputs) if leaf.requires_grad and leaf.is_floating_point())
     return DividedSamples((tree,) * 3, (tensors,) * 3, places, len(of_outputs), sizes, graded)
 
 
-def deviation_of_halves(whole: Samples, halves: tuple[Samples, Samples]) -> float | None:
+def deviation_of_halves(together: Samples, halves: tuple[Samples, Samples]) -> float | None:
     """Return the largest relative deviation of outputs of halves, which ran by themselves, from their rows of the whole; None if they cannot be
     divided. Statistics of the batch are left out.
     """
-    ways = divisions(whole, halves)
+    ways = divisions(together, halves)
     return min(map(_off, ways)) if ways else None
 
 
@@ -289,24 +288,26 @@ def _off(some: DividedSamples) -> float:
 
 
 def _places(
-    whole: Tensor, first: Tensor, second: Tensor, *, sizes: tuple[int, int], is_output: bool
+    together: Tensor, first: Tensor, second: Tensor, *, sizes: tuple[int, int], is_output: bool
 ) -> list[SamplePlace | None]:
     """Return where a tensor may hold the samples, the likeliest first; None where a half has its own, and nothing if it cannot be divided."""
-    if whole.shape == first.shape == second.shape:
-        far = max(_distance(whole, half) for half in (first, second))
-        return [SamplePlace() if far <= (limit_of_values(whole.dtype) if is_output else 0.0) else None]
-    rows = [*zip(whole.shape, first.shape, second.shape, strict=False)]
+    if together.shape == first.shape == second.shape:
+        far = max(_distance(together, half) for half in (first, second))
+        return [SamplePlace() if far <= (limit_of_values(together.dtype) if is_output else 0.0) else None]
+    rows = [*zip(together.shape, first.shape, second.shape, strict=False)]
     dims = [dim for dim, (total, of_first, of_second) in enumerate(rows) if total and of_first + of_second == total]
     are_padded = [
         total in (of_first, of_second) for dim, (total, of_first, of_second) in enumerate(rows) if dim not in dims
     ]
-    if not whole.dim() == first.dim() == second.dim() or len(dims) != 1 or not all(are_padded):
+    if not together.dim() == first.dim() == second.dim() or len(dims) != 1 or not all(are_padded):
         return [] if is_output else [None]
-    total, of_half, size = whole.shape[dims[0]], first.shape[dims[0]], sum(sizes)
+    total, of_half, size = together.shape[dims[0]], first.shape[dims[0]], sum(sizes)
     ways = [SamplePlace(dims[0], of_half)]
     if total > size and total % size == 0 and of_half == sizes[0] * (total // size):
         ways.append(SamplePlace(dims[0], of_half, is_stacked=True))
-    far_of = [max(_distance(way.take(whole, i, sizes), half) for i, half in ((1, first), (2, second))) for way in ways]
+    far_of = [
+        max(_distance(way.take(together, i, sizes), half) for i, half in ((1, first), (2, second))) for way in ways
+    ]
     if not is_output and min(far_of):
         return [None]
     return [way for way, far in zip(ways, far_of, strict=True) if far == min(far_of)]

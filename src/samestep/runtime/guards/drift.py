@@ -58,11 +58,13 @@ class DriftMonitor:
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
-        made = step.contributions
-        replica = mesh.index(made.axis) if made is not None and made.ranks > 1 and step.sharing.trains_apart else 0
-        digests = {axis: f"{replica} {_digest_of(mesh, mine, holdings)}" for axis, mine in of_axis.items()}
+        shares = step.contributions
+        replica = (
+            mesh.index(shares.axis) if shares is not None and shares.ranks > 1 and step.sharing.trains_apart else 0
+        )
+        digests = {axis: f"{replica} {_digest_of(mesh, same, holdings)}" for axis, same in of_axis.items()}
         groups = _groups_of_equals(mesh, digests)
-        self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
+        self._replicas = [(same, groups[axis]) for axis, same in of_axis.items()]
         """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
         self._cut_ranks = _groups_of_equals(mesh, {"model": str(mesh.members("model"))})["model"] if cut_over else None
 
@@ -130,20 +132,20 @@ class DriftMonitor:
         Raises:
             DriftError: it names the collective in which two ranks took part with different kinds, dtypes or sizes.
         """
-        mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
-        mine = {group: rows for group, rows in mine.items() if rows}
+        of_group = {group: _comparable(rows) for group, rows in ledger.rows.items()}
+        of_group = {group: rows for group, rows in of_group.items() if rows}
         prints = self._gather_by_group(
-            {group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()}
+            {group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in of_group.items()}
         )
-        groups = dict.fromkeys(group for one in prints for group in one)
+        groups = dict.fromkeys(group for digests in prints for group in digests)
         odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
         if not odd:
             return
-        sent = self._gather_by_group(
-            {group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd}
+        lists_of = self._gather_by_group(
+            {group: [*rows, ("nothing more", "", 0)] for group, rows in of_group.items() if group in odd}
         )
         ranks = _ranks_of(odd[0])
-        lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
+        lists = [lists_of[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
         differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
         words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
         other = next(index for index, row in enumerate(words) if row != words[0])
@@ -153,18 +155,18 @@ class DriftMonitor:
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes",
         )
 
-    def _gather_by_group(self, mine: Any) -> list[Any]:
-        return gather_values(mine, self._mesh.size("world"))
+    def _gather_by_group(self, values: Any) -> list[Any]:
+        return gather_values(values, self._mesh.size("world"))
 
-    def _raise_disagreement(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+    def _raise_disagreement(self, step: int, values: dict[str, tuple[Any, ...]]) -> None:
         """Raise an error that names the rank that differs from most of those that hold the same value.
 
         Raises:
             DriftError: always.
         """
-        reports = self._gather_by_group(mine)
-        name = next(name for one in reports for name in one)
-        holders = {rank: one[name] for rank, one in enumerate(reports) if name in one}
+        reports = self._gather_by_group(values)
+        name = next(name for report in reports for name in report)
+        holders = {rank: report[name] for rank, report in enumerate(reports) if name in report}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
@@ -198,31 +200,31 @@ def _digest_of(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holdi
             piece.name,
             piece.start,
             piece.stop,
-            [mesh.index(axis) for axis in (*held.sharded_over, *held.replicated_over)],
+            [mesh.index(axis) for axis in (*holding.sharded_over, *holding.replicated_over)],
         )
         for piece in pieces
-        if (held := holdings[piece.name])
+        if (holding := holdings[piece.name])
     ]
     return xxhash.xxh3_64_hexdigest(repr(places).encode())
 
 
-def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
+def _groups_of_equals(mesh: Mesh, values: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
     """Make for each name the group of the ranks with equal values for it; None for a rank that has no equal.
 
     Collective over the world: every rank calls it, with or without a value for a name; if one does not, the others wait
     until the time limit.
     """
-    reports: list[Mapping[str, str]] = gather_values(mine, mesh.size("world"))
-    found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
-    for name in dict.fromkeys(name for one in reports for name in one):
+    reports: list[Mapping[str, str]] = gather_values(values, mesh.size("world"))
+    groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(values)
+    for name in dict.fromkeys(name for report in reports for name in report):
         equals: dict[str, list[int]] = {}
-        for rank, one in enumerate(reports):
-            if name in one:
-                equals.setdefault(one[name], []).append(rank)
+        for rank, report in enumerate(reports):
+            if name in report:
+                equals.setdefault(report[name], []).append(rank)
         parts = [tuple(ranks) for ranks in equals.values() if len(ranks) > 1]
         group = group_among(parts, "watch", mesh.timeout_s) if parts else None
-        found |= {name: group} if name in mine else {}
-    return found
+        groups |= {name: group} if name in values else {}
+    return groups
 
 
 def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:

@@ -89,7 +89,7 @@ class LossTrial:
 
 def judge(
     loss: Loss,
-    whole: Samples,
+    together: Samples,
     halves: tuple[Samples, Samples],
     graded: Sequence[bool] | None = None,
     keeping: Loss | None = None,
@@ -104,7 +104,7 @@ def judge(
     alike, since the loss may communicate over the cut. Values around the numbers in the code of a loss are tried if it `is_new`.
     One device computes the loss of `num_samples` at once: so many are tried too, of these repeated, if they are few elements.
     """
-    ways = divisions(whole, halves, graded)
+    ways = divisions(together, halves, graded)
     if not ways:
         return LossTrial("no dimension of its outputs holds the samples", is_indivisible=True)
     outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0, num_samples)
@@ -139,13 +139,13 @@ def _judge_division(
     memory = _memory(loss, some, keeping)
     if memory.reason:
         return memory
-    with preserve_function(keeping) as before:
-        tried = _Tried(loss, before)
+    with preserve_function(keeping) as snapshot:
+        tried = _Tried(loss, snapshot)
         outcome = _compare_sums(tried, some)
         if outcome.judged and not outcome.reason:
             outcome = _try_moved(tried, some, outcome)
         if outcome.judged and not outcome.reason and num_numbers is not None:
-            numbers = sorted(before.before.numbers, key=abs)[:num_numbers]
+            numbers = sorted(snapshot.before.numbers, key=abs)[:num_numbers]
             reason = _try_other_half(tried, some, numbers) or _try_more(tried, some, numbers, num_samples)
             outcome = replace(outcome, reason=reason)
     return replace(outcome, keeps=memory.keeps, acts_by_calls=memory.acts_by_calls)
@@ -155,7 +155,7 @@ class _Tried(NamedTuple):
     """A loss, and what it keeps between calls as it was before them, from which each call begins if it is given."""
 
     loss: Loss
-    kept: KeptValues | None = None
+    state: KeptValues | None = None
 
 
 # -- sums, counts and gradients --------------------------------------------------------------------
@@ -168,13 +168,13 @@ def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
         values = _ValuesOfWhole()
         try:
             with within(values), Keeping(values):
-                whole, again, *halves = [values.evaluate(tried, some, part, way) for part in (WHOLE, *PARTS)]
+                together, again, *halves = [values.evaluate(tried, some, part, way) for part in (WHOLE, *PARTS)]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
             error = error or caught
             continue
-        return _outcome(whole, again, halves, values, way)
+        return _outcome(together, again, halves, values, way)
     cause = error.__cause__ if error is not None and error.__cause__ is not None else error
     words = str(cause).strip().partition("\n")[0]
     text = (
@@ -185,54 +185,54 @@ def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
 
 
 def _outcome(
-    whole: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole, way: _Way
+    together: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole, way: _Way
 ) -> LossTrial:
-    if whole.went_back:
+    if together.went_back:
         return LossTrial(_GOES_BACK)
-    for name, (total, _) in whole.amounts.items():
+    for name, (total, _) in together.amounts.items():
         if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
             return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0], ""))
     if values.parts_differ():
         return LossTrial(_KEEPS_OF_PART)
-    outcome = _compare_halves(whole, halves, raised=way.raised)
+    outcome = _compare_halves(together, halves, raised=way.raised)
     if outcome.judged and not outcome.reason:  # what the whole has found over all samples is a constant the second time
         outcome = replace(outcome, reason=_compare_gradients(again, halves, raised=way.raised))
     return replace(
-        outcome, counts={name: count for name, (_, count) in whole.amounts.items() if not name.startswith(VALUES)}
+        outcome, counts={name: count for name, (_, count) in together.amounts.items() if not name.startswith(VALUES)}
     )
 
 
-def _compare_halves(whole: _LossValue, halves: list[_LossValue], *, raised: bool) -> LossTrial:
-    tolerance = LIMITS_OF_SUMS[torch.float64 if raised and whole.is_float64 else torch.float32]
-    judged = {name: whole.amounts[name] for name in whole.amounts if whole.counts(name)}
+def _compare_halves(together: _LossValue, halves: list[_LossValue], *, raised: bool) -> LossTrial:
+    tolerance = LIMITS_OF_SUMS[torch.float64 if raised and together.is_float64 else torch.float32]
+    judged = {name: together.amounts[name] for name in together.amounts if together.counts(name)}
     of_parts = {name: amount for name, amount in judged.items() if not _is_of_no_sample(name, amount, halves)}
-    if not judged or (len(judged) < len(whole.amounts) and not of_parts):
+    if not judged or (len(judged) < len(together.amounts) and not of_parts):
         return LossTrial(judged=False)
     for index, word in ((1, "count"), (0, "sum")):
         for name, amount in (of_parts or judged).items():
-            all_of, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
+            total, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
             least = 0.0 if index else LEAST_MEAN * abs(amount[1])
-            if not abs(all_of - sum(both)) <= tolerance * max(least, abs(all_of), *map(abs, both)):
-                text = f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
-                rounds = f", and it is rounded to {whole.rounded_to}. Use a loss that computes it in float32"
-                return LossTrial(text + rounds if whole.rounded_to and not index else text)
-    return LossTrial(is_zero=not any(total for value in (whole, *halves) for total, _ in value.amounts.values()))
+            if not abs(total - sum(both)) <= tolerance * max(least, abs(total), *map(abs, both)):
+                text = f"its {word}{_of(name)} is {total:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
+                rounds = f", and it is rounded to {together.rounded_to}. Use a loss that computes it in float32"
+                return LossTrial(text + rounds if together.rounded_to and not index else text)
+    return LossTrial(is_zero=not any(total for value in (together, *halves) for total, _ in value.amounts.values()))
 
 
-def _compare_gradients(whole: _LossValue, halves: list[_LossValue], *, raised: bool) -> str:
+def _compare_gradients(together: _LossValue, halves: list[_LossValue], *, raised: bool) -> str:
     """Return the reason against a loss whose gradients by the outputs are not those of the halves added up."""
-    limit = LIMITS_OF_SUMS[torch.float64 if raised and whole.is_float64 else torch.float32]
-    for name, of_whole in whole.gradients.items():
-        if _is_of_no_sample(name, whole.amounts[name], halves):
+    limit = LIMITS_OF_SUMS[torch.float64 if raised and together.is_float64 else torch.float32]
+    for name, of_whole in together.gradients.items():
+        if _is_of_no_sample(name, together.amounts[name], halves):
             continue
         none: list[Tensor | None] = [None] * len(of_whole)
-        for all_of, *both in zip(of_whole, *(half.gradients.get(name, none) for half in halves), strict=True):
-            if all_of is None:
+        for gradient, *both in zip(of_whole, *(half.gradients.get(name, none) for half in halves), strict=True):
+            if gradient is None:
                 continue
             parts = [part for part in both if part is not None]
-            total = sum(parts, torch.zeros_like(all_of))
-            size = max([LEAST_MEAN, *(float(part.abs().max()) for part in (all_of, *parts) if part.numel())])
-            off = float((all_of - total).abs().max()) if all_of.numel() else 0.0
+            total = sum(parts, torch.zeros_like(gradient))
+            size = max([LEAST_MEAN, *(float(part.abs().max()) for part in (gradient, *parts) if part.numel())])
+            off = float((gradient - total).abs().max()) if gradient.numel() else 0.0
             if math.isfinite(size) and off > limit * size:
                 return (
                     f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add "
@@ -241,13 +241,13 @@ def _compare_gradients(whole: _LossValue, halves: list[_LossValue], *, raised: b
     return ""
 
 
-def _is_of_no_sample(name: str, whole: tuple[float, float], halves: Sequence[_LossValue]) -> bool:
+def _is_of_no_sample(name: str, together: tuple[float, float], halves: Sequence[_LossValue]) -> bool:
     """Return whether a named term is the same for any samples, as a penalty on weights is: its mean is then right for any parts."""
     of_halves = [half.amounts.get(name) for half in halves]
     return (
         name != UNNAMED
-        and all(amount is not None and amount[1] == whole[1] for amount in of_halves)
-        and all(amount is not None and abs(amount[0] - whole[0]) <= EXACT * abs(whole[0]) for amount in of_halves)
+        and all(amount is not None and amount[1] == together[1] for amount in of_halves)
+        and all(amount is not None and abs(amount[0] - together[0]) <= EXACT * abs(together[0]) for amount in of_halves)
     )
 
 
@@ -278,15 +278,20 @@ def _try_moved(tried: _Tried, some: DividedSamples, outcome: LossTrial) -> LossT
 
 def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
-    for changed in some.with_other_half(numbers):
+    second: _LossValue | None = None  # of the values that it has, unless it reads those of all samples
+    for changed, has_other_second in some.with_other_half(numbers):
         try:
             with within(values := _ValuesOfWhole()), Keeping(values):
-                whole, *halves = [values.evaluate(tried, changed, part, _WITHOUT_GRADIENTS) for part in PARTS]
+                parts = (values.evaluate(tried, changed, part, _WITHOUT_GRADIENTS) for part in PARTS)
+                together, first = next(parts), next(parts)
+                other = next(parts) if second is None or has_other_second or not values.is_unread else second
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which need not be defined for such values
             continue
-        if reason := _compare_halves(whole, halves, raised=True).reason:
+        second = second if has_other_second or not values.is_unread else other
+        halves = [first, other]
+        if reason := _compare_halves(together, halves, raised=True).reason:
             if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
                 return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
@@ -302,7 +307,7 @@ def _try_more(tried: _Tried, some: DividedSamples, numbers: Sequence[float], num
     `num_samples`. A loss that is not defined for them was tried on fewer.
     """
     while sum(some.sizes) < num_samples and some.num_elements <= _MOST_ELEMENTS:
-        outcomes = [(twice, _compare_sums(tried, twice)) for twice in some.doubled()]
+        outcomes = ((twice, _compare_sums(tried, twice)) for twice in some.doubled())
         defined = next(((twice, outcome) for twice, outcome in outcomes if not outcome.is_indivisible), None)
         if defined is None:
             return ""
@@ -324,13 +329,13 @@ def _memory(loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
     """
     for moved, way in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _WAYS):
         try:
-            with preserve_function(keeping) as before:
+            with preserve_function(keeping) as snapshot:
                 first = _evaluate_alone(loss, some, way)
-                after = KeptValues(keeping) if before.changed() else None
+                later_state = KeptValues(keeping) if snapshot.changed() else None
             with preserve_function(keeping):
                 _evaluate_alone(loss, some, way, PARTS[1])
-                keeps = after.changed() if after is not None else ""
-            if after is not None and not keeps:  # the number of its calls
+                keeps = later_state.changed() if later_state is not None else ""
+            if later_state is not None and not keeps:  # the number of its calls
                 with preserve_function(keeping):
                     is_alike = functools.partial(_is_alike, first, loss, some, way)
                     return LossTrial(acts_by_calls=acts_by_calls(keeping, is_alike))
@@ -445,11 +450,16 @@ class _ValuesOfWhole:
     def evaluate(self, tried: _Tried, some: DividedSamples, part: int, way: _Way) -> _LossValue:
         """Evaluate a loss on one of `PARTS`, the first time on all samples."""
         self._kept.append({})
-        if tried.kept is not None:
-            tried.kept.restore(generators=False)
+        if tried.state is not None:
+            tried.state.restore(generators=False)
         value = _evaluate(tried.loss, some, part, way)
         self._next = iter(self._found)
         return value
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether no evaluation has asked for a value of all samples."""
+        return not self._found
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Note what a buffer gets after the step."""
@@ -457,10 +467,10 @@ class _ValuesOfWhole:
 
     def parts_differ(self) -> bool:
         """Return whether a buffer gets another value from a part of the samples than from all of them."""
-        whole, *others = self._kept
+        together, *others = self._kept
         return any(
-            other.keys() != whole.keys()
-            or not all(torch.allclose(other[key], value, rtol=EXACT, equal_nan=True) for key, value in whole.items())
+            other.keys() != together.keys()
+            or not all(torch.allclose(other[key], value, rtol=EXACT, equal_nan=True) for key, value in together.items())
             for other in others
         )
 
@@ -476,11 +486,11 @@ class _ValuesOfWhole:
         """Return the number of rows of the whole."""
         return cast("int", self._of_whole(len(x)))
 
-    def _of_whole(self, found: Any) -> Any:
+    def _of_whole(self, value: Any) -> Any:
         if self._next is not None:
-            return next(self._next, found)
-        self._found.append(found.detach() if isinstance(found, Tensor) else found)
-        return found
+            return next(self._next, value)
+        self._found.append(value.detach() if isinstance(value, Tensor) else value)
+        return value
 
 
 class _InFloat64(RaiseIslands):

@@ -22,36 +22,40 @@ _LAST = 12
 """So many operations of a loss are compared."""
 
 
-def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
-    """Return the refusal of a loss that reaches a weight by a path around the outputs; empty if none does."""
+def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, str]:
+    """Return the refusal of a loss that reaches a weight of the model by a path around the outputs, and a remark on one with a trainable
+    weight that the optimizer of the run does not have; empty if there is none.
+    """
     ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
-    beside = [node for node in nodes_from([get_gradient_edge(total).node], known=ends) if is_end(node)]
-    if not beside:
-        return ""
-    names = {id(param): name for name, param in model.named_parameters()}
-    of_model = nodes_from(ends)
-    for node in beside:
+    leaves = [node for node in nodes_from([get_gradient_edge(total).node], known=ends) if is_end(node)]
+    names = {id(param): name for name, param in model.named_parameters()} if leaves else {}
+    of_model = nodes_from(ends) if leaves else ()
+    for node in leaves:
         name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
                 f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
                 "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
-            )
-    return ""
+            ), ""
+    weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
+    return "", "" if weight is None else (
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
+        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
+    )
 
 
 def last_operations(total: Tensor) -> tuple[str, ...]:
     """Return the operations by which a loss ends, and which of them divide by the count by which it was multiplied: others once a forward
     computes another loss. Numbers on an accelerator are not looked at, since the host would wait for them.
     """
-    seen = [] if total.grad_fn is None else [total.grad_fn]
-    for node in seen:  # which grows
-        later = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen += later[: _LAST - len(seen)]
+    last = [] if total.grad_fn is None else [total.grad_fn]
+    for node in last:  # which grows
+        nodes = [operand for operand, _ in node.next_functions if operand is not None and operand not in last]
+        last += nodes[: _LAST - len(last)]
     with disable_current_modes():  # a mode is given the numbers of Python
-        numbers = [_operand_of(node) for node in seen]
-    counts = {number for node, number in zip(seen, numbers, strict=True) if node.name().startswith("Mul")}
-    return tuple(f"{node.name()} {number in counts}" for node, number in zip(seen, numbers, strict=True))
+        numbers = [_operand_of(node) for node in last]
+    counts = {number for node, number in zip(last, numbers, strict=True) if node.name().startswith("Mul")}
+    return tuple(f"{node.name()} {number in counts}" for node, number in zip(last, numbers, strict=True))
 
 
 def _operand_of(node: Any) -> float | None:
@@ -64,17 +68,3 @@ def differentiates_graphs(total: Tensor) -> bool:
     """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which torch cannot differentiate again."""
     start = get_gradient_edge(total).node
     return any(node.name().startswith("CompiledFunctionBackwardBackward") for node in nodes_from([start]))
-
-
-def own_weight(total: Tensor, outputs: Any) -> str:
-    """Return a remark on a loss with a trainable weight that the optimizer of the run does not have; empty if it has none."""
-    ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
-    nodes = nodes_from([get_gradient_edge(total).node], known=ends)
-    leaves = [tensor_of(node) for node in nodes if is_end(node)]
-    found = next((one for one in leaves if isinstance(one, nn.Parameter)), None)
-    if found is None:
-        return ""
-    return (
-        f"the loss has a weight of its own, of shape {list(found.shape)}, which is no part of the model and stays as it is: models that are "
-        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
-    )

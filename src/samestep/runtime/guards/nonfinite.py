@@ -95,14 +95,16 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
     with assembly.model.compiled.off():
         text = first_nonfinite(run_forward_backward, module, masters)
     buffers.restore()
-    named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_values(text, world_size)) if text]
-    if named and _OF_INPUT in named[0]:
-        bad = sorted({one for found in gather_values(_bad_samples(assembly, batch), world_size) for one in found})
+    faults = [f"{text} (rank {rank})" for rank, text in enumerate(gather_values(text, world_size)) if text]
+    if faults and _OF_INPUT in faults[0]:
+        bad = sorted(
+            {index for indices in gather_values(_bad_samples(assembly, batch), world_size) for index in indices}
+        )
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         which = f": sample{'s' * (len(bad) > 1)} {', '.join(map(str, bad[:3]))}{more}" if bad else ""
-        return named[0].replace(_OF_INPUT, f"{_OF_INPUT}{which}")
-    if named:
-        return named[0]
+        return faults[0].replace(_OF_INPUT, f"{_OF_INPUT}{which}")
+    if faults:
+        return faults[0]
     if weights.updater.loss_scale.is_dynamic:
         return f"a gradient under the loss scale {weights.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
     return "loss or gradient norm is not finite, though no module's output or gradient is"
@@ -110,8 +112,8 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
 
 def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
     """Return the samples of this data rank that hold a number which is not finite."""
-    mine = batch.shares(*assembly.parallel.mesh.data_share, 1)[0].tolist()
-    return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
+    indices = batch.shares(*assembly.parallel.mesh.data_share, 1)[0].tolist()
+    return [index for index in indices if not all(map(_is_finite, tensors_in(batch.samples([index]))))]
 
 
 @dataclass(slots=True, eq=False)
@@ -235,8 +237,8 @@ class _NonFiniteFinder:
 
     def _blame_backward(self, name: str, what: str, dtype: torch.dtype) -> None:
         largest = self._largest_output_grad.get(name)
-        seen = f" (max |gradient of its output| {largest:.1e}, {_name(dtype)})" if largest is not None else ""
-        self.backward_fault = f"{_label(name)}: backward gradient of {what} not finite{seen}"
+        size = f" (max |gradient of its output| {largest:.1e}, {_name(dtype)})" if largest is not None else ""
+        self.backward_fault = f"{_label(name)}: backward gradient of {what} not finite{size}"
 
     def backward_fault_outside(self) -> str | None:
         """Return where the first bad gradient of an output came from, once the gradients of all outputs are known."""
@@ -258,10 +260,10 @@ def _explain(call: _RunningCall, bad: list[Tensor], masters: Mapping[str, float]
         cast = f": {_overflow(largest)}" if LARGEST_FLOAT16 < largest < float("inf") else ""
         return f"{_label(call.name)}: {name} is not finite{cast}"
     largest_input = _largest(tensors_in((call.args, call.kwargs)))
-    given = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
+    size = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
     largest_weight = _largest([*call.module.parameters()]) or 0.0
     grown = f": weights of it reach {largest_weight:.1e}. Use a lower learning rate"
-    text = f"{_label(call.name)}: forward output not finite{given}{grown * (largest_weight > _GROWN)}"
+    text = f"{_label(call.name)}: forward output not finite{size}{grown * (largest_weight > _GROWN)}"
     if all(tensor.dtype != torch.float16 for tensor in bad):
         return text
     value = _largest_in_float32(call)

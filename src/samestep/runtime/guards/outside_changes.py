@@ -26,27 +26,27 @@ _SOME = 16
 class OutsideChanges:
     """The state of a run's module as it was before the first step."""
 
-    def __init__(self, held: Assembly) -> None:
-        frozen = {param.name for param in held.model.spec.params if not param.trainable}
-        self._params = [*held.model.module.named_parameters()]
+    def __init__(self, assembly: Assembly) -> None:
+        frozen = {param.name for param in assembly.model.spec.params if not param.trainable}
+        self._params = [*assembly.model.module.named_parameters()]
         """The parameters themselves: a module may hold a stand-in of one that other ranks have updated ([Note: late weights])."""
         self._judged_hooks: dict[int, object] = {}
-        self._reads_hooks = parameter_hooks.may_refuse(held.parallel.program)
+        self._reads_hooks = parameter_hooks.may_refuse(assembly.parallel.program)
         self._num_hooks = -1
         self.has_hooks = False
         """Whether hooks of the loop's see the gradients of whole steps, which they may act by."""
         self._frozen = [(name, param) for name, param in self._params if name in frozen]
-        modes = held.model.training_modes
-        self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
+        modes = assembly.model.training_modes
+        self._trained = [(path, part) for path, part in assembly.model.module.named_modules() if modes.get(part)]
         # What torch.compile returns has no mode of its own: that of its module is looked at.
         self._modes = [vars(part) for _, part in self._trained if "training" in vars(part)]
         self._evaluated = [
             (path, part)
-            for path, part in held.model.module.named_modules()
+            for path, part in assembly.model.module.named_modules()
             if modes.get(part) is False and _reads_mode(part)
         ]
 
-    def refusal(self, held: Assembly) -> str:
+    def refusal(self, assembly: Assembly) -> str:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
         thawed = [(name, param) for name, param in self._frozen if param.requires_grad]
         # The step is refused at its end, on all ranks, and gathers nothing for these gradients.
@@ -55,7 +55,7 @@ class OutsideChanges:
         if thawed:
             return _thawed_refusal(thawed[0][0])
         if self._reads_hooks and (
-            reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks)
+            reason := parameter_hooks.later_refusal(self._params, assembly.parallel.program, self._judged_hooks)
         ):
             return reason
         if not self._reads_hooks and (number := parameter_hooks.num_on(self._params)) != self._num_hooks:
@@ -66,7 +66,7 @@ class OutsideChanges:
                     f"{path} was in evaluation mode when the run was made, which the layout relies on, and it is in training "
                     f"mode now. Build it in training mode, and call eval() of it in run.model until then"
                 )
-        return held.weights.updater.rates.refusal()
+        return assembly.weights.updater.rates.refusal()
 
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
@@ -78,9 +78,9 @@ class OutsideChanges:
 class LoopChanges:
     """Changes that a loop makes between two steps to the first of several replicas of one rank, which `run.model` is."""
 
-    def __init__(self, held: Assembly, number: int) -> None:
+    def __init__(self, assembly: Assembly, number: int) -> None:
         """Note the state after a step."""
-        self._held, self._number = held, number
+        self._held, self._number = assembly, number
         self._before = self._present()
 
     def refusal(self) -> str:
@@ -110,7 +110,7 @@ def _structure_of(part: nn.Module) -> tuple[Any, ...]:
     """Return a module's parts, its forward and its hooks."""
     kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
     tables = (part._modules, part._parameters, part._buffers)
-    return (*([*map(id, own.values())] for own in tables), id(vars(part).get("forward")), *([*own] for own in kinds))
+    return (*([*map(id, table.values())] for table in tables), id(vars(part).get("forward")), *map(list, kinds))
 
 
 def _some_of(tensor: Tensor) -> list[float]:

@@ -8,28 +8,17 @@ try it together (`step_trials.py`), before the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NoReturn
 
-from samestep.errors import UnprovenError
+from samestep.errors import RepeatError, UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import gather_values
 
-
-class LossAsks(NamedTuple):
-    """The trials of a loss for which a rank asks, or all ranks together."""
-
-    number: int
-    num_samples: int
-    """The number of samples of each."""
-
-    @classmethod
-    def of_all(cls, asks: Iterable[LossAsks]) -> LossAsks:
-        """Return those that all ranks run."""
-        known = [one for one in asks if one.number]
-        return cls(max((one.number for one in known), default=0), min((one.num_samples for one in known), default=0))
+_Reason = tuple[str, str, Waiver, bool]
+"""The code of a refusal, its text and its waiver; and whether it is an event in a run that was proven before."""
 
 
 class Refusals:
@@ -40,25 +29,25 @@ class Refusals:
         """What was waived, or noticed without being refused, each once."""
         self._settings = settings
         self._num_reported = 0
-        self._pending: tuple[str, str, Waiver] | None = None
+        self._pending: _Reason | None = None
         self._evaluated = self._agreed = frozenset[str]()
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
         self.asks_again = False
         """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
-        self.asks = LossAsks(0, 0)
-        """The trials of the loss of this step for which this rank asks, which all ranks run together."""
-        self.try_loss: Callable[[LossAsks], None] | None = None
-        """Runs them, and adds the reason that they find; None before the first step."""
+        self.asks = 0
+        """Number of trials of the loss of this step for which this rank asks, which all ranks run together."""
+        self.try_loss: Callable[[int], None] | None = None
+        """Runs so many, and adds the reason that they find; None before the first step."""
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
-    def add(self, waiver: Waiver, code: str, reason: str) -> None:
+    def add(self, waiver: Waiver, code: str, reason: str, *, is_event: bool = False) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
         if waiver in self._settings.allow:
             self.remark(self._settings.waived(waiver, code, reason))
         elif self._pending is None:
-            self._pending = code, reason, waiver
+            self._pending = code, reason, waiver, is_event
 
     def compare(self, evaluated: frozenset[str]) -> None:
         """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
@@ -80,7 +69,7 @@ class Refusals:
         """Whether this rank has a reason, gave the step up, asks for a trial, or has other modules in evaluation mode, or least counts, than were
         compared last.
         """
-        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks.number > 0
+        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks > 0
         return self._pending is not None or asks or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
@@ -90,7 +79,21 @@ class Refusals:
             UnprovenError: this rank refuses the step.
         """
         if self._pending is not None:
-            raise UnprovenError(*self._pending)
+            _refuse(*self._pending)
+
+    def raise_found(self, world_size: int) -> None:
+        """Raise the first rank's reason, if any has one.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            UnprovenError: some rank refuses the step.
+            RepeatError: it does for an event in a run that was proven before.
+        """
+        with outside_step():
+            reasons = gather_values(self._pending, world_size)
+        if reason := next(filter(None, reasons), None):
+            _refuse(*reason)
 
     def raise_agreed(self, world_size: int) -> bool:
         """Raise the first rank's reason, if any has one; return whether some rank asks for the step once more.
@@ -101,30 +104,41 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, tuple(self.asks), self.watch.least)
-            everyone = gather_values((*mine, self.asks_again), world_size)
-        self.watch.agree(least for *_, least, _ in everyone)
+            values = (
+                self._pending,
+                sorted(self._evaluated),
+                self.gave_up_at,
+                self.asks,
+                self.watch.least,
+                self.asks_again,
+            )
+            everyone = gather_values(values, world_size)
+        reasons, evaluated, paths, asks, least, again = zip(*everyone, strict=True)
+        self.watch.agree(least)
         self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
-        given_up = [(rank, path) for rank, (_, _, path, *_) in enumerate(everyone) if path]
-        is_again = bool(given_up) or any(again for *_, again in everyone)
-        reasons = [reason for reason, *_ in everyone]
-        asks = LossAsks.of_all(LossAsks(*asked) for *_, asked, _, _ in everyone)
-        if asks.number and self.try_loss is not None and not is_again and not any(reasons):
-            self.try_loss(asks)
-            with outside_step():
-                reasons = gather_values(self._pending, world_size)
+        is_again = any(paths) or any(again)
+        if max(asks) and self.try_loss is not None and not is_again and not any(reasons):
+            self.try_loss(max(asks))
+            self.raise_found(world_size)
         if reason := next(filter(None, reasons), None):
-            raise UnprovenError(*reason)
-        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
+            _refuse(*reason)
+        if other := frozenset[str]().union(*(set(modules) ^ set(evaluated[0]) for modules in evaluated)):
             raise UnprovenError(
                 "forward-state",
                 f"{min(other)} is in evaluation mode on some ranks and in training mode on others. Use a loop that calls eval() and "
                 "train() of run.model on all ranks alike",
                 "state",
             )
-        for rank, path in given_up:
-            self.remark(
-                f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
-                "weights gathered from each forward to the end of its backward from now on"
-            )
+        for rank, path in enumerate(paths):
+            if path:
+                self.remark(
+                    f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
+                    "weights gathered from each forward to the end of its backward from now on"
+                )
         return is_again
+
+
+def _refuse(code: str, reason: str, waiver: Waiver, is_event: bool) -> NoReturn:
+    if is_event:
+        raise RepeatError(code, f'{reason}; run.allow = ["{waiver}"] lets it run unproven')
+    raise UnprovenError(code, reason, waiver)

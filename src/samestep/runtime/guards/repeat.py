@@ -5,7 +5,7 @@ step gave them, from the buffers and attributes that the modules had when the st
 pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffers and attributes are put back.
 Where nothing runs, `NamedSamples` only reads them again.
 
-    samples twice, alone and together                               against each other (`data_trial.py`)
+    samples read twice, alone, together and by all ranks            against each other (`NamedSamples.refusal`)
     samples as one, and as two halves                               the loss of the whole against that of the halves (`loss_of_parts.py`)
     forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
     the loss twice on the same outputs                              against each other (`canary.py`)
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
+from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.independence.roundings import (
@@ -50,9 +51,10 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
+from samestep.state.fingerprints import digest
 from samestep.state.snapshot import ModelState, preserve_function, preserve_generators
 from samestep.state.writes import Marks, exact_norms, marks_of
-from samestep.trees import tensors_in
+from samestep.trees import have_same_values, tensors_in, tree_leaves
 
 FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Errors of code that takes no samples of this number or size."""
@@ -64,6 +66,8 @@ _AT_ONCE = 8
 """Samples on which a measure is tried at once."""
 _WINDOWS = 3
 """So many times other samples are run where some show nothing, as if all their labels are masked."""
+_READ_ALONE, _READ_TWICE = 4, 8
+"""A data set that flips every other image is found with 255 of 256 chances."""
 _Context = Callable[[], AbstractContextManager[None]]
 
 
@@ -82,6 +86,8 @@ class TriedLoss(NamedTuple):
     way: str = ""
     """By which way it reaches a weight of the model but by the outputs; empty if by none."""
     indices: Indices | None = None
+    num_samples: int = 0
+    """Number of samples on which it is tried."""
     pairs: frozenset[Any] = frozenset()
     """The functions that it has called (`LossWatch.pairs`)."""
     is_new: bool = True
@@ -92,7 +98,7 @@ class HalvedRun(NamedTuple):
     """Samples that were run as one and as two halves."""
 
     indices: Indices
-    whole: Samples
+    together: Samples
     halves: tuple[Samples, Samples]
     losses: list[Tensor]
     """Sums and counts of the whole and of the halves, where they were asked for; none on other stages than the last."""
@@ -102,18 +108,30 @@ def _sums_off(*losses: Tensor) -> float:
     """Return by how much the sums and counts of parts are off those of the whole, which is the first, if there are any."""
     if not losses:
         return 0.0
-    whole, *parts = losses
+    together, *parts = losses
     if len({*map(len, losses)}) > 1:  # a term that counts nothing may be left out
         return 1.0
     scale = torch.stack([loss.abs() for loss in losses]).amax(0)
     scale[::2] = scale[::2].maximum(LEAST_MEAN * scale[1::2])  # each sum is in front of its count
-    off = (whole - torch.stack(parts).sum(0)).abs() / scale.clamp(min=1e-300)
+    off = (together - torch.stack(parts).sum(0)).abs() / scale.clamp(min=1e-300)
     return float(off.nan_to_num(0.0).max())
 
 
 def marks_of_weights(assembly: Assembly) -> Marks:
     """Return the marks of the weights of this rank's stages, which a forward may write."""
     return marks_of([param for param in assembly.model.module.parameters() if not param.is_meta], norms=exact_norms)
+
+
+def have_same_leaves(first: Any, second: Any) -> bool:
+    """Return whether two nested values hold equal tensors and words, where NaN equals NaN."""
+
+    def is_same(leaf: Any, other: Any) -> bool:
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+            return have_same_values(leaf, other)
+        return isinstance(leaf, Tensor) == isinstance(other, Tensor) and (not isinstance(leaf, str) or leaf == other)
+
+    leaves, others = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(others) and all(map(is_same, leaves, others))
 
 
 class NamedSamples:
@@ -148,6 +166,70 @@ class NamedSamples:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
         return [leaf.shape[1:] for leaf in tensors_in(self.read(indices))]
 
+    def refusal(self, *, is_split: bool) -> str:
+        """Read some samples more than once; return why the data set is refused, or nothing: a sample must be the same one whenever, and on
+        whichever rank, it is read.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        world_size = self._assembly.parallel.mesh.size("world")
+        reason = self._differs_again(self.mine[:_READ_TWICE]) if len(self.mine) else ""
+        if world_size == 1 and not is_split:
+            return reason
+        few = self.everyone[:_READ_ALONE]
+        together = self.read(few)
+        with outside_step():
+            digests = gather_values([digest(self.everyone.tolist()), digest(tree_leaves(together))], world_size)
+        other = next((rank for rank, pair in enumerate(digests) if pair != digests[0]), None)
+        reason = reason or (self._differs_alone(few, together) if is_split else "")
+        if reason or other is None:
+            return reason
+        what = "other indices" if digests[other][0] != digests[0][0] else f"another sample {few[0]}"
+        return (
+            f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device. Use the "
+            "whole data set on every rank, since a step reads only its rank's share of the batch"
+        )
+
+    def _differs_again(self, few: Indices) -> str:
+        """Read samples twice: reading may draw random numbers, as augmentation in `__getitem__` does."""
+        first, second = self.read(few), self.read(few)
+        if have_same_leaves(first, second):
+            return ""
+        is_by_row = num_samples(first) == len(few) == num_samples(second)
+        rows = (
+            row
+            for row in range(len(few) if is_by_row else 0)
+            if not have_same_leaves(*(rows_of(samples, [row], len(few)) for samples in (first, second)))
+        )
+        return (
+            f"sample {few[next(rows, 0)]} of the data set is another one when it is read again, so every "
+            "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the "
+            "index, as np.random.default_rng(index), or those of the generator that sample(index, generator) is given, and a file "
+            "that is opened where it is read, and not before processes share it"
+        )
+
+    def _differs_alone(self, few: Indices, together: Any) -> str:
+        """Read samples alone that were read together: they may be views of one buffer. Those that are padded together have other shapes alone,
+        which the canary looks at.
+        """
+        if num_samples(together) != len(few):
+            return ""
+        # Twice each: what is computed of a batch, as weights of its classes, may be the same of one sample and of a few.
+        twice = self.read(np.repeat(few, 2))
+        rows = [rows_of(together, [row], len(few)) for row in range(len(few))]
+        is_by_row = num_samples(twice) == 2 * len(few)
+        rows_again = [rows_of(twice, [2 * row], 2 * len(few)) for row in range(len(few))] if is_by_row else rows
+        for index, row, again in zip(few, rows, rows_again, strict=True):
+            alone = self.read([index])
+            shapes = [[leaf.shape for leaf in tensors_in(samples)] for samples in (alone, row, again)]
+            if shapes.count(shapes[0]) == 3 and not (have_same_leaves(alone, row) and have_same_leaves(alone, again)):
+                return (
+                    f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
+                    "decides which samples are read together. Return samples that are tensors of their own, and not views of a buffer that "
+                    "the next one overwrites. Compute values of a whole batch in the batch that run.step(batch) is given"
+                )
+        return ""
+
 
 class Repeat(NamedSamples):
     """Forwards of named samples of one step, which run when the step begins."""
@@ -161,9 +243,13 @@ class Repeat(NamedSamples):
         make_mode: Callable[[], MakeMode | None] = lambda: None,
         *,
         measure: Loss | None = None,
+        weights: Marks | None = None,
     ) -> None:
-        """Run samples as the step does, whose loss the user gave as `loss`; or as an evaluation does, with a `measure` of whole logits."""
+        """Run samples as the step does, whose loss the user gave as `loss` and which began with these `weights`; or as an evaluation does,
+        with a `measure` of whole logits.
+        """
         super().__init__(assembly, batch)
+        self._weights = weights
         self._measure = measure
         self.state = ModelState(assembly.model.module)
         self.routes: Routes = {}
@@ -174,6 +260,12 @@ class Repeat(NamedSamples):
         """The first error of a part that the model does not take."""
         self.latest: HalvedRun | None = None
         """The last run of `divided`, which the trial of a loss leaves to the canary."""
+
+    @functools.cached_property
+    def weights_were_written(self) -> bool:
+        """Whether a forward of the step has written weights on some rank, which one that is repeated would write once more."""
+        here = self._weights is not None and any(marks_of_weights(self._assembly).since(self._weights))
+        return self.largest(float(here)) > 0
 
     def run(
         self,
@@ -219,9 +311,9 @@ class Repeat(NamedSamples):
         self._assembly.weights.store.calls.end_forward_only()  # as `run` does
         with self.state.restored():  # what there is now is noted once for all three
             for few, samples in parts:
-                if samples is not None and (found := self._attempt(self.run, few, samples, with_loss=with_loss)):
-                    losses += [] if found[1] is None else [found[1]]
-                    runs.append(Samples(found[0], samples if found[0] is None else self._own(samples), len(few)))
+                if samples is not None and (result := self._attempt(self.run, few, samples, with_loss=with_loss)):
+                    losses += [] if result[1] is None else [result[1]]
+                    runs.append(Samples(result[0], samples if result[0] is None else self._own(samples), len(few)))
         return None if self.largest(float(len(runs) < 3)) else HalvedRun(indices, runs[0], (runs[1], runs[2]), losses)
 
     def _attempt(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,14 +378,15 @@ class Repeat(NamedSamples):
 
         Collective over the world, see [Note: collective calls].
         """
-        mesh = self._assembly.parallel.mesh
-        whole = run.whole if run is not None else Samples((), (), 0)
-        length = tokens_of(whole.batch).shape[1] if whole.size else 0
-        others = [one for one in tensors_in(whole.outputs) if one.is_floating_point() and length not in one.shape[1:]]
-        sums = [float(one.detach().double().norm()) for one in others]
-        everyone = gather_values((mesh.data_share[0], sums), mesh.size("world"))
+        mesh, together = self._assembly.parallel.mesh, Samples((), (), 0) if run is None else run.together
+        length = tokens_of(together.batch).shape[1] if together.size else 0
+        others = [
+            leaf for leaf in tensors_in(together.outputs) if leaf.is_floating_point() and length not in leaf.shape[1:]
+        ]
+        norms = [float(leaf.detach().double().norm()) for leaf in others]
+        everyone = gather_values((mesh.data_share[0], norms), mesh.size("world"))
         if (trial.reason and trial.of_tokens) or all(
-            np.allclose(theirs, sums) for share, theirs in everyone if share == mesh.data_share[0] and theirs
+            np.allclose(theirs, norms) for share, theirs in everyone if share == mesh.data_share[0] and theirs
         ):
             return trial
         text = "the forward returns a tensor without a row for each token, which is computed from a rank's slice of the tokens"
@@ -305,31 +398,32 @@ class Repeat(NamedSamples):
             error = self.failure
             text = f"the forward fails on a part of a micro-batch ({type(error).__name__}: {error})"
             return LossTrial(tried.way or text, is_indivisible=True)
-        if run.whole.outputs is None:
+        if run.together.outputs is None:
             return LossTrial()
         loss, of_user = tried.loss, self._loss_of_user
         number = 0 if self._assembly.parallel.program.step.layout.cp > 1 else self._batch.num_samples
         trial = loss_of_parts.judge(
-            loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
+            loss, run.together, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
         )
         if self._assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
             return trial
-        length = tokens_of(run.whole.batch).shape[1]
-        of_tokens = (
-            loss_of_parts.judge_tokens(tried.loss, run.whole, length, self._loss_of_user) if length > 1 else trial
-        )
+        length, loss_of_tokens = tokens_of(run.together.batch).shape[1], loss_of_parts.judge_tokens
+        of_tokens = loss_of_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
         return of_tokens if of_tokens.reason else trial
 
-    def agree_on_samples(self, indices: Indices | None) -> Indices | None:
-        """Return the samples that some rank names among those that share the model and the data, as its last stage: they run the same.
+    def agree_on_samples(self, tried: TriedLoss | None) -> tuple[int, Indices | None]:
+        """Return the least number of samples that some rank names for a loss, and the samples that one of the ranks names that share the
+        model and the data, as its last stage: they run the same.
 
         Collective over the world, see [Note: collective calls].
         """
         mesh = self._assembly.parallel.mesh
         share, _ = mesh.data_share
-        named = gather_values((share, None if indices is None else indices.tolist()), mesh.size("world"))
-        named_here = (theirs for data_rank, theirs in named if data_rank == share and theirs is not None)
-        return next((np.array(theirs, dtype=np.int64) for theirs in named_here), None)
+        indices = None if tried is None or tried.indices is None else tried.indices.tolist()
+        answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), mesh.size("world"))
+        first = next((some for other, some, _ in answers if other == share and some is not None), None)
+        number = min((number for *_, number in answers if number), default=0)
+        return number, None if first is None else np.array(first, dtype=np.int64)
 
     def windows(self, number: int, first: Indices | None) -> Iterator[Indices]:
         """Yield some samples of this rank, those of `first` before others; and others, if they show nothing."""
@@ -390,11 +484,13 @@ class Repeat(NamedSamples):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return the context of repetitions, which leave no trace in the step."""
+        """Return the context of repetitions, which leave no trace in the step: what the modules hold is noted once for all of them."""
+        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
         with (
             outside_step(),
             torch.no_grad(),
             preserve_generators(self.state.generators),
+            self.state.restored(),
             self._assembly.parallel.checkpoints,
         ):
             yield

@@ -53,17 +53,17 @@ from samestep.state.snapshot import KeptValues
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
+    def __init__(self, assemblies: HeldAssembly, observer: StepObserver) -> None:
         """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
         """What sees the steps: in a watched step the canary, which passes on what it hears."""
-        self.refusals = Refusals(own.job.run)
-        self.skipped = SkippedSteps(own.job.numerics)
-        self.spikes = SpikeWatch(own.job.numerics)
+        self.refusals = Refusals(assemblies.job.run)
+        self.skipped = SkippedSteps(assemblies.job.numerics)
+        self.spikes = SpikeWatch(assemblies.job.numerics)
         """The losses of the last steps, by which a spike is recognised."""
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
-        self._own = own
+        self._own = assemblies
         self._loop_changes: LoopChanges | None = None
 
     # -- a whole step ------------------------------------------------------------------------------
@@ -78,19 +78,20 @@ class StepGuards:
         `replays` makes an update again too. Collective over the world, see [Note: collective calls].
         """
         self.num_taken += 1
-        taken, held = self.num_taken, self._own.current
+        taken, assembly = self.num_taken, self._own.current
         self.trials.again = None
         is_early, regularly = self._due(batch.step, taken)
-        self.trials.weights = marks_of_weights(held) if is_early or regularly or taken == 1 else None
+        weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
+        self.trials.weights = weights
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
-        held.weights.store.settle()  # what is repeated or compared reads any weight
-        self.trials.watch_closely()
+        assembly.weights.store.settle()  # what is repeated or compared reads any weight
         if self.observer.is_proof:  # which compares more
             return self._compare(batch, take) if regularly else take()
         self.trials.loss_is_tried = False  # again: a loss may come to couple samples later
         inner = self.observer
-        watching = self._canary.watching(batch, inner, is_first=taken == 1, replays=regularly and replays)
+        assert weights is not None, "the step is watched"
+        watching = self._canary.watching(batch, inner, weights, is_first=taken == 1, replays=regularly and replays)
         with watching as watched, self._observing_by(watched):
             self.trials.again = None if self._canary.routed else watched.again
             return watched.checked(self._compare(batch, take) if regularly else take())
@@ -115,23 +116,23 @@ class StepGuards:
 
     @contextmanager
     def _observing_by(self, observer: StepObserver) -> Iterator[None]:
-        before, self.observer = self.observer, observer
+        outer, self.observer = self.observer, observer
         try:
             yield
         finally:
-            self.observer = before
+            self.observer = outer
 
     # -- parts of a step ---------------------------------------------------------------------------
 
-    def find_loss(self, held: Assembly, batch: StepBatch) -> None:
+    def find_loss(self, assembly: Assembly, batch: StepBatch) -> None:
         """Find out, before its first use, how a loss that the forward returns adds up over the parts of a batch.
 
         Collective over the world, see [Note: collective calls].
         """
-        self.trials.try_model_loss(held, batch, self._own.job.train.seed)
+        self.trials.try_model_loss(assembly, batch, self._own.job.train.seed)
 
     @contextmanager
-    def trying_measure(self, held: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
+    def trying_measure(self, assembly: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
         """Try whether a measure is a sum over samples, which are evaluated in several parts, and whether it keeps those of this rank.
 
         Collective over the world, see [Note: collective calls].
@@ -139,12 +140,12 @@ class StepGuards:
         Raises:
             UnprovenError: it is none, or keeps some.
         """
-        if not evaluation.is_parted(held, batch):
+        if not evaluation.is_parted(assembly, batch):
             yield
             return
         used = evaluation.Measure(measure)
-        again = Repeat(held, batch, measure, self._own.job.train.seed, measure=used)
-        with evaluation.evaluating(held):
+        again = Repeat(assembly, batch, measure, self._own.job.train.seed, measure=used)
+        with evaluation.evaluating(assembly):
             reasons = gather_values(
                 again.try_loss(TriedLoss(used, ()), again.all_windows()).reason, self._own.layout.world_size
             )
@@ -154,9 +155,9 @@ class StepGuards:
                 f"the measure of run.evaluate is no sum over samples: {reason}. Use (sum over samples, their number), or a measure "
                 "that is computed of run.predict(set), which returns the outputs of all samples",
             )
-        before = KeptValues(measure)
+        outer = KeptValues(measure)
         yield
-        names = gather_values(before.changed(), self._own.layout.world_size) if self._own.layout.dp_cp_size > 1 else []
+        names = gather_values(outer.changed(), self._own.layout.world_size) if self._own.layout.dp_cp_size > 1 else []
         if name := next(filter(None, names), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
@@ -164,19 +165,19 @@ class StepGuards:
                 "sums and counts, or compute of run.predict(set), which returns the outputs of all samples on every rank.",
             )
 
-    def begin_step(self, held: Assembly, batch: StepBatch) -> None:
+    def begin_step(self, assembly: Assembly, batch: StepBatch) -> None:
         """Look at what the loop has changed since the last step, and in the first one at the data.
 
         Collective over the world in its first call, see [Note: collective calls].
         """
         for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
-            if replica.model is not held.model:
-                copy_modes(held.model.module, replica.model.module)
+            if replica.model is not assembly.model:
+                copy_modes(assembly.model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated_paths())
         reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
-        if reason := reason or self._outside.refusal(held):
+        if reason := reason or self._outside.refusal(assembly):
             self.refuse_state(batch, reason)
-        self.trials.try_data(held, batch)
+        self.trials.try_data(assembly, batch)
 
     @property
     def sees_hooks(self) -> bool:
@@ -184,7 +185,7 @@ class StepGuards:
         return self._outside.has_hooks
 
     def note_of(
-        self, numbers: StepNumbers, held: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
+        self, numbers: StepNumbers, assembly: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
     ) -> str:
         """Return why the numbers of a step are unusual; empty where they are not.
 
@@ -193,19 +194,19 @@ class StepGuards:
         """
         if numbers.is_masked:
             return MASKED
-        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(held, lambda: again(batch)[0], batch)
+        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(assembly, lambda: again(batch)[0], batch)
 
-    def take_over(self, held: Assembly, batch: StepBatch, *, inside: bool) -> None:
+    def take_over(self, assembly: Assembly, batch: StepBatch, *, inside: bool) -> None:
         """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.
 
         `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
-        for reason in held.model.replaced.take_over(inside=inside):
+        for reason in assembly.model.replaced.take_over(inside=inside):
             self.refuse_state(batch, reason)
 
-    def refuse_lost_writes(self, held: Assembly, batch: StepBatch) -> None:
+    def refuse_lost_writes(self, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
-        for name in held.weights.store.watch.written():
+        for name in assembly.weights.store.watch.written():
             self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
@@ -226,8 +227,14 @@ class StepGuards:
     @functools.cached_property
     def trials(self) -> StepTrials:
         """The trials of the run's data and loss, and the watch over its generators."""
-        own = self._own
-        return StepTrials(own.current, own.source.loss, self.refusals, own.place.device, own.job.train.seed)
+        assemblies = self._own
+        return StepTrials(
+            assemblies.current,
+            assemblies.source.loss,
+            self.refusals,
+            assemblies.place.device,
+            assemblies.job.train.seed,
+        )
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -235,7 +242,7 @@ class StepGuards:
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self._own.current, self._own.job, self._own.source.loss)
+        return Canary(self._own.current, self._own.job, self._own.source.loss, self.refusals)
 
     @functools.cached_property
     def _outside(self) -> OutsideChanges:

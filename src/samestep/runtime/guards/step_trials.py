@@ -2,7 +2,7 @@
 
 What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
 nothing, so that it changes no result. Each trial's own file says what is tried and why; here stand when each one runs, and that
-the user's forward and loss call nothing of torch.distributed.
+the user's code calls nothing of torch.distributed.
 
 Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
 layout does that: a loss is a sum and a count of its own samples. Until the loss is tried, the functions of torch.distributed look
@@ -12,8 +12,8 @@ who calls them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,12 @@ from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_paths, model_loss_trial, randomness
-from samestep.runtime.guards.data_trial import data_refusal
+from samestep.runtime.guards import forward_loss, loss_paths
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
-from samestep.runtime.guards.refusals import LossAsks, Refusals
-from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph, marks_of_weights
+from samestep.runtime.guards.randomness import GeneratorWatch, own_generators, refusal
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.state.writes import Marks
@@ -48,8 +48,8 @@ _CALLS = (
 _BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
 """Modules that pass a call on."""
 _OURS = ("torch", "samestep")
-OPTIMIZER = "the optimizer"
-"""The caller that stands for updates in `StepTrials.check_generators`."""
+_READERS = ("samestep.datasets.", "samestep.runtime.microbatches")
+"""Modules that read samples, whose code has another check."""
 _ELEMENTS = 2**22
 """A loss is tried on about so many elements of outputs and batch."""
 _SAMPLES = 8
@@ -59,28 +59,28 @@ _UNJUDGED = 8
 
 
 @contextmanager
-def refuse_collectives(what: str) -> Iterator[None]:
-    """Refuse, inside, calls of torch.distributed by the user's code, which is `what` runs.
+def refuse_collectives() -> Iterator[None]:
+    """Refuse, inside, calls of torch.distributed by the user's code.
 
     Raises:
         ModelError: there is one.
     """
-    before = {name: getattr(dist, name) for name in _CALLS}
-    for name, function in before.items():
-        setattr(dist, name, _watch_calls(function, name, what))
+    functions = {name: getattr(dist, name) for name in _CALLS}
+    for name, function in functions.items():
+        setattr(dist, name, _watch_calls(function, name))
     try:
         yield
     finally:
-        for name, function in before.items():
+        for name, function in functions.items():
             setattr(dist, name, function)
 
 
-def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:
+def _watch_calls(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def called(*args: Any, **named: Any) -> Any:
-        if _is_called_by_user():
+        if caller := _calling_user():
             raise ModelError(
                 "own-collective",
-                f"{what} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
+                f"{caller} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
                 "own micro-batch, and the layout adds up sums and counts. Remove the call",
             )
         return function(*args, **named)
@@ -88,20 +88,19 @@ def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable
     return called
 
 
-def _is_called_by_user() -> bool:
-    """Return whether the user's code makes this call outside of a data set, which has another check."""
-    frame = sys._getframe(2)
-    by_user = False
+def _calling_user() -> str:
+    """Return the name of the function of the user that makes this call outside of a data set; empty if none does."""
+    frame, name = sys._getframe(2), ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if by_user and module.startswith("samestep."):
-            return not module.startswith("samestep.datasets.")
-        if not by_user and not module.startswith(_BETWEEN):
+        if name and module.startswith("samestep."):
+            return "" if module.startswith(_READERS) else name
+        if not name and not module.startswith(_BETWEEN):
             if module.partition(".")[0] in _OURS:
-                return False
-            by_user = True
+                return ""
+            name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
         frame = frame.f_back  # type: ignore[assignment]
-    return by_user
+    return name
 
 
 def is_split(program: Program) -> bool:
@@ -109,49 +108,25 @@ def is_split(program: Program) -> bool:
     return program.step.layout.dp > 1 or program.step.num_microbatches > 1
 
 
-class _Trying:
-    """The context of a call of the user's code; a class, since a generator takes twice as many calls."""
-
-    __slots__ = ("_given", "_refused", "_trials")
-
-    def __init__(self, trials: StepTrials, given: tuple[Assembly, int, str, Any]) -> None:
-        self._trials, self._given = trials, given
-        self._refused = None if trials.loss_is_tried or trials.is_alone else refuse_collectives(given[2])
-
-    def __enter__(self) -> None:
-        if self._refused is not None:
-            self._refused.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if self._refused is not None:
-            self._refused.__exit__(kind, *error)
-        if kind is None:
-            self._trials.check_generators(*self._given)
-
-
 def _samples_of(outputs: Any, samples: Any, size: int) -> int:
     """Return the number of samples on which a loss is tried: a micro-batch, or what has about so many elements, but at least two."""
-    each = sum(one.numel() for one in tensors_in((outputs, samples))) // max(1, size)
+    each = sum(leaf.numel() for leaf in tensors_in((outputs, samples))) // max(1, size)
     return max(2, min(max(size, _SAMPLES), _ELEMENTS // max(1, each)))
 
 
 class StepTrials:
     """The trials of a run's data and loss on this rank, and the watch over its generators."""
 
-    def __init__(self, held: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, assembly: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device, seed: int
+    ) -> None:
         """Try the steps of a prepared run; `given_loss` is the loss as the user gave it."""
         self.loss_is_tried = False
         self._data_is_tried = False
-        self._given_loss, self._refusals, self._device = given_loss, refusals, device
-        self._layout = held.parallel.program.step.layout
-        self._is_split = is_split(held.parallel.program)
-        self.is_alone = self._layout.world_size == 1
-        """Whether there is no other rank."""
-        own = randomness.own_generators(held.model.module, given_loss)
-        self._generators = randomness.GeneratorWatch(device, own)
-        self._has_drawn = False
-        """Whether code of this step has drawn from a generator of the process."""
-        self._seed = seed
+        self._given_loss, self._refusals, self._seed = given_loss, refusals, seed
+        self._layout = assembly.parallel.program.step.layout
+        self._is_split = is_split(assembly.parallel.program)
+        self.generators = GeneratorWatch(device, own_generators(assembly.model.module, given_loss))
         self._asked: list[TriedLoss] = []
         """The trials of the loss of this step for which this rank asks."""
         self._num_unjudged = 0
@@ -160,68 +135,36 @@ class StepTrials:
         self.again: Repeat | None = None
         """The repetitions of a watched step, which the canary goes on with."""
 
-    @property
-    def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that leaves out the generators that move while samples are read inside a call."""
-        return self._generators.reading
+    def refusing_collectives(self) -> AbstractContextManager[None]:
+        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried."""
+        return nullcontext() if self.loss_is_tried or self._layout.world_size == 1 else refuse_collectives()
 
-    def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> AbstractContextManager[None]:
-        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.
-
-        `samples` are those of a forward, which may run once more to name the module.
+    def check_generators(self, assembly: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
+        """Refuse a step, counted from 1, if a generator has moved since they settled: in its forwards and backwards, some of which
+        `samples` returns; or without them in its update.
         """
-        return _Trying(self, (held, step, what, samples))
-
-    def watch_closely(self) -> None:
-        """Look at the generators around each call of the next step, and not around all of them at once."""
-        self._generators.is_close = True
-
-    def begin_step(self) -> None:
-        """Begin a step: the loop's code has run, which may draw."""
-        self._has_drawn = False
-        self._generators.leave()
-
-    def settle(self) -> None:
-        """Take the present states of the generators as those before the next call."""
-        self._generators.settle()
-
-    def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
-        """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""
-        if generator := self._generators.moved(ends=who == OPTIMIZER):
-            self._refuse_draws(held, step, who, generator, samples)
-        if who == OPTIMIZER:
-            self._generators.leave()  # to the loop
-
-    def end_backwards(self, held: Assembly, step: int, samples: Callable[[], Any], *, leaves: bool) -> None:
-        """Refuse a step, counted from 1, if a generator has moved in its forwards and backwards; `samples` returns some of its samples,
-        and it `leaves` the generators to the loop if the update is a call of its own.
-        """
-        if generator := self._generators.moved(ends=True):
-            self._refuse_draws(held, step, "a forward, a loss or a backward", generator, samples())
-        self._generators.is_close = self._has_drawn
-        if leaves:
-            self._generators.leave()
-
-    def _refuse_draws(self, held: Assembly, step: int, who: str, generator: str, samples: Any) -> None:
-        layout, model, self._has_drawn = self._layout, held.model.module, True
-        if who != OPTIMIZER and needs_mode(model):
-            self._refusals.asks_again = True
-            self._generators.settle(anew=True)
+        generator, layout, model = self.generators.moved(), self._layout, assembly.model.module
+        if not generator:
             return
-        waits = held.parallel.batch_norms.sends or layout.gathers_weights
-        if samples is not None and layout.model_ranks == 1 and not waits:
-            held.weights.store.settle()
-            with held.model.compiled.off():
-                path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self._device)
-            who = f"{path} in the forward" if path else who
-        reason = randomness.refusal(who, generator)
-        if who == OPTIMIZER and layout.world_size == 1:  # other layouts refuse it by their own rule
-            self._refusals.remark(reason)
+        if samples is None:
+            reason = refusal("the optimizer", generator)
+            if layout.world_size == 1:  # other layouts refuse it by their own rule
+                self._refusals.remark(reason)
+                return
+        elif needs_mode(model):
+            self._refusals.asks_again = True
+            return
         else:
-            self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
-        self._generators.settle(anew=True)
+            path = ""
+            if layout.model_ranks == 1 and not assembly.parallel.batch_norms.sends and not layout.gathers_weights:
+                assembly.weights.store.settle()
+                again = samples()
+                with assembly.model.compiled.off():
+                    path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
+            reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
+        self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
 
-    def try_data(self, held: Assembly, batch: StepBatch) -> None:
+    def try_data(self, assembly: Assembly, batch: StepBatch) -> None:
         """Try once whether a sample is the same one whenever and on whichever rank it is read.
 
         Collective over the world: every rank calls it in its first step; if one does not, the others wait.
@@ -229,10 +172,10 @@ class StepTrials:
         if self._data_is_tried:
             return
         self._data_is_tried = True
-        if reason := data_refusal(NamedSamples(held, batch), self._layout.world_size, is_split=self._is_split):
+        if reason := NamedSamples(assembly, batch).refusal(is_split=self._is_split):
             self._refusals.add("data", "data-differs", reason)
 
-    def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:
+    def try_model_loss(self, assembly: Assembly, batch: StepBatch, seed: int) -> None:
         """Find out once what the loss is divided by that the forward returns.
 
         Collective over the world: every rank calls it before its first step; if one does not, the others wait.
@@ -246,11 +189,11 @@ class StepTrials:
         if self._layout.cp > 1:
             loss.rule = Rule.SLICE
             return
-        reason = model_loss_trial.find_rule(loss, held, batch, seed)
+        reason = forward_loss.find_rule(loss, assembly, batch, seed)
         if reason and self._is_split:
             raise UnprovenError("loss-not-a-sum", reason, "loss")
         if reason:  # the batch is one part, whose loss is the step's
-            loss.rule, loss_within(held.model.module).items = Rule.RETURNED if loss.returns_sum else Rule.SAMPLES, 0
+            loss.rule, loss_within(assembly.model.module).items = Rule.RETURNED if loss.returns_sum else Rule.SAMPLES, 0
             self._refusals.remark(reason)
 
     def sees_new_loss(self, watch: LossWatch, total: Tensor) -> bool:
@@ -259,33 +202,29 @@ class StepTrials:
             watch.pairs.add(loss_paths.last_operations(total))
         return watch.is_new or not self.loss_is_tried
 
-    def ask_for_trial(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
+    def ask_for_trial(self, assembly: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
         """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
         over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
-        watch = held.objective.watch
-        if isinstance(scope := held.objective.sums, WholeBatch):  # no sum over samples, on any rank
-            way = "" if scope.graph is None else self._way_beside(held, *scope.graph)
+        watch, loss = assembly.objective.watch, self._given_loss
+        if isinstance(scope := assembly.objective.sums, WholeBatch):  # no sum over samples, on any rank
+            if scope.graph is not None:
+                self._refuse_way(self._way_beside(assembly, *scope.graph))
             scope.graph = None
-            if way:
-                self._refuse_way(way)
-            self._settle_loss(watch)
+            self._settle(watch, watch.pairs)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        is_of_model, is_sliced = isinstance(self._given_loss, ModelLoss), self._layout.cp > 1
-        if is_of_model and not is_sliced and watch.tried and (watch.is_new or not self.loss_is_tried):
-            self._asked.append(TriedLoss(held.objective.loss, pairs=frozenset(watch.pairs)))
-            self._refusals.asks = LossAsks(len(self._asked), 0)
-            return
-        is_known = self._given_loss is cross_entropy if is_sliced else is_known_sum(self._given_loss)
-        if is_of_model or is_known:
-            self._settle_loss(watch)
+        is_of_forward, is_sliced = isinstance(loss, ModelLoss), self._layout.cp > 1
+        is_other = watch.tried and (watch.is_new or not self.loss_is_tried)
+        is_known = loss is cross_entropy if is_sliced else is_known_sum(loss)
+        if is_known or (is_of_forward and (is_sliced or not is_other)):
+            self._settle(watch, watch.pairs)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
-        way = "" if makes_logits else self._way_beside(held, total, outputs)
-        if way and not (has_own_graph(held) and self._matters):
+        way = "" if makes_logits or is_of_forward else self._way_beside(assembly, total, outputs)
+        if way and not (has_own_graph(assembly) and self._matters):
             self._refuse_way(way)
-            self._settle_loss(watch)
+            self._settle(watch, watch.pairs)
             return
         # Of micro-batches that are alike the last one is tried, which the canary repeats in the first step.
         self._asked = [
@@ -293,47 +232,43 @@ class StepTrials:
         ]
         if any(watch.pairs <= other.pairs for other in self._asked):
             return
-        graded = tuple(one.requires_grad for one in tensors_in(outputs))
-        tried = TriedLoss(held.objective.loss, graded, way, indices, frozenset(watch.pairs), watch.is_new)
-        self._asked.append(tried)
-        number = (
-            _samples_of(outputs, samples, len(indices)) if len(self._asked) == 1 else self._refusals.asks.num_samples
-        )
-        self._refusals.asks = LossAsks(len(self._asked), number)
+        graded, pairs = tuple(leaf.requires_grad for leaf in tensors_in(outputs)), frozenset(watch.pairs)
+        size = _samples_of(outputs, samples, len(indices))
+        self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new))
+        self._refusals.asks = len(self._asked)
 
-    def try_loss(self, held: Assembly, batch: StepBatch, asks: LossAsks) -> None:
-        """Try the loss on samples of this step, for which some rank has asked.
+    def try_loss(self, assembly: Assembly, batch: StepBatch, asks: int) -> None:
+        """Try the loss on samples of this step, as often as some rank has asked.
 
         Collective over the world, see [Note: collective calls].
         """
-        asked, self._asked, self._refusals.asks = self._asked, [], LossAsks(0, 0)
-        again = self.again or Repeat(held, batch, self._given_loss, self._seed)
-        writes = self.weights is not None and any(marks_of_weights(held).since(self.weights))
-        if again.largest(float(writes)):  # which a forward that is repeated would write once more
+        asked, self._asked, self._refusals.asks = self._asked, [], 0
+        again = self.again or Repeat(assembly, batch, self._given_loss, self._seed, weights=self.weights)
+        if again.weights_were_written:
             self._refusals.remark(
                 "the loss is not compared with that of parts of the batch, since the forward writes into weights"
             )
-            self._note_tried(held, asked)
+            self._settle(assembly.objective.watch, *(tried.pairs for tried in asked))
             return
         with again.running():
             if isinstance(self._given_loss, ModelLoss):
-                self._compare_rule(self._given_loss, held, batch)
-                self._note_tried(held, asked)
+                self._compare_rule(self._given_loss, assembly, batch)
+                self._settle(assembly.objective.watch, *(tried.pairs for tried in asked))
                 return
-            for tried in [*asked, *[None] * asks.number][: asks.number]:
-                first = again.agree_on_samples(None if tried is None else tried.indices)
-                trial = again.try_loss(tried, again.windows(asks.num_samples, first))
+            for tried in [*asked, *[None] * asks][:asks]:
+                trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
                 if tried is not None:
-                    self._conclude(held, tried, trial)
+                    self._conclude(assembly, tried, trial)
 
-    def _note_tried(self, held: Assembly, asked: list[TriedLoss]) -> None:
+    def _settle(self, watch: LossWatch, *pairs: Iterable[Any]) -> None:
+        """Note that the loss needs no further trial while it calls these functions."""
         self.loss_is_tried = True
-        held.objective.watch.tried.update(*(tried.pairs for tried in asked))
+        watch.tried.update(*pairs)
 
-    def _compare_rule(self, loss: ModelLoss, held: Assembly, batch: StepBatch) -> None:
+    def _compare_rule(self, loss: ModelLoss, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse the step if a forward now divides its loss by something else than in the first step."""
         now = replace(loss)
-        reason = model_loss_trial.find_rule(now, held, batch, self._seed)
+        reason = forward_loss.find_rule(now, assembly, batch, self._seed)
         if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
             reason = (
                 f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
@@ -342,14 +277,14 @@ class StepTrials:
         if reason:
             self._refusals.add("loss", "loss-not-a-sum", reason)
 
-    def _conclude(self, held: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
+    def _conclude(self, assembly: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
         """Note what a trial has shown, and refuse the step if it is no sum."""
-        watch, is_parted = held.objective.watch, held.parallel.program.step.num_microbatches > 1
+        watch, is_parted = assembly.objective.watch, assembly.parallel.program.step.num_microbatches > 1
         self._num_unjudged = 0 if trial.judged else self._num_unjudged + 1
         self.loss_is_tried = trial.judged or self._num_unjudged >= _UNJUDGED
         if self.loss_is_tried:
             watch.tried |= tried.pairs
-        if held.objective.sums.reads_ahead and is_parted:
+        if assembly.objective.sums.reads_ahead and is_parted:
             self.refuse_moved_counts(trial.moving)
         if trial.acts_by_calls and is_parted:
             text = "the loss acts by the number of its calls, and each micro-batch calls it, where a plain loop does once a step"
@@ -373,14 +308,9 @@ class StepTrials:
                 f"{text}; so a layout that splits the batch would give another result, and is refused"
             )
             return
-        one = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
+        leaf = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
         sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {one}")
-
-    def _settle_loss(self, watch: LossWatch) -> None:
-        """Note that the loss needs no trial."""
-        self.loss_is_tried = True
-        watch.tried |= watch.pairs
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {leaf}")
 
     def refuse_moved_counts(self, name: str) -> None:
         """Refuse the step if the count of a term, which is named then, does not follow from the batch."""
@@ -398,20 +328,22 @@ class StepTrials:
         """Whether a layout divides what the loss reads."""
         return self._is_split or self._layout.world_size > 1
 
-    def _way_beside(self, held: Assembly, total: Tensor, outputs: Any) -> str:
+    def _way_beside(self, assembly: Assembly, total: Tensor, outputs: Any) -> str:
         """Return by which other way than its outputs the loss reaches a weight of the model; empty if by none.
 
         Raises:
             JobError: it takes gradients of a compiled graph's gradients.
         """
-        if held.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
+        if assembly.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
             raise JobError("loss-differentiates-graph", OF_GRAPHS)
-        way = loss_paths.beside_outputs(total, outputs, held.model.module)
-        if not way and (remark := loss_paths.own_weight(total, outputs)):
+        way, remark = loss_paths.beside_outputs(total, outputs, assembly.model.module)
+        if remark:
             self._refusals.remark(remark)
         return way
 
     def _refuse_way(self, way: str) -> None:
+        if not way:
+            return
         if not self._matters:
             self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
             return

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,109 +28,85 @@ from samestep.runtime.weights.pieces import Piece
 from samestep.state.snapshot import preserve_generators
 from samestep.trees import tree_leaves, tree_map
 
-ROUNDINGS = 8
+_ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
-LARGEST_PIECE = 2**22
+_LARGEST_PIECE = 2**22
 """Elements of the largest piece that is copied."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), *GENERATORS)
+_Part = Callable[[Tensor], Tensor]
+"""Returns the part of a piece that the twin holds."""
 
 
 class UpdateReplay:
-    """A copy of one piece before its update, and the twin that will update the copy."""
+    """A copy of (half of) one piece before its update, and the twin that will update the copy."""
 
-    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _FirstHalf) -> None:
+    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, value: Tensor, part: _Part) -> None:
         self.piece = piece
-        self._updater, self._twin, self._copy, self._half = updater, twin, copied, half
+        self._updater, self._twin, self._value, self._part = updater, twin, value, part
         self.optimizer = type(twin).__name__
         self._largest = float(piece.master().abs().max())
-        self._gradient = half.of(piece.gradient().view(piece.value.shape)).detach().clone()
+        self._gradient = part(piece.gradient().view(piece.value.shape)).detach().clone()
 
     @classmethod
     def before(cls, updater: Updater, turn: int) -> UpdateReplay | None:
         """Copy a piece before the update, the next one in turn; None where there can be no twin."""
-        small = [piece for piece in updater.pieces if 0 < piece.value.numel() <= LARGEST_PIECE]
+        small = [piece for piece in updater.pieces if 0 < piece.value.numel() <= _LARGEST_PIECE]
         if not small or updater.optimizer is None:
             return None
         piece = small[turn % len(small)]
-        is_divided = piece.value.shape != updater.whole.weights.shapes.get(piece.name, piece.value.shape)
-        half = _FirstHalf.of_shape(piece.value.shape) if is_divided else _FirstHalf()
-        copied = half.of(piece.master()).clone().requires_grad_(True)
-        vars(copied).update(vars(piece.value))  # tags that the rule may read
-        twin = _twin_of(updater, piece, copied, half)
-        return None if twin is None else cls(updater, piece, twin, copied, half)
+        shape = piece.value.shape
+        dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+        is_divided = dim is not None and shape != updater.whole.weights.shapes.get(piece.name, shape)
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor.narrow(dim, 0, shape[dim] // 2) if is_divided and dim is not None else tensor
+
+        value = part(piece.master()).clone().requires_grad_(True)
+        vars(value).update(vars(piece.value))  # tags that the rule may read
+        twin = _twin_of(updater, piece, value, part)
+        return None if twin is None else cls(updater, piece, twin, value, part)
 
     def deviation(self) -> float:
         """Update the copy too; return the ratio of the difference to the largest weight, or 0 within rounding."""
         if self.piece.name not in self._updater.unused:
-            self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
-        held = [vars(self._twin), *self._twin.param_groups]
-        with preserve_generators(value for values in held for value in values.values()), alone(self.optimizer):
+            self._value.grad = (self._gradient * self._updater.factor).to(self._value.device).view_as(self._value)
+        options = [vars(self._twin), *self._twin.param_groups]
+        with preserve_generators(value for values in options for value in values.values()), alone(self.optimizer):
             self._twin.step()
-        ours, theirs = self._copy.detach(), self._half.of(self.piece.master())
-        largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)
-        found = float((ours - theirs).abs().max()) / largest
-        return 0.0 if found <= ROUNDINGS * torch.finfo(theirs.dtype).eps else found
+        expected = self._part(self.piece.master())
+        largest = max(self._largest, float(expected.abs().max()), torch.finfo(expected.dtype).tiny)
+        deviation = float((self._value.detach() - expected).abs().max()) / largest
+        return 0.0 if deviation <= _ROUNDINGS * torch.finfo(expected.dtype).eps else deviation
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstHalf:
-    """The first half of a tensor along one dimension; the whole of it where there is none to halve."""
-
-    dim: int = 0
-    length: int | None = None
-
-    @classmethod
-    def of_shape(cls, shape: Sequence[int]) -> _FirstHalf:
-        """Return the half along the first dimension that has two elements."""
-        dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
-        return cls() if dim is None else cls(dim, shape[dim] // 2)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the half of a tensor."""
-        return tensor if self.length is None else tensor.narrow(self.dim, 0, self.length)
-
-
-def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _FirstHalf) -> Optimizer | None:
+def _twin_of(updater: Updater, piece: Piece, weight: Tensor, part: _Part) -> Optimizer | None:
     """Return an optimizer with the class, options and state of the run's, over the copy of (half of) one of its weights.
 
     None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
     """
-    value = piece.value
     assert updater.optimizer is not None
-    optimizer = member_over(updater.optimizer, value)
-    group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), {})
+    optimizer = member_over(updater.optimizer, piece.value)
+    group = next((g for g in optimizer.param_groups if any(param is piece.value for param in g["params"])), {})
     hooks = {name: type(of_torch)() for name, of_torch in vars(optimizer).items() if name.endswith("_hooks")}
-    own = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "defaults", *hooks)}
+    attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "defaults", *hooks)}
     options = {name: option for name, option in group.items() if name not in ("params", "param_names")}
     state = {
-        name: half.of(entry) if isinstance(entry, Tensor) and entry.shape == value.shape else entry
+        name: part(entry) if isinstance(entry, Tensor) and entry.shape == piece.value.shape else entry
         for name, entry in updater.state_of(piece).items()
     }
-    has_own_code = "step" in own or has_hooks(optimizer) or has_hooks(updater.optimizer)
-    if not group or has_own_code or not all(map(_is_plain, (own, options, state))):
+    leaves = tree_leaves([attributes, options, state])
+    are_plain = all(not leaf.requires_grad if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN) for leaf in leaves)
+    if not group or not are_plain or "step" in attributes or has_hooks(optimizer) or has_hooks(updater.optimizer):
         return None
     twin = object.__new__(type(optimizer))
-    vars(twin).update(_copy_state(own) | hooks)
-    twin.defaults, twin.param_groups = dict(optimizer.defaults), [_copy_state(options) | {"params": [copied]}]
-    twin.state = defaultdict(dict, {copied: _copy_state(state)} if state else {})
+    vars(twin).update(tree_map(_copied, attributes) | hooks)
+    twin.defaults, twin.param_groups = dict(optimizer.defaults), [tree_map(_copied, options) | {"params": [weight]}]
+    twin.state = defaultdict(dict, {weight: tree_map(_copied, state)} if state else {})
     return twin
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value can be copied without copying what else the optimizer holds."""
-
-    def leaf(one: Any) -> bool:
-        return not one.requires_grad if isinstance(one, Tensor) else isinstance(one, (*_PLAIN, *GENERATORS))
-
-    return all(map(leaf, tree_leaves(value)))
-
-
-def _copy_state(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Return a copy; a generator is shared, so that numbers that are drawn differ from those that were drawn."""
-
-    def leaf(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            return one.detach().clone()
-        return one if isinstance(one, GENERATORS) else copy.copy(one)
-
-    return tree_map(leaf, value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value if isinstance(value, GENERATORS) else copy.copy(value)

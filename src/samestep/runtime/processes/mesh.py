@@ -158,7 +158,7 @@ def group_among(
         return world
     described, limit = description or name or None, datetime.timedelta(seconds=timeout_s)
     key = (name, timeout_s, tuple(parts))
-    if _can_be_split(world):
+    if dist.get_backend(world) == "nccl" and world.bound_device_id is not None:  # which a group of the user may lack
         if key not in _made:
             _made[key] = dist.split_group(
                 split_ranks=[list(ranks) for ranks in parts], timeout=limit, group_desc=described
@@ -171,11 +171,6 @@ def group_among(
             _made[key_of_ranks] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
         group = _made[key_of_ranks] if world.rank() in ranks else group
     return group
-
-
-def _can_be_split(world: dist.ProcessGroup) -> bool:
-    """Return whether groups are created by splitting, as NCCL's of a known device can be; a user's may have none."""
-    return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
 
 
 _num_forgotten = 0

@@ -251,10 +251,7 @@ def _port_of(env: Mapping[str, str], names: Sequence[str]) -> int:
 
 
 _PET = ("PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-
-
-def _shown_kubernetes(env: Mapping[str, str]) -> list[str]:
-    return _given(env, *_PET, "PET_NODE_RANK", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX")
+_KUBERNETES = (*_PET, "PET_NODE_RANK", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX")
 
 
 def _missing_kubernetes(env: Mapping[str, str]) -> list[str] | None:
@@ -363,7 +360,7 @@ ENGINES = (
     KnownLauncher("srun", missing_srun, lambda env: _given(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), _read_srun),
     KnownLauncher("Open MPI", OPEN_MPI.missing, OPEN_MPI.shown, OPEN_MPI.read),
     KnownLauncher("MPICH", _MPICH.missing, _MPICH.shown, _MPICH.read),
-    KnownLauncher("Kubernetes", _missing_kubernetes, _shown_kubernetes, _read_kubernetes),
+    KnownLauncher("Kubernetes", _missing_kubernetes, lambda env: _given(env, *_KUBERNETES), _read_kubernetes),
     KnownLauncher(
         "SkyPilot",
         _missing_skypilot,

@@ -145,10 +145,6 @@ def _backward(
     return tuple(query.new_empty(0) if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients)
 
 
-def _shapes_of_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    return _alike(arguments[1:5], *arguments[-2:])
-
-
 def _alike(operands: Sequence[Any], needs_keys: bool, needs_mask: bool) -> tuple[Tensor, ...]:
     """Return tensors without values for the gradients of queries, keys, values and mask, which have no elements where none is needed."""
     are_needed = (True, needs_keys, needs_keys, needs_mask)
@@ -171,7 +167,7 @@ define(
     " Tensor log_sum_exp, Tensor place, bool is_causal, float scale, float p, bool needs_keys, bool needs_mask)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
-    _shapes_of_gradients,
+    lambda *arguments: _alike(arguments[1:5], *arguments[-2:]),
 )
 
 

@@ -325,10 +325,9 @@ class NeighbourTokens:
             x: Tensor, dim: int, left: int, right: int, first: Edge | None = None, last: Edge | None = None
         ) -> Tensor:
             ends = slicing.index == 0, slicing.index == slicing.degree - 1
-            if not left and not right:
-                is_there = any(edge is not None and is_end for edge, is_end in zip((first, last), ends, strict=True))
-                return x.view_as(x) if is_there else x
             are_edges = tuple(edge is not None and is_end for edge, is_end in zip((first, last), ends, strict=True))
+            if not left and not right:
+                return x.view_as(x) if any(are_edges) else x
             how = _How(move.owner, slicing.group, dim, left, right, dtype, are_edges)
             edges = [
                 _rows_at(x, dim, rows, edge) if is_edge and isinstance(edge, int | float) else edge

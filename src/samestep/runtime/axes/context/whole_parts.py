@@ -225,12 +225,21 @@ class TokenRanks:
         """Whether there are several."""
         return self._degree > 1
 
-    def sliced(self, outputs: Any) -> int | None:
-        """Return the index of the tensor of which this rank has the rows of its tokens; None where each rank has whole sequences."""
+    def sliced(self, outputs: Any, batch: Any) -> int | None:
+        """Return the index of the tensor of which this rank has the rows of its tokens; None where each rank has whole sequences.
+
+        Raises:
+            JobError: its dimension of tokens is another one than in the batch; all ranks raise it.
+        """
         if not self.send:
             return None
         prediction = token_rows_of(outputs)
-        return next(index for index, tensor in enumerate(tensors_in(outputs)) if tensor is prediction)
+        index = next(index for index, tensor in enumerate(tensors_in(outputs)) if tensor is prediction)
+        lengths = {tensor.shape[DIM] for tensor in tensors_in(batch) if tensor.dim() > DIM}
+        is_square = prediction.shape[DIM : DIM + 1] == prediction.shape[DIM + 1 : DIM + 2]
+        if is_square or prediction.shape[DIM] * self._degree not in lengths:
+            self.check(index, prediction)
+        return index
 
     def check(self, index: int, tensor: Tensor) -> None:
         """Refuse a tensor with a row for each sample that is not the prediction: which of its tokens a rank has is not known.
@@ -240,7 +249,7 @@ class TokenRanks:
         """
         raise JobError(
             "loss-over-batch",
-            f"cp={self._degree} gathers the rows of tokens of the prediction, and the loss over the whole batch also reads output "
+            f"cp={self._degree} gathers the tokens of one prediction [B, T, ...], and the loss over the whole batch reads output "
             f"{index} {list(tensor.shape)}. Use cp=1",
         )
 
