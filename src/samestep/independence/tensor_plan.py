@@ -260,8 +260,8 @@ def with_cuts(
     copies = _input_sums(calls, model, proof.copied, _separable(spec, model, cuts))
     layers = tuple(_layer_with(layer, calls.places, sums, copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
-    head = next((path for path, style in cuts.styles.items() if is_head(model.get_submodule(path), style)), "")
-    logits = calls.of[head][-1].output if head in calls.of else None
+    head = next((path for path, style in cuts.styles.items() if is_head(model.get_submodule(path), style)), None)
+    logits = None if head is None or head not in calls.of else calls.of[head][-1].output
     rows = logits.shape[:-1].numel() // samples_traced(model) if logits else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
 
