@@ -87,6 +87,52 @@ def test_a_hook_sees_gradients_of_the_mean(
     assert all(found == wanted for found in (pool(2).run(_losses, *args) if world > 1 else [_losses(0, 1, *args)]))
 
 
+class Counting(Net):
+    """Counts its forwards in a number or a buffer, by which its outputs grow."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(limited, of_weight=False)
+        self.kept, self.calls = kept, 0
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.number += 1
+        factor = {"a number": self.calls, "a buffer": self.number, "the loss": 0}[self.kept]
+        return super().forward(x) * (1 + 0.1 * factor)
+
+
+class CountingLoss:
+    def __init__(self, kept: str) -> None:
+        self.kept, self.calls = kept, 0
+
+    def __call__(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        total, count = _sum(outputs, batch)
+        return total * (2.0 if self.kept == "the loss" and self.calls > 2 else 1.0), count
+
+
+def _counted(rank: int, world: int, layout: str, kept: str) -> list[float]:
+    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    run = samestep.parallelize(Counting(kept), CountingLoss(kept), _sgd, layout=layout, job=job)
+    return [run.step(_batch(True)).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize(("layout", "kept"), [("dp=1", "a number"), ("dp=1", "a buffer"), ("dp=2", "the loss")])
+def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: str, kept: str) -> None:
+    model, loss, wanted = Counting(kept).double(), CountingLoss(kept), []
+    optimizer = _sgd([*model.parameters()])
+    for _ in range(3):
+        total, count = loss(model(_batch(True)[0]), _batch(True))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        wanted.append((total / count).item())
+    world = samestep.Layout(layout).world_size
+    found = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
+    assert all(one == pytest.approx(wanted, rel=1e-9) for one in found)
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> None:
     """A step of 12 samples, which no power of two divides; the hooks come behind the first one."""

@@ -20,7 +20,7 @@ from samestep.runtime import assembly
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.interpreter import Interpreter
-from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.optimizers.optimizer_step import GroupRates, Updater
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import placement, replicated
@@ -389,7 +389,7 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=1")
 def a_rank_does_not_update_its_chunk(patch: Patch) -> None:
-    around(patch, Updater, "set_lr", lambda set_lr, self, factor: set_lr(self, factor * (rank() == 0)))
+    around(patch, GroupRates, "set", lambda set_rates, self, factor: set_rates(self, factor * (rank() == 0)))
 
 
 @fault(Cause.DRIFT, "dp=1 tp=2", "attentive")

@@ -602,7 +602,7 @@ def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, 
                 generator = torch.Generator().manual_seed(100 * step + list(sizes).index(piece.name))
                 gradient = torch.randn(sizes[piece.name], generator=generator, dtype=torch.float64)
                 piece.gradient().copy_(gradient[piece.start : piece.stop].view_as(piece.gradient()))
-            updater.set_lr(1.0 / (step + 1))
+            updater.rates.set(1.0 / (step + 1))
             updater.step(0.5)
             updater.publish()
             store.publish()

@@ -183,8 +183,8 @@ def set_training(model: nn.Module) -> None:
     A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
     """
     if isinstance(model, Models):
-        for one in model.trained():
-            set_training(one)
+        for model_in in model.trained():
+            set_training(model_in)
         return
     modes = {part: part.training for part in model.modules()}
     is_loaded_for_inference = not model.training

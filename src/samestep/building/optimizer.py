@@ -176,20 +176,20 @@ def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple
     members: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         number = table.group_number(name)
-        own = (number and table.groups[number - 1].name) or ""
-        members.setdefault(own if ":" in own else own.lower(), []).append((name, tensor))
+        group_name = (number and table.groups[number - 1].name) or ""
+        members.setdefault(group_name if ":" in group_name else group_name.lower(), []).append((name, tensor))
     optimizers = [_member_of(member, table, folder, members.get(member, [])) for member in sorted(members) or [""]]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
-def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
+def _member_of(kind_name: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer of one class, or of a user's function, over its parameters; "" stands for the job's
     class."""
-    if ":" in own:
-        return _from_function(import_function(own, "optimizer.groups", JobError, folder), own, named)
-    kind = _optimizer_class(own or table.name, "optimizer.name")
+    if ":" in kind_name:
+        return _from_function(import_function(kind_name, "optimizer.groups", JobError, folder), kind_name, named)
+    kind = _optimizer_class(kind_name or table.name, "optimizer.name")
     accepted = inspect.signature(kind).parameters
-    options = _options({} if own else table.options)
+    options = _options({} if kind_name else table.options)
     options["lr"] = table.lr
     if "weight_decay" in accepted:
         options["weight_decay"] = table.weight_decay

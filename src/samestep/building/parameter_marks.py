@@ -57,8 +57,8 @@ def take_marks(module: nn.Module, *, takes: bool) -> dict[str, ParameterMarks]:
         if attributes or hooks or late:
             marks[name] = ParameterMarks(attributes, hooks, late)
         if takes or param.is_meta:
-            for kept in gradient_hooks_of(param):
-                kept.clear()
+            for table in gradient_hooks_of(param):
+                table.clear()
     return marks
 
 

@@ -61,7 +61,7 @@ def convert_tensors(
     for (name, pattern), tensor in zip(sources, tensors, strict=True):
         conversion.add_tensor(target, name, pattern, tensor)
     tensors_by_name = conversion.convert(target, model=model, config=model.config)
-    return {name: one[0] if isinstance(one, list) else one for name, one in tensors_by_name.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors_by_name.items()}
 
 
 Intervals = Sequence[tuple[int, int]]

@@ -441,7 +441,7 @@ def feed(
                 _give(run, piece, value)
             left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
             updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
-            updater.set_lr(assembly.weights.lr_factor(step))
+            updater.rates.set(assembly.weights.lr_factor(step))
             updater.step_index = step
             updater.step(1.0)
             updater.publish()

@@ -121,8 +121,8 @@ class OpenStep:
     names: LossNames
     """The names of what its loss reports."""
     of: StepBackward
-    hooks: Sequence[KeptValues] = ()
-    """The state of hooks before the backward, if it may be repeated with the count of the step."""
+    kept: Sequence[KeptValues] = ()
+    """What hooks, the loss and the models kept before the backward, if it may be repeated with the count of the step."""
     was_written: bool = False
     """Whether weights were written since the last update, so that the updater must read them again."""
     report: StepReport | None = None
@@ -130,7 +130,7 @@ class OpenStep:
 
     def prepare(self, updater: Updater) -> None:
         """Let an updater have the step's learning rate and number."""
-        updater.set_lr(self.lr_factor)
+        updater.rates.set(self.lr_factor)
         updater.step_index = self.batch.step
 
     def read(self, num_unsure: int) -> SummedScalars:

@@ -15,7 +15,7 @@ step                       ─► RunBatches    what a loop hands over, as a bat
 backward, update           ─► RunInParts    the two halves of a step, in any order     own_steps/
 save, load, state_dict     ─► SavedRun      weights in files, dicts, and whole         checkpoints/
 evaluate, predict          ─► evaluation    forwards without gradients                 evaluation.py
-record                     ─► RecordedRun   where the time of steps goes               recording/step_recorder.py
+record                     ─► StepRecorder  where the time of steps goes               recording/step_recorder.py
 ```
 """
 
@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.saved_run import Lent
@@ -61,7 +63,7 @@ from samestep.runtime.processes import join, mesh, rank_order, whereabouts
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.recording.step_recorder import RecordedRun, StepRecorder
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.run_batches import RunBatches
 from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport
@@ -74,7 +76,7 @@ Measure = Callable[[Any, Any], Any]
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(RunInParts, RecordedRun):
+class Run(RunInParts):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -272,9 +274,9 @@ class Run(RunInParts, RecordedRun):
         assembly = self._own.current
         module, program, updater = assembly.model.module, assembly.parallel.program, assembly.weights.updater
         count_bytes = functools.partial(held_bytes, module, program, updater)
-        recorded = self.recorder.taking(batch.step + 1, program, module, assembly.model.spec, count_bytes)
+        recording = self.recorder.taking(batch.step + 1, program, module, assembly.model.spec, count_bytes)
         try:
-            with self._computing(), recorded:
+            with self._computing(), recording:
                 report = take(batch)
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
@@ -300,7 +302,7 @@ class Run(RunInParts, RecordedRun):
         with self._computing():
             return self._stepper.forward_backward(batch)
 
-    def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
+    def batch_of(self, values: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return the batch of the next step, or of another one, from an argument of a method of this run.
 
         Collective over the world if it is not a batch of `samestep.batches`, see [Note: collective calls].
@@ -308,7 +310,7 @@ class Run(RunInParts, RecordedRun):
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
-        return self._batches.of(given, method, self.steps_taken if step is None else step, local=local)
+        return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
         """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
@@ -319,6 +321,19 @@ class Run(RunInParts, RecordedRun):
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
         return self._batches.labelled(batch)
+
+    def record(self, steps: int | str, folder: str | Path | None = None, *, kernels: bool = False) -> Path:
+        """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
+
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
+        it, and writes files of its own, in a folder that all ranks share.
+
+        Raises:
+            InputError: the text names no steps.
+        """
+        path = Path(recorded.FOLDER if folder is None else folder)
+        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), path, kernels=kernels)
+        return path
 
     # -- forwards without gradients ----------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class RunBatches:
         self.dims: dict[str, int] = {}
         """The number of dimensions of each tensor of a batch by its place; empty in a run that is not prepared."""
 
-    def of(self, given: Any, method: str, step: int, *, local: bool) -> StepBatch:
+    def of(self, values: Any, method: str, step: int, *, local: bool) -> StepBatch:
         """Return what `method` was given as the batch of the step with this index.
 
         Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
@@ -149,9 +149,9 @@ class RunBatches:
             DataError: it is neither a batch nor the values of one.
             ModelError: it has lanes, and the run was prepared for samples without.
         """
-        self.data.place(given)
+        self.data.place(values)
         compares = method != "run.step" or not self._own.is_prepared or self._looks_closer(step)
-        batch = self._batch_of(given, method, step, local=local, compares=compares)
+        batch = self._batch_of(values, method, step, local=local, compares=compares)
         batch = self.lanes.of(batch)
         if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
             self._begin_lanes(batch)
@@ -271,9 +271,9 @@ class RunBatches:
     def _is_grouped(self) -> bool:
         return self._own.job.numerics.batch_norm_group is not None
 
-    def _compare(self, given: Any, wrong: str, method: str) -> None:
+    def _compare(self, values: Any, wrong: str, method: str) -> None:
         """Compare what all ranks were given, and note whether that is rank 0 alone."""
-        digests = (wrong, None if given is None or wrong else digest(given))
+        digests = (wrong, None if values is None or wrong else digest(values))
         everyone = gather_values(digests, self._place.world_size)
         if reason := next((reason for reason, _ in everyone if reason), ""):
             raise DataError("batch-values", reason)
@@ -314,10 +314,10 @@ class RunBatches:
                 "has as many on every rank, since each keeps its own samples of it. Or let rank 0 alone read batches, with None on the others",
             )
 
-    def _compare_stream(self, held: Any, method: str) -> None:
+    def _compare_stream(self, samples: Any, method: str) -> None:
         """Compare the samples of a step that all ranks have read of a stream."""
         with outside_step():
-            first, *others = gather_values(digest(held), self._place.world_size)
+            first, *others = gather_values(digest(samples), self._place.world_size)
         other = next((rank for rank, other in enumerate(others, 1) if other != first), None)
         if other is not None:
             raise DataError(
@@ -329,13 +329,13 @@ class RunBatches:
 
     # -- each rank's own samples -------------------------------------------------------------------
 
-    def _local(self, given: Any, wrong: str, count: int, method: str, step: int, compares: bool) -> GivenBatch:
+    def _local(self, samples: Any, wrong: str, count: int, method: str, step: int, compares: bool) -> GivenBatch:
         """Return the batch that consists of the samples which each data rank was given."""
         layout = self._own.layout
         ranks = Ranks.of(layout)
-        if given is None:
+        if samples is None:
             wrong = f"{method} was given None with local=True. Use each rank's own samples, of which there may be none"
-        print_of = digest(given) if compares and not wrong else None
+        print_of = digest(samples) if compares and not wrong else None
         everyone = gather_values((wrong, count, print_of), self._place.world_size)
         reason = next((reason for reason, _, _ in everyone if reason), "")
         if reason or not any(count for _, count, _ in everyone):
@@ -356,12 +356,12 @@ class RunBatches:
         data_rank = data_ranks[self._place.rank]
         if compares or self._is_grouped or not all(sizes):
             device = self._place.device
-            parts = [broadcast_from(leader, given, None, device, what=_UNSENT, kind=DataError) for leader in leaders]
+            parts = [broadcast_from(leader, samples, None, device, what=_UNSENT, kind=DataError) for leader in leaders]
             values = together(parts, sizes)
             if isinstance(values, Parted) and not self._is_grouped:
                 return GivenBatch(step, values, sum(sizes), sizes)
             return GivenBatch(step, values, sum(sizes), by_microbatch=self._is_grouped)
-        return GivenBatch(step, given, count, sizes, data_rank)
+        return GivenBatch(step, samples, count, sizes, data_rank)
 
 
 def _samples(count: int) -> str:

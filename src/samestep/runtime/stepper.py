@@ -138,7 +138,8 @@ class Stepper:
         names = (of.held or assembly).objective.names
         if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
-        hooks = [KeptValues(hook) for hook in assembly.objective.hooks] if of.count else ()
+        kept = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
+        kept += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
         numerator = (of.count or assembly.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             scalars = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
@@ -161,7 +162,7 @@ class Stepper:
             state=decider.first_state,
             names=names,
             of=of,
-            hooks=hooks,
+            kept=kept,
         )
 
     def read(self, opened: OpenStep) -> ReadStep:
@@ -262,8 +263,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
-        for hook in opened.hooks:
-            hook.restore()
+        for kept in opened.kept:
+            kept.restore()
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         progress, self.progress = self.progress, Progress.REPEATING

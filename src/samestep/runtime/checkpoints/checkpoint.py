@@ -232,15 +232,17 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
                 assembly, objective=dataclasses.replace(assembly.objective, nominal_count=count)
             )
         )
-    for one in run.replicas.assemblies:
-        if one.weights.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
-            one.weights.updater.loss_scale.scale, one.weights.updater.loss_scale.steps_since = manifest["loss_scale"]
+    for replica in run.replicas.assemblies:
+        scale = replica.weights.updater.loss_scale
+        if scale.is_dynamic and manifest["loss_scale"]:
+            scale.scale, scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
     changes += run.data.resumes_from(folder, manifest["step"], manifest.get("data", []))
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
+@torch.no_grad()
 def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None:
     """Set the weights and buffers of a prepared run that has taken no step, whose parts of them this rank holds.
 

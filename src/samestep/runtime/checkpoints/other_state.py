@@ -45,8 +45,8 @@ def changed_frozen_weights(run: PreparedRun) -> list[Piece]:
     Collective over the world, see [Note: collective calls].
     """
     first, pieces = run.assembly.model.first_state.frozen, run.assembly.weights.store.frozen
-    mine = [piece.name for piece in pieces if fingerprint(piece.value) != first[piece.name]]
-    changed = {name for names in gather_values(mine, run.layout.world_size) for name in names}
+    names_here = [piece.name for piece in pieces if fingerprint(piece.value) != first[piece.name]]
+    changed = {name for names in gather_values(names_here, run.layout.world_size) for name in names}
     return [piece for piece in pieces if piece.name in changed]
 
 

@@ -37,6 +37,7 @@ from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import set_options
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import WeightAverages
+from samestep.state.fingerprints import fingerprint
 
 
 class Lent(Enum):
@@ -219,9 +220,12 @@ class SavedRun(PreparedRun):
             with whole_state.gathered(self, note_written) as model, self._lending(Lent.WHOLE):
                 yield model
             return
-        with self._lending(Lent.WHOLE), whole_state.kept(self, self._first(self.place.device)) as first:
-            yield first.model
-        self._dict = first.written or self._dict
+        model = self._first(self.place.device)
+        fingerprints = {name: fingerprint(tensor) for name, tensor in whole_state.tensors_of(model).items()}
+        with self._lending(Lent.WHOLE):
+            yield model
+        if whole_state.compare(self, whole_state.tensors_of(model)) != fingerprints:
+            self._dict = whole_state.copied(model.state_dict())
 
     def release(self) -> nn.Module:
         """Give the model back: the instance that the run was given, or the result of its build function, full on every rank.

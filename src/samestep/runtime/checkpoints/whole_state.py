@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,27 +134,27 @@ def _put(tensors: dict[str, Tensor], part: _SentPart, flat: Tensor) -> None:
     tensors[part.name].view(-1)[runs.positions()] = flat.cpu()
 
 
-def checked_state(given: Any) -> Mapping[str, Any]:
+def checked_state(state: Any) -> Mapping[str, Any]:
     """Return a state dict.
 
     Raises:
         ModelError: it is none.
     """
-    if isinstance(given, Mapping):
-        return given
+    if isinstance(state, Mapping):
+        return state
     raise ModelError(
         "state-dict-form",
-        f"run.load_state_dict was given a {type(given).__name__}. Use a dict of tensors by name, such as run.state_dict()",
+        f"run.load_state_dict was given a {type(state).__name__}. Use a dict of tensors by name, such as run.state_dict()",
     )
 
 
-def copied(given: Any) -> dict[str, Any]:
+def copied(values: Any) -> dict[str, Any]:
     """Return a copy of a state dict, whose tensors may be written meanwhile.
 
     Raises:
         ModelError: it is none.
     """
-    state = checked_state(given)
+    state = checked_state(values)
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
@@ -173,7 +172,8 @@ def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], 
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     _check(run, state)
     firsts = run.assembly.model.state_names
-    _set(run, {firsts[name]: tensor for name, tensor in reversed(tensors.items())})
+    values = {firsts[name]: tensor for name, tensor in reversed(tensors.items())}
+    checkpoint.set_weights(run, values.get)
     note_written()
     _set_extra_state(run, {name: value for name, value in state.items() if name not in tensors})
 
@@ -185,7 +185,7 @@ def _whole_shapes(run: PreparedRun) -> dict[str, torch.Size]:
     return {name: shapes[first] for name, first in run.assembly.model.state_names.items() if first in shapes}
 
 
-def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_all_ranks(run: PreparedRun, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state dict of rank 0 where the other ranks were given an empty one, else that of this rank.
 
     Raises:
@@ -195,9 +195,9 @@ def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any
         (name, [*value.shape], str(value.dtype).removeprefix("torch."))
         if isinstance(value, Tensor)
         else (name, None, "")
-        for name, value in given.items()
+        for name, value in state.items()
     ]
-    names = gather_values(digest(repr(sorted(name for name, *_ in described))) if given else 0, run.layout.world_size)
+    names = gather_values(digest(repr(sorted(name for name, *_ in described))) if state else 0, run.layout.world_size)
     for rank, other in enumerate(names):
         if other not in (0, names[0]):
             raise ModelError(
@@ -206,13 +206,13 @@ def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any
                 "and an empty one on the others",
             )
     if all(names) or not names[0]:
-        return given
+        return state
     received: dict[str, Any] = {}
     for name, shape, dtype in broadcast_value(0, described):
         if shape is None:
-            received[name] = broadcast_value(0, given.get(name))
+            received[name] = broadcast_value(0, state.get(name))
             continue
-        sent = given.get(name)
+        sent = state.get(name)
         flat = torch.empty(shape, dtype=getattr(torch, dtype), device=run.place.device)
         if isinstance(sent, Tensor):
             flat.copy_(sent)
@@ -265,11 +265,6 @@ def load_into(model: nn.Module, state: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _set(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        checkpoint.set_weights(run, values.get)
-
-
 def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
     """Give modules what they keep besides tensors."""
     for path, module in run.model.named_modules():
@@ -281,31 +276,8 @@ def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
 # -- whole weights in the model --------------------------------------------------------------------
 
 
-@dataclass
-class Kept:
-    """A plain model that a loop has, and the state dict with what it has written into it; empty where it has written nothing."""
-
-    model: nn.Module
-    written: dict[str, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def kept(run: PreparedRun, model: nn.Module) -> Iterator[Kept]:
-    """Let a loop have a plain model, and note at the end what it has written into it.
-
-    Collective over the world, see [Note: collective calls].
-
-    Raises:
-        ModelError: ranks have written different values.
-    """
-    copy = Kept(model)
-    fingerprints = {name: fingerprint(tensor) for name, tensor in _tensors(model).items()}
-    yield copy
-    if _compare(run, _tensors(model)) != fingerprints:
-        copy.written = copied(model.state_dict())
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and the saved buffers of a plain model by name, without graphs."""
     return {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
@@ -356,8 +328,8 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
                 slot.put(slot.part)
     values = {slot.name: slot.whole.detach() for slot in slots}
     values |= {name: _in_place_of(name, values[name], other) for name, other in present.items()}
-    if _compare(run, values) != fingerprints:
-        _set(run, values)
+    if compare(run, values) != fingerprints:
+        checkpoint.set_weights(run, values.get)
         note_written()
 
 
@@ -386,15 +358,15 @@ def _in_place_of(name: str, tensor: Tensor, other: Tensor | None) -> Tensor:
     """
     if other is not None and other.shape == tensor.shape:
         return other.detach().to(tensor)
-    given = "nothing" if other is None else f"a tensor {list(other.shape)}"
+    what = "nothing" if other is None else f"a tensor {list(other.shape)}"
     raise ModelError(
         "gathered-write",
-        f"run.gathered(): {given} stands in the place of {name} {list(tensor.shape)}. Use values of the same shape, and modules that are "
+        f"run.gathered(): {what} stands in the place of {name} {list(tensor.shape)}. Use values of the same shape, and modules that are "
         "changed (pruned, parametrized) before samestep.parallelize",
     )
 
 
-def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
+def compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
     """Refuse whole weights that ranks have written differently; return their fingerprints.
 
     Raises:

@@ -20,6 +20,5 @@ split batch and every `train.watch_every`-th (its head draws them).
 | which module made a value that is not finite? | `nonfinite.py` | after such a step | its forwards and backwards once more under hooks |
 | is a loss far above the last ones? | `loss_spikes.py` | every step, with `numerics.on_spike` | nothing |
 | is a bad step skipped, and how often? | `skipped_steps.py` | after such a step | nothing |
-| do kernels give the same bits? | `deterministic.py` | with `numerics.deterministic` | slower kernels |
-| does attention run by the kernel of the job? | `chosen_kernels.py` | with `run.attention` | none |
+| do kernels give the same bits? does attention run by the kernel of the job? | `chosen_kernels.py` | with `numerics.deterministic`, `run.attention` | slower kernels; none |
 """

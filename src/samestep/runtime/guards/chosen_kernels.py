@@ -3,11 +3,16 @@
 `run.attention` sets torch's own switches (`torch.nn.attention.sdpa_kernel`) within a step, so `scaled_dot_product_attention` runs
 that kernel or fails; what torch has no switch for, such as dropout and capped scores, goes on by the formula. Kernels of GPUs but
 `math` compute no float64, so a proof in float64 on one leaves the choice to torch.
+
+Some kernels of GPUs add in the order in which threads arrive, so that one step, run twice, differs in its last bits. torch
+has a slower one without that for most of them, and raises an error for the rest. It is switched on within a step and off
+after it, since the switch is one of the whole process, in which a user's own code may want the other.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.errors import JobError, line_of
 from samestep.job import Job
-from samestep.runtime.guards import deterministic
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -27,6 +31,8 @@ _BACKENDS = {
 }
 _ON_CPUS = ("flash", "math")
 _NO_KERNEL = re.compile(r"No (viable backend for scaled_dot_product_attention|available kernel)")
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_HAS_NONE = re.compile(r"(?P<operation>\S+) does not have a deterministic implementation")
 
 
 def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
@@ -42,8 +48,8 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
             f"run.attention = {word!r}: torch has no such kernel on CPUs. Use {', '.join(map(repr, _ON_CPUS))} and 'auto'",
         )
     if job.numerics.deterministic:
-        deterministic.reserve_workspace()
-        contexts.append(functools.partial(deterministic.kernels, device))
+        os.environ.setdefault(_WORKSPACE, ":4096:8")  # unless the user has; cuBLAS reads it before its first product
+        contexts.append(functools.partial(_deterministic, device))
     if word != "auto" and (word == "math" or device.type == "cpu" or job.numerics.precision != "float64"):
         contexts.append(functools.partial(_attention, word))
     if len(contexts) < 2:
@@ -77,3 +83,36 @@ def _attention(word: str) -> Iterator[None]:
             f"run.attention = {word!r}: this kernel does not compute the attention{line_of(error)} (its mask, dtype or width of heads). Set "
             "run.attention = 'auto'",
         ) from error
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Return a context in which only deterministic kernels run.
+
+    Raises:
+        JobError: an operation has no deterministic kernel; it is named with the line of the user's code that calls it.
+    """
+    switches = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tries_kernels = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    except RuntimeError as error:
+        match = _HAS_NONE.match(str(error))
+        if match:
+            raise JobError(
+                "deterministic",
+                f"numerics.deterministic = true: {match['operation']} has no deterministic kernel on {device.type}"
+                f"{line_of(error)}. Use another operation, or numerics.deterministic = false",
+            ) from error
+        if _WORKSPACE in str(error):
+            raise JobError(
+                "deterministic",
+                f"numerics.deterministic = true: matrix products ran before samestep could fix their workspaces. Use "
+                f"{_WORKSPACE}=:4096:8 in the environment",
+            ) from error
+        raise
+    finally:
+        torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
+        torch.backends.cudnn.benchmark = tries_kernels

@@ -123,7 +123,7 @@ def optimizer_source(
             rebuilt.
     """
     if isinstance(optimizer, Sequence | Mapping):
-        return sources_by_name(optimizer, lambda one, key: optimizer_source(one, names, key))
+        return sources_by_name(optimizer, lambda member, key: optimizer_source(member, names, key))
     if not isinstance(optimizer, Optimizer):
         return OptimizerFunction(optimizer, child)
     if is_in_run(optimizer):

@@ -68,8 +68,8 @@ class Updater:
     pieces: list[Piece]
     optimizer: Optimizer | None
     """None on a rank without pieces, as the last ones of more ranks than rows."""
-    steps: list[Callable[..., Any]]
-    """The `step` of each of its members, as it was before a loop had it."""
+    steps: list[tuple[Optimizer, Callable[..., Any]]]
+    """Its members, each with its `step` as it was before a loop had it."""
     in_loop: Optimizer | None
     """The optimizer as the loop has it, on which its schedulers act: the instance that it gave, if it did."""
     loss_scale: LossScale
@@ -132,7 +132,7 @@ class Updater:
         with_states, fragile, steps = list[Any](), list[Any](), list[Any]()
         in_loop = optimizer
         if optimizer is not None:
-            steps = [member.step for member in members_of(optimizer)]
+            steps = [(member, member.step) for member in members_of(optimizer)]
             check_step(optimizer)
             rates.check(follows_schedule=follows_schedule)
             with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
@@ -158,10 +158,6 @@ class Updater:
             fragile=fragile,
             first_digests=optimizer_digests(optimizer) if optimizer else {},
         )
-
-    def set_lr(self, factor: float | Mapping[int, float]) -> None:
-        """Set the learning rates as `GroupRates.set` does."""
-        self.rates.set(factor)
 
     def pieces_of(self, part: UpdatedPart) -> list[Piece]:
         """Return the pieces of the members of a part."""
@@ -196,9 +192,12 @@ class Updater:
             ):
                 is_all = len(chunk) == len(self.pieces)
                 with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                    groups = without_empty_groups(self.fragile) if self.fragile else _NOTHING
-                    with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__), groups:
-                        step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
+                    with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__):
+                        if not self.fragile:
+                            step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
+                        else:
+                            with without_empty_groups(self.fragile):
+                                step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
                     if self.averages is not None:
                         self.averages.update(chunk, held_back)
         finally:
@@ -324,8 +323,10 @@ class GroupRates:
         self._members = members_of(optimizer) if optimizer is not None else ()
         kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         self._hooks = [vars(member)[kind] for member in self._members for kind in kinds if kind in vars(member)]
-        self._first_held = self._held()
+        self._at_start: tuple[int, int, list[int], list[int]] | None = None
+        """The numbers of groups, of hooks and of the parameters in each group, and the identities of these, as they were first."""
         self.is_updating = False
+        self.refusal()
 
     def check(self, *, follows_schedule: bool) -> None:
         """Refuse groups without a learning rate where the rates are to follow a schedule.
@@ -422,24 +423,21 @@ class GroupRates:
 
     def refusal(self) -> str:
         """Return what a loop has done to the optimizer that a layout cannot follow; empty if nothing. It is asked in every step."""
-        present = self._held()
-        if present == self._first_held or self.is_updating:
-            return ""
-        what = f"the {' and '.join(type(member).__name__ for member in self._members)} of the run"
-        if present[0] != self._first_held[0]:
-            return (
-                f"{what} has {present[0]} groups, and had {self._first_held[0]} when the run was made. Use groups of all weights from the "
-                "start, some with lr = 0"
-            )
-        if present[1] != self._first_held[1]:
-            return f"{what} was given step hooks, which see this rank's part. Register them in a function of the parameters"
-        return f"{what} was given other parameters in a group. Set lr = 0 and requires_grad_(False) in run.model"
-
-    def _held(self) -> tuple[int, int, list[int], list[int]]:
-        """Return the numbers of groups, of hooks and of the parameters in each group, and the identities of these, in few calls."""
         groups = [*chain.from_iterable(map(_GROUPS_OF, self._members))]
         params = [*map(_PARAMS_OF, groups)]
-        return len(groups), sum(map(len, self._hooks)), [*map(len, params)], [*map(id, chain.from_iterable(params))]
+        present = len(groups), sum(map(len, self._hooks)), [*map(len, params)], [*map(id, chain.from_iterable(params))]
+        first = self._at_start = self._at_start or present
+        if present == first or self.is_updating:
+            return ""
+        what = f"the {' and '.join(type(member).__name__ for member in self._members)} of the run"
+        if present[0] != first[0]:
+            return (
+                f"{what} has {present[0]} groups, and had {first[0]} when the run was made. Use groups of all weights from the start, some with "
+                "lr = 0"
+            )
+        if present[1] != first[1]:
+            return f"{what} was given step hooks, which see this rank's part. Register them in a function of the parameters"
+        return f"{what} was given other parameters in a group. Set lr = 0 and requires_grad_(False) in run.model"
 
 
 _GROUPS_OF, _PARAMS_OF = operator.attrgetter("param_groups"), operator.itemgetter("params")

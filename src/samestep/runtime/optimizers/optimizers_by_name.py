@@ -170,18 +170,18 @@ def names_in(optimizer: Optimizer | None) -> Names:
 
 
 def sources_by_name(
-    given: Sequence[Any] | Mapping[Any, Any], source_of: Callable[[Any, str], OptimizerSource]
+    optimizers: Sequence[Any] | Mapping[Any, Any], source_of: Callable[[Any, str], OptimizerSource]
 ) -> NamedOptimizers:
     """Return what builds the optimizers of a list or a dict; `source_of` makes the source of one that has a name.
 
     Raises:
         ModelError: there is none, or a name is no text.
     """
-    if not given:
+    if not optimizers:
         raise ModelError("optimizer-weights", "optimizer is empty. Use one optimizer, or a list or a dict of some")
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
+    pairs = list(optimizers.items()) if isinstance(optimizers, Mapping) else list(enumerate(optimizers))
     for key, _ in pairs:
-        if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
+        if isinstance(optimizers, Mapping) and (not isinstance(key, str) or not key):
             raise ModelError(
                 "optimizer-weights",
                 f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}",
@@ -310,9 +310,9 @@ def check_method(
 
 
 def step_members(
-    optimizer: Optimizer, steps: Sequence[Callable[..., Any]], part: UpdatedPart, *, is_first: bool
+    optimizer: Optimizer, steps: Sequence[tuple[Optimizer, Callable[..., Any]]], part: UpdatedPart, *, is_first: bool
 ) -> None:
-    """Let the members of a part that hold weights on this rank take a step; `steps` are the methods of all members.
+    """Let the members of a part that hold weights on this rank take a step; `steps` are all members, with their methods.
 
     Raises:
         ModelError: the step, which is the first one of the run, fails in code that is the user's, such as an assertion that a
@@ -321,14 +321,14 @@ def step_members(
     try:
         if part.closure is not None:
             part.closure.begin()
-        for index, member in enumerate(members_of(optimizer)):
+        for index, (member, step) in enumerate(steps):
             if part.members is not None and index not in part.members:
                 continue
             vars(member)["_opt_called"] = True  # what a scheduler asks for
             if member is not optimizer and not any(group["params"] for group in member.param_groups):
                 continue
             closure = (part.closure,) if index in part.evaluating else ()
-            steps[index](*closure, **part.options)
+            step(*closure, **part.options)
         vars(optimizer)["_opt_called"] = True
     except TRIED as error:
         if not is_first or isinstance(error, InputError | torch.OutOfMemoryError | torch.AcceleratorError):

@@ -76,10 +76,10 @@ def read_rule(
         reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))].whole for name in options_of}
         return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     trial = UpdateTrial(source, shapes, marks, kind, before)
-    if (found := [name for name in sparse if name in options_of]) and trial.needs_sparse(found):
+    if (with_sparse := [name for name in sparse if name in options_of]) and trial.needs_sparse(with_sparse):
         raise ModelError(
             "optimizer-sparse",
-            f"{kind} updates only the rows that are in a sparse gradient, as the gradient of {found[0]} is, and gradients are summed as dense "
+            f"{kind} updates only the rows that are in a sparse gradient, as the gradient of {with_sparse[0]} is, and gradients are summed as dense "
             "tensors. Use SGD or Adagrad, which make the same update of both, or sparse=False with adamw",
         )
     kinds: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def read_rule(
         )
     tried = trial.rule(list(kinds.values()), parts)
     updated_whole = {
-        name: tried.whole[one] for names in kinds.values() for one in names[:2] if one in tried.whole for name in names
+        name: tried.whole[n] for names in kinds.values() for n in names[:2] if n in tried.whole for name in names
     }
     return UpdateRule(kind, updated_whole, tried.coupled, tried.draws)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +26,6 @@ from torch import nn
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.program import recorded
-from samestep.program import recorded as spans
 from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
@@ -463,28 +461,3 @@ class StepRecorder(StepObserver):
         for one in [window for window in self._left if all(step.window is not window for step in self._unread)]:
             self._left.remove(one)
             one.close()
-
-
-class RecordedRun:
-    """The records of a run's steps."""
-
-    recorder: StepRecorder
-    """Where the time of its steps goes."""
-
-    @property
-    @abstractmethod
-    def steps_taken(self) -> int:
-        """The number of steps that were taken, in this process or before."""
-
-    def record(self, steps: int | str, folder: str | Path | None = None, *, kernels: bool = False) -> Path:
-        """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
-
-        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
-        it, and writes files of its own, in a folder that all ranks share.
-
-        Raises:
-            InputError: the text names no steps.
-        """
-        path = Path(spans.FOLDER if folder is None else folder)
-        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), path, kernels=kernels)
-        return path

@@ -110,32 +110,32 @@ class ModelAverages:
             source = f"{self.following[prefix][0]}.{rest}"
             weight = sent.get(name, parts.get(source))
             if weight is None or average.shape != weight.shape:
-                held = [] if weight is None else list(weight.shape)
+                shape = [] if weight is None else list(weight.shape)
                 raise LayoutError(
                     "ema-layout",
-                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}. Use tp=1",
+                    f"ema: a rank holds {list(average.shape)} of {name} and {shape} of {source}. Use tp=1",
                 )
             average.lerp_(weight.to(average.device), moved[prefix])  # the average may be on the host
 
     def _exchange(
-        self, sent: FollowedWeights, own: Mapping[str, Tensor], program: Program, mesh: Mesh
+        self, sent: FollowedWeights, tensors: Mapping[str, Tensor], program: Program, mesh: Mesh
     ) -> Iterator[tuple[str, Tensor]]:
         """Send or receive the weights that one stage has and weights on another one follow; yield what this stage receives."""
         stage = program.step.stage
         if stage not in (sent.source, sent.target):
             return
-        buffer = torch.zeros(sent.numel, dtype=next(iter(own.values())).dtype, device=mesh.device)
+        buffer = torch.zeros(sent.numel, dtype=next(iter(tensors.values())).dtype, device=mesh.device)
         places = list(zip(sent.members, buffer.split([numel for _, numel in sent.members]), strict=True))
         for (name, _), place in places if stage == sent.source else ():
             prefix, _, rest = name.partition(".")
-            weight = own[f"{self.following[prefix][0]}.{rest}"]
+            weight = tensors[f"{self.following[prefix][0]}.{rest}"]
             place[: weight.numel()] = weight.flatten()
         with owned(sent.owner):
             source = mesh.members(sent.axis)[sent.source > sent.target]
             dist.broadcast(buffer, source, group=mesh.groups[sent.axis])
         for (name, _), place in places if stage == sent.target else ():
-            if own[name].numel() <= place.numel():
-                yield name, place[: own[name].numel()].view(own[name].shape)
+            if tensors[name].numel() <= place.numel():
+                yield name, place[: tensors[name].numel()].view(tensors[name].shape)
 
 
 def _own_part(param: Tensor) -> Tensor:

@@ -209,14 +209,14 @@ def _writes_divided(func: Any, args: tuple[Any, ...], asked: Iterable[Any]) -> b
     return into_weight and any(tensor.of_gradient and tensor.part_facts.divided for tensor in asked)
 
 
-def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
+def _marked(tensor: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
     """Return a tensor as one that a loop has computed from a weight."""
-    if type(made) is Tensor:
-        made = made.as_subclass(kind)
+    if type(tensor) is Tensor:
+        tensor = tensor.as_subclass(kind)
     else:  # a DTensor
-        made.__class__ = _part_class(type(made), kind)
-    made.part_facts = facts  # type: ignore[attr-defined]
-    return made
+        tensor.__class__ = _part_class(type(tensor), kind)
+    tensor.part_facts = facts  # type: ignore[attr-defined]
+    return tensor
 
 
 @functools.cache
