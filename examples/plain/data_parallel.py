@@ -33,8 +33,12 @@ class Buckets:
                 self.groups.append([])
             self.groups[-1].append(param)
         for group in self.groups:
+
+            def arrived(_: Tensor, group: list[torch.nn.Parameter] = group) -> None:
+                self.ready(group)
+
             for param in group:
-                param.register_post_accumulate_grad_hook(lambda _, group=group: self.ready(group))
+                param.register_post_accumulate_grad_hook(arrived)
         self.begin()
 
     def begin(self) -> None:

@@ -14,6 +14,8 @@ Nothing of the three files changes except for their groups: the three are sums o
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 from torch import nn
 
@@ -29,7 +31,9 @@ def groups(rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
     grid = [[[(pp * DP + dp) * TP + tp for tp in range(TP)] for dp in range(DP)] for pp in range(PP)]
     along_tp = [grid[pp][dp] for pp in range(PP) for dp in range(DP)]
     along_dp = [[grid[pp][dp][tp] for dp in range(DP)] for pp in range(PP) for tp in range(TP)]
-    made = [[(ranks, dist.new_group(ranks)) for ranks in rows] for rows in (along_tp, along_dp)]
+    made = [
+        [(ranks, cast(dist.ProcessGroup, dist.new_group(ranks))) for ranks in rows] for rows in (along_tp, along_dp)
+    ]
     tp_group, dp_group = (next(group for ranks, group in rows if rank in ranks) for rows in made)
     return tp_group, dp_group, [(pp * DP + rank // TP % DP) * TP + rank % TP for pp in range(PP)]
 
