@@ -33,9 +33,10 @@ from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards import forward_loss, loss_paths
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
+from samestep.runtime.guards.named_samples import NamedSamples
 from samestep.runtime.guards.randomness import GeneratorWatch, own_generators, refusal
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph
+from samestep.runtime.guards.repeat import Repeat, TriedLoss, has_own_graph
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.state.writes import Marks
