@@ -363,7 +363,7 @@ def test_nothing_but_scalars_is_sent_between_replicas_until_they_exchange() -> N
 )
 def test_what_is_refused(layout: str, why: str) -> None:
     job = apart()
-    spec = source_of(MODEL, Layout(), job).prepared.spec  # type: ignore[union-attr]
+    spec = source_of(MODEL, Layout(f"tp={Layout(layout).tp}"), job).prepared.spec  # type: ignore[union-attr]
     with pytest.raises(InputError, match=why):
         program_of(spec, job, Layout(layout))
 
