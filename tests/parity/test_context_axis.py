@@ -178,9 +178,3 @@ def test_code_beside_the_blocks_that_needs_whole_sequences_is_refused(model: str
     assert found is not None
     with pytest.raises(LayoutError, match=text):
         program_of(found.spec, clipped(), layout)
-
-
-def test_a_loss_of_ones_own_is_refused() -> None:
-    job = clipped().model_copy(update={"train": clipped().train.model_copy(update={"loss": "mse"})})
-    with pytest.raises(LayoutError, match=r"only the cross entropy .*Set .*train.loss = 'cross_entropy'"):
-        pool(2).run(observe, "llama", "cp=2", job)
