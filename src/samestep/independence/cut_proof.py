@@ -120,7 +120,7 @@ def prove(
 ) -> CutProof:
     """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
 
-    `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
+    `recorder` has recorded a forward of the whole model. Modules in `whole_modules` are in the plan, and every rank has them
     whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary. `looking` are modules whose code looks at
     values: all that they are given must be whole on every rank, and its gradient too.
     """
@@ -207,7 +207,7 @@ def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
 def _follow_cuts(
     model: nn.Module,
     styles: Mapping[str, str],
-    whole: Collection[str],
+    whole_modules: Collection[str],
     recorder: Recorder,
     looking: tuple[str, ...],
 ) -> tuple[dict[str, WeightCut], UnitFlow]:
@@ -219,7 +219,9 @@ def _follow_cuts(
     """
     parts: dict[str, int] = {}
     while True:
-        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if owner_of(name) not in whole}
+        cuts = {
+            name: cut for name, cut in weight_cuts(model, styles, parts).items() if owner_of(name) not in whole_modules
+        }
         try:
             flow = follow(recorder.operations, model, styles, cuts, looking, recorder.branching)
         except MixesError as reason:
