@@ -113,7 +113,7 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
 def prove(
     model: nn.Module,
     styles: Mapping[str, str],
-    whole: Collection[str],
+    whole_modules: Collection[str],
     recorder: Recorder,
     cuts_loss: bool,
     looking: tuple[str, ...] = (),
@@ -131,7 +131,7 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _follow_cuts(model, way, whole, recorder, looking)
+            cuts, flow = _follow_cuts(model, way, whole_modules, recorder, looking)
             partial = partial_gradients(recorder.operations, recorder.tracer.modules, flow)
             check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:

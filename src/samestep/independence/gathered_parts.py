@@ -123,7 +123,8 @@ class PartCalls:
         """The calls in the terms in which those of a slice and of the whole sequence must be equal."""
         return [
             (block, number, part.owner,
-             tuple((tensor.place, tensor.dim, tensor.is_known, tensor.takes_gradient) for tensor in part.given), part.returned)
+             tuple((tensor.place, tensor.dim, tensor.is_known, tensor.takes_gradient) for tensor in part.given),
+             part.returned)
             for block, number, part, _ in self.calls
         ]  # fmt: skip
 

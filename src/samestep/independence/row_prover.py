@@ -248,9 +248,7 @@ class Prover(Analysis):
             return Given(shape, tensor.dtype, tensor.requires_grad, rows, is_mixed, values)
 
         args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
-        return tuple(tuple(argument) if isinstance(argument, list) else argument for argument in args), tuple(
-            sorted(kwargs.items())
-        )
+        return tuple(tuple(item) if isinstance(item, list) else item for item in args), tuple(sorted(kwargs.items()))
 
     def without_rule(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""

@@ -93,9 +93,7 @@ def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Al
     pieces = [piece for piece, _ in operands]
     sizes = [piece.shape[dim] if is_cat else 1 for piece in pieces]
     first = call.known.of(pieces[0])
-    width = next(
-        (place for place, piece in enumerate(pieces) if call.known.of(piece) != first), len(pieces)
-    )  # of one row
+    width = next((end for end, piece in enumerate(pieces) if call.known.of(piece) != first), len(pieces))  # of one row
     is_one = rows.dim == NO_DIM
     inner, offset = max(1, width) * sizes[at] if is_one else rows.inner, sum(sizes[:at])
     if isinstance(rows.start, int) and offset % inner in range(0, inner, sizes[at] if is_one else inner):

@@ -474,12 +474,7 @@ def pair_elements(
             return tensor
 
         tensors: list[Tensor] = []
-        with (
-            within(None),
-            torch.enable_grad(),
-            preserve_function(loss),
-            saved_tensors_hooks(note, lambda tensor: tensor),
-        ):
+        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
             result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
         del result
         return sum(sizes.values())

@@ -303,9 +303,8 @@ def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int
             if dim is None:
                 raise ValueError("numbers that may say where something of the whole sequence is")
             numbers = torch.randint(2, shape, generator=source).to(tensor.dtype)
-            numbers.select(dim, lengths[0]).copy_(
-                1 - numbers.select(dim, lengths[0] - 1).int()
-            )  # as between two documents
+            # As between two documents.
+            numbers.select(dim, lengths[0]).copy_(1 - numbers.select(dim, lengths[0] - 1).int())
         else:
             numbers = -torch.rand(shape, dtype=torch.float64, generator=source)
             if call.convention.is_layer and dim is None:
