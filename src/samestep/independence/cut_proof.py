@@ -81,7 +81,9 @@ class CutProof:
 
     def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
         """Return the path, the attribute and the divisor of every count of a rank of the model."""
-        return tuple((path, one.name, one.divisor) for one in self.counts for path in having(model, self.styles, one))
+        return tuple(
+            (path, count.name, count.divisor) for count in self.counts for path in having(model, self.styles, count)
+        )
 
 
 def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, WeightCut]:
@@ -90,7 +92,7 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
     Raises:
         MixesError: a weight has not the dimension that is cut, such as a gain of the whole layer.
     """
-    facts, found = facts_of(model), {}
+    facts, cuts = facts_of(model), {}
     for name, param in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         style = styles.get(path)
@@ -104,21 +106,21 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
             reason = f"{name} {list(param.shape)} has no dimension along which the weights of {path} are cut"
             raise MixesError(reason).at(path, [f"{path}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)])
         if param.shape[dim] % fused == 0:
-            found[name] = WeightCut(dim, fused)
-    return found
+            cuts[name] = WeightCut(dim, fused)
+    return cuts
 
 
 def prove(
     model: nn.Module,
     styles: Mapping[str, str],
-    whole: Collection[str],
+    whole_modules: Collection[str],
     recorder: Recorder,
     cuts_loss: bool,
     looking: tuple[str, ...] = (),
 ) -> CutProof:
     """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
 
-    `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
+    `recorder` has recorded a forward of the whole model. Modules in `whole_modules` are in the plan, and every rank has them
     whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary. `looking` are modules whose code looks at
     values: all that they are given must be whole on every rank, and its gradient too.
     """
@@ -129,7 +131,7 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _follow_cuts(model, way, whole, recorder, looking)
+            cuts, flow = _follow_cuts(model, way, whole_modules, recorder, looking)
             partial = partial_gradients(recorder.operations, recorder.tracer.modules, flow)
             check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:
@@ -138,12 +140,12 @@ def prove(
         if not cuts_logits or _are_logits(flow, model, heads):
             uses = _uses(recorder.operations, flow, partial)
             tried = tuple(dict.fromkeys(flow.tried))
-            held = frozenset(
-                one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
+            storages = frozenset(
+                storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
             )
             outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
             copied = _copied_paths(flow, partial)
-            return CutProof(way, cuts, flow.groups, uses, copied, held, cuts_logits, outputs, tried, looking)
+            return CutProof(way, cuts, flow.groups, uses, copied, storages, cuts_logits, outputs, tried, looking)
     return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
 
 
@@ -163,8 +165,8 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
         met = {path for path in cut if is_below(path, above)}
         above = owner_of(above)
     kinds = {(_leaf(path), type(model.get_submodule(owner_of(path)))) for path in met}
-    found = {path for path in cut if (_leaf(path), type(model.get_submodule(owner_of(path)))) in kinds}
-    return frozenset({path for path in found if proof.styles[path] != "gather"} or found)
+    paths = {path for path in cut if (_leaf(path), type(model.get_submodule(owner_of(path)))) in kinds}
+    return frozenset({path for path in paths if proof.styles[path] != "gather"} or paths)
 
 
 def _copied_paths(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
@@ -196,16 +198,16 @@ def _is_linear(model: nn.Module, path: str) -> bool:
 
 def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
     """Return whether the model's prediction is the head's logits, cut by vocabulary along the last dimension."""
-    found = flow.prediction
-    own = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
-    names = {name for name, param in model.named_parameters() if id(param) in own}
-    return found is not None and found.is_last and found.outer == 1 and found.sources <= names
+    prediction = flow.prediction
+    identities = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
+    names = {name for name, param in model.named_parameters() if id(param) in identities}
+    return prediction is not None and prediction.is_last and prediction.outer == 1 and prediction.sources <= names
 
 
 def _follow_cuts(
     model: nn.Module,
     styles: Mapping[str, str],
-    whole: Collection[str],
+    whole_modules: Collection[str],
     recorder: Recorder,
     looking: tuple[str, ...],
 ) -> tuple[dict[str, WeightCut], UnitFlow]:
@@ -217,7 +219,9 @@ def _follow_cuts(
     """
     parts: dict[str, int] = {}
     while True:
-        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if owner_of(name) not in whole}
+        cuts = {
+            name: cut for name, cut in weight_cuts(model, styles, parts).items() if owner_of(name) not in whole_modules
+        }
         try:
             flow = follow(recorder.operations, model, styles, cuts, looking, recorder.branching)
         except MixesError as reason:

@@ -93,8 +93,8 @@ class WithNeighbours(Mixed):
     def dim_of(self, tensor: Tensor) -> int:
         """Return the dimension of a view along which all rows are; -1 if there is none."""
         size = tensor.element_size()
-        found = [dim for dim, step in enumerate(tensor.stride()) if step * size == self.stride]
-        return next((dim for dim in found if tensor.shape[dim] == self.rows), -1)
+        dims = [dim for dim, step in enumerate(tensor.stride()) if step * size == self.stride]
+        return next((dim for dim in dims if tensor.shape[dim] == self.rows), -1)
 
     def seen_in(self, tensor: Tensor, num_tokens: int) -> Along | Mixed:
         """Return the dependence of a view: that of the storage if it has all rows."""
@@ -121,13 +121,13 @@ class WithNeighbours(Mixed):
             return Mixed(self.where, self.shown)
         return Along(of_tokens[0], 1, 0)
 
-    def form_in(self, tensor: Tensor, found: Along | Mixed) -> Form:
+    def form_in(self, tensor: Tensor, dependence: Along | Mixed) -> Form:
         """Return how a view stands in the storage, without what follows from the number of tokens."""
         size = tensor.element_size()
         dims = [
             (extent, step * size if step * size < self.span else -(step * size // self.span))
             for dim, (extent, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-            if not isinstance(found, Along) or dim != found.dim
+            if not isinstance(dependence, Along) or dim != dependence.dim
         ]
         offset = int(tensor.storage_offset()) * size
         return Form(tuple(dims), (offset // self.span, offset % self.span))
@@ -169,7 +169,7 @@ class Dependences:
 
     def of(self, tensor: Tensor) -> Dependence:
         """Return the dependence of a tensor, which may be a view."""
-        found = self._found.get(tensor.untyped_storage()._cdata) if self._found else None
+        stored = self._found.get(tensor.untyped_storage()._cdata) if self._found else None
         if tensor.numel() == 0:
             shape, of_empty = self._empty.get(tensor.untyped_storage()._cdata, (None, None))
             return (
@@ -179,18 +179,18 @@ class Dependences:
                 if shape is None
                 else Mixed("a view of no rows", False)
             )
-        if isinstance(found, WithNeighbours):
-            return found.seen_in(tensor, self.num_rows)
-        if found is None or isinstance(found, Mixed):
-            return found
-        return self._along(found, tensor)
+        if isinstance(stored, WithNeighbours):
+            return stored.seen_in(tensor, self.num_rows)
+        if stored is None or isinstance(stored, Mixed):
+            return stored
+        return self._along(stored, tensor)
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor's elements, which were written just now; others of its storage keep theirs."""
         key = self._key_of(tensor)
-        before = self._found.get(key)
+        earlier = self._found.get(key)
         covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        if not covers and isinstance(before, WithNeighbours):  # those of neighbours are others on each rank
+        if not covers and isinstance(earlier, WithNeighbours):  # those of neighbours are others on each rank
             self._found[key] = Mixed("a tensor that is written in parts", shown=False)
             return
         if dependence is None:
@@ -201,8 +201,8 @@ class Dependences:
             self._empty[key] = tuple(tensor.shape), dependence
             return
         new = self._stored(dependence, tensor)
-        if not covers and before is not None and before != new:
-            new = before if isinstance(before, Mixed) else Mixed("a tensor that is written in parts", shown=False)
+        if not covers and earlier is not None and earlier != new:
+            new = earlier if isinstance(earlier, Mixed) else Mixed("a tensor that is written in parts", shown=False)
         self._found[key] = new
 
     def _stored(self, dependence: Along | Mixed, tensor: Tensor) -> Rows | Mixed:
@@ -210,18 +210,18 @@ class Dependences:
         if isinstance(dependence, Mixed):
             return dependence
         dim, inner, start = dependence
-        size, whole = tensor.element_size(), max(tensor.untyped_storage().nbytes(), 1)
+        size, nbytes = tensor.element_size(), max(tensor.untyped_storage().nbytes(), 1)
         offset = tensor.storage_offset() * size
         if dim == NO_DIM or tensor.shape[dim] == 1:
-            stride, span = max(tensor.numel(), 1) * size, whole
+            stride, span = max(tensor.numel(), 1) * size, nbytes
             if not tensor.is_contiguous() or offset % stride:
-                stride, offset = whole, 0
+                stride, offset = nbytes, 0
         else:
             step = tensor.stride(dim) * size
             stride = inner * step
             outer = [s * size for s, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
-            span = min((s for s in outer if s >= step * tensor.shape[dim]), default=whole)
-            if (span != whole and span % stride) or offset % stride >= step:
+            span = min((s for s in outer if s >= step * tensor.shape[dim]), default=nbytes)
+            if (span != nbytes and span % stride) or offset % stride >= step:
                 return Mixed("a tensor written from within a row on", shown=False)
         shift = offset % span // stride
         if isinstance(start, int):
@@ -233,7 +233,7 @@ class Dependences:
         size = tensor.element_size()
         first, rest = divmod(int(tensor.storage_offset()) * size % rows.span, rows.stride)
         unclear = Mixed("a view that crosses rows", shown=False)
-        found, below, reach = None, rest, 1
+        along, below, reach = None, rest, 1
         period = rows.span
         if is_periodic := rows.span // rows.stride % self.num_rows == 0 and isinstance(rows.start, int):
             period = rows.stride * self.num_rows
@@ -243,12 +243,12 @@ class Dependences:
                 continue
             if step < rows.stride and below + step * (extent - 1) < rows.stride:
                 below += step * (extent - 1)  # stays within a row
-            elif found is not None:
+            elif along is not None:
                 return unclear
             elif step < rows.stride and rows.stride % step == 0 and below < step:
-                found, reach = Along(dim, rows.stride // step, 0), -(-extent * step // rows.stride)
+                along, reach = Along(dim, rows.stride // step, 0), -(-extent * step // rows.stride)
             elif step == rows.stride:
-                found, reach = Along(dim, 1, 0), extent
+                along, reach = Along(dim, 1, 0), extent
             else:
                 return unclear
         if first + reach > max(rows.span // rows.stride, 1) and not is_periodic:
@@ -258,7 +258,7 @@ class Dependences:
             start = (start + first) % self.num_rows
         elif first:
             return unclear  # a part of picked rows is another pick
-        return Along(NO_DIM, 1, start) if found is None else Along(found.dim, found.inner, start)
+        return Along(NO_DIM, 1, start) if along is None else Along(along.dim, along.inner, start)
 
     def form_of(self, tensor: Tensor) -> Form:
         """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
@@ -280,16 +280,20 @@ class Dependences:
 
     def is_ordered(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
-        found = self.of(tensor)
-        if not isinstance(found, Along):
-            return found is None
-        return found.dim != NO_DIM and found.start == 0 and tensor.shape[found.dim] % (self.num_rows * found.inner) == 0
+        dependence = self.of(tensor)
+        if not isinstance(dependence, Along):
+            return dependence is None
+        return (
+            dependence.dim != NO_DIM
+            and dependence.start == 0
+            and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
+        )
 
-    def shows_some(self, tensor: Tensor, found: Dependence) -> bool:
+    def shows_some(self, tensor: Tensor, dependence: Dependence) -> bool:
         """Return whether a tensor of this dependence shows some rows alone, whose numbers are known."""
-        if not isinstance(found, Along) or isinstance(found.start, Pick):
+        if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
             return False
-        return found.dim == NO_DIM or tensor.shape[found.dim] < self.num_rows * found.inner
+        return dependence.dim == NO_DIM or tensor.shape[dependence.dim] < self.num_rows * dependence.inner
 
     def has_rows(self, tensor: Tensor, dim: int) -> bool:
         """Return whether each position along `dim` depends on the row of its number, and there are no others."""
@@ -349,7 +353,7 @@ Moves = Callable[[int, Along], Dependence]
 """Returns what the rows of an operand, told by its number, become that lie along a MOVED dimension or are of one row."""
 
 
-def map_dependence(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
+def map_dependence(call: Call, mapped_operands: Sequence[Operand], moves: Moves | None = None) -> Dependence:
     """Return the dependence of a result from the dimensions that its operands become.
 
     Those without elements give nothing, unless rows are mixed in what says that they have none: with other values they may.
@@ -357,18 +361,18 @@ def map_dependence(call: Call, given: Sequence[Operand], moves: Moves | None = N
     parts: list[Along | Mixed] = []
     constants: list[Operand] = []
     has_elements = all(result.numel() for result in call.results)
-    for at, (tensor, dims) in enumerate(given):
-        found = call.known.of(tensor)
-        if has_elements and not tensor.numel() and not isinstance(found, Mixed):
+    for at, (tensor, dims) in enumerate(mapped_operands):
+        dependence = call.known.of(tensor)
+        if has_elements and not tensor.numel() and not isinstance(dependence, Mixed):
             continue
-        if found is None:
+        if dependence is None:
             constants.append((tensor, dims))
             continue
-        if isinstance(found, Along):
-            is_moved = found.dim == NO_DIM or dims[found.dim] == MOVED
-            found = moves(at, found) if moves is not None and is_moved else _become(call, found, dims)
-        if found is not None:
-            parts.append(found)
+        if isinstance(dependence, Along):
+            is_moved = dependence.dim == NO_DIM or dims[dependence.dim] == MOVED
+            dependence = moves(at, dependence) if moves is not None and is_moved else _become(call, dependence, dims)
+        if dependence is not None:
+            parts.append(dependence)
     result = join_dependences(parts, call.text)
     if isinstance(result, Along) and result.dim != NO_DIM:
         for tensor, dims in constants:
@@ -376,16 +380,16 @@ def map_dependence(call: Call, given: Sequence[Operand], moves: Moves | None = N
     return result
 
 
-def _become(call: Call, found: Along, dims: Sequence[Target]) -> Along | Mixed:
+def _become(call: Call, along: Along, dims: Sequence[Target]) -> Along | Mixed:
     """Return what rows along a dimension of an operand become."""
-    if found.dim == NO_DIM:
-        return found
-    to = dims[found.dim]
+    if along.dim == NO_DIM:
+        return along
+    to = dims[along.dim]
     if isinstance(to, Blocks):
-        if found.inner % to.each == 0:
-            return Along(to.dim, found.inner // to.each * to.gives, found.start)
+        if along.inner % to.each == 0:
+            return Along(to.dim, along.inner // to.each * to.gives, along.start)
         return Mixed(call.text, shown=True)
-    return Mixed(call.text, shown=to == SUMMED) if to in (SUMMED, MOVED) else found._replace(dim=to)
+    return Mixed(call.text, shown=to == SUMMED) if to in (SUMMED, MOVED) else along._replace(dim=to)
 
 
 def _check_constant(call: Call, tensor: Tensor, dims: Sequence[Target], result: Along) -> None:
@@ -398,9 +402,9 @@ def _check_constant(call: Call, tensor: Tensor, dims: Sequence[Target], result: 
 
 def unknown(call: Call, tensor: Tensor) -> Mixed | None:
     """Return what an operand makes of a result of which nothing else is known."""
-    found = call.known.of(tensor)
-    if found is None or isinstance(found, Mixed):
-        return found
+    dependence = call.known.of(tensor)
+    if dependence is None or isinstance(dependence, Mixed):
+        return dependence
     return Mixed(call.text, shown=False)
 
 

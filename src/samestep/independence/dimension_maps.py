@@ -53,8 +53,8 @@ Map = Callable[[Computation], Iterable[Sequence[Operand]]]
 def bind_arguments(call: Computation) -> dict[str, Any]:
     """Return all arguments of a call by name, with their defaults."""
     schema = call.func._schema.arguments
-    given = {one.name: value for one, value in zip(schema, call.args, strict=False)} | dict(call.kwargs)
-    return {one.name: given.get(one.name, one.default_value) for one in schema}
+    values = {argument.name: value for argument, value in zip(schema, call.args, strict=False)} | dict(call.kwargs)
+    return {argument.name: values.get(argument.name, argument.default_value) for argument in schema}
 
 
 def broadcast(tensor: Any, result: Any) -> Operand:
@@ -93,11 +93,14 @@ def along(call: Computation) -> Iterator[list[Operand]]:
     first, *others = call.given
     size, chosen = len(first.shape), _dims_of_sum(call, first)
     for result in call.results:
-        kept, mine = len(result.shape) == size, []
+        keeps_dims, targets = len(result.shape) == size, []
         for dim in range(size):
-            place = dim if kept else dim - sum(one < dim for one in chosen)
-            mine.append(SUMMED if dim in chosen else place)
-        yield [(first, mine), *(broadcast(one, result) for one in others if len(one.shape) <= len(result.shape))]
+            place = dim if keeps_dims else dim - sum(summed < dim for summed in chosen)
+            targets.append(SUMMED if dim in chosen else place)
+        yield [
+            (first, targets),
+            *(broadcast(other, result) for other in others if len(other.shape) <= len(result.shape)),
+        ]
 
 
 def _dims_of_sum(call: Computation, x: Any) -> set[int]:
@@ -125,9 +128,9 @@ def _likelihood(call: Computation) -> Iterator[list[Operand]]:
     channel = min(1, len(x.shape) - 1)
     for result in call.results:
         is_each = result is call.results[0] and arguments["reduction"] == 0
-        mine = [SUMMED if not is_each or dim == channel else dim - (dim > channel) for dim in range(len(x.shape))]
+        targets = [SUMMED if not is_each or dim == channel else dim - (dim > channel) for dim in range(len(x.shape))]
         yield [
-            (x, mine),
+            (x, targets),
             (labels, range(len(labels.shape)) if is_each else [SUMMED] * len(labels.shape)),
             *([] if weight is None else [(weight, [SUMMED])]),
         ]
@@ -155,7 +158,7 @@ def attention(call: Computation) -> Iterator[list[Operand]]:
     query, key, value, *masks = call.given
     batch = [*range(len(query.shape) - 2)]
     for result in call.results:
-        others: list[Operand] = [(one, [*batch, SUMMED, SUMMED]) for one in (key, value)]
+        others: list[Operand] = [(operand, [*batch, SUMMED, SUMMED]) for operand in (key, value)]
         others += [(mask, [*broadcast(mask, result)[1][:-1], SUMMED]) for mask in masks]
         yield [(query, [*batch, len(batch), SUMMED]), *others]
 
@@ -189,13 +192,13 @@ def _by_channel(call: Computation) -> Iterator[list[Operand]]:
     """Map of batch norm: in training the statistics of a channel are those of all other dimensions."""
     arguments = bind_arguments(call)
     x, uses_batch = arguments["input"], bool(arguments.get("training", arguments.get("train", True)))
-    own = [1 if dim == 1 else SUMMED if uses_batch else dim for dim in range(len(x.shape))]
+    targets = [1 if dim == 1 else SUMMED if uses_batch else dim for dim in range(len(x.shape))]
     others = [tensor for tensor in call.given if tensor is not x]
     for result in call.results:
         if len(result.shape) == len(x.shape):
-            yield [(x, own), *((other, [1]) for other in others)]
+            yield [(x, targets), *((other, [1]) for other in others)]
         else:
-            yield [(x, [0 if to == 1 else SUMMED for to in own]), *((other, [0]) for other in others)]
+            yield [(x, [0 if to == 1 else SUMMED for to in targets]), *((other, [0]) for other in others)]
 
 
 def _by_group(call: Computation) -> Iterator[list[Operand]]:
@@ -212,17 +215,19 @@ def _by_group(call: Computation) -> Iterator[list[Operand]]:
 def along_dimension(dim: int) -> Map:
     """Return the map of an operation that works on each position along `dim` of all its tensors by itself."""
 
-    def found(call: Computation) -> Iterator[list[Operand]]:
+    def map_along(call: Computation) -> Iterator[list[Operand]]:
         for result in call.results:
             at = dim % max(len(result.shape), 1)
-            given: list[Operand] = []
+            pairs: list[Operand] = []
             for tensor in call.given:
-                own = dim % max(len(tensor.shape), 1)
-                is_one = len(tensor.shape) > 0 and tensor.shape[own] == result.shape[at]
-                given.append((tensor, [at if one == own and is_one else SUMMED for one in range(len(tensor.shape))]))
-            yield given
+                tensor_dim = dim % max(len(tensor.shape), 1)
+                is_one = len(tensor.shape) > 0 and tensor.shape[tensor_dim] == result.shape[at]
+                pairs.append(
+                    (tensor, [at if place == tensor_dim and is_one else SUMMED for place in range(len(tensor.shape))])
+                )
+            yield pairs
 
-    return found
+    return map_along
 
 
 # -- positions that go elsewhere -------------------------------------------------------------------
@@ -277,7 +282,7 @@ def gather(call: Computation) -> Iterator[list[Operand]]:
     """Map of gather: each element of the index chooses one along a dimension of the first tensor."""
     x, index = bind_arguments(call)["self"], bind_arguments(call)["index"]
     (result,), dim = call.results, bind_arguments(call)["dim"] % max(len(x.shape), 1)
-    yield [(x, [MOVED if one == dim else one for one in range(len(x.shape))]), broadcast(index, result)]
+    yield [(x, [MOVED if at == dim else at for at in range(len(x.shape))]), broadcast(index, result)]
 
 
 def _take(call: Computation) -> Iterator[list[Operand]]:
@@ -290,8 +295,8 @@ def scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
     """Map of scatter and its kin: positions along one dimension are chosen by values."""
     for result in call.results:
         size = len(result.shape)
-        own = [MOVED if one == bind_arguments(call)["dim"] % max(size, 1) else one for one in range(size)]
-        yield [(tensor, own[: len(tensor.shape)]) for tensor in call.given]
+        targets = [MOVED if at == bind_arguments(call)["dim"] % max(size, 1) else at for at in range(size)]
+        yield [(tensor, targets[: len(tensor.shape)]) for tensor in call.given]
 
 
 class Picks(NamedTuple):
@@ -309,21 +314,21 @@ class Picks(NamedTuple):
 
 def picks(x: Any, indices: Iterable[Any]) -> Picks:
     """Return what an indexing of x does with its dimensions; an index of None takes a dimension whole."""
-    at, given = 0, []
+    at, pairs = 0, []
     for index in indices:
         count = len(index.shape) if index is not None and is_mask(index) else 1
         if index is not None:
-            given.append((index, range(at, at + count)))
+            pairs.append((index, range(at, at + count)))
         at += count
-    covered = [dim for _, dims in given for dim in dims]
-    width = max(1 if is_mask(index) else len(index.shape) for index, _ in given)
+    covered = [dim for _, dims in pairs for dim in dims]
+    width = max(1 if is_mask(index) else len(index.shape) for index, _ in pairs)
     place = covered[0] if covered == [*range(covered[0], covered[-1] + 1)] else 0
     dims, to = list[Target](), 0
     for dim in range(len(x.shape)):
         to += width if to == place else 0
         dims.append(MOVED if dim in covered else to)
         to += dim not in covered
-    return Picks(place, width, given, dims)
+    return Picks(place, width, pairs, dims)
 
 
 def index(call: Computation) -> Iterator[list[Operand]]:
@@ -331,15 +336,15 @@ def index(call: Computation) -> Iterator[list[Operand]]:
     x, indices = call.args[:2]
     if call.func.overloadpacket is _aten.masked_select and x.shape != indices.shape:
         raise ValueError  # a mask that is broadcast is no index
-    found = picks(x, indices if isinstance(indices, list | tuple) else [indices])
-    yield [(x, found.dims), *((one, _places_of(one, found)) for one, _ in found.indices)]
+    picked = picks(x, indices if isinstance(indices, list | tuple) else [indices])
+    yield [(x, picked.dims), *((positions, _places_of(positions, picked)) for positions, _ in picked.indices)]
 
 
-def _places_of(index: Any, found: Picks) -> list[Target]:
+def _places_of(index: Any, picked: Picks) -> list[Target]:
     size = len(index.shape)
     if is_mask(index):
         return [MOVED] * size
-    return [found.place + found.width - size + dim for dim in range(size)]
+    return [picked.place + picked.width - size + dim for dim in range(size)]
 
 
 def index_select(call: Computation) -> Iterator[list[Operand]]:
@@ -359,15 +364,15 @@ def write_at_indices(call: Computation) -> Iterator[list[Operand]]:
         dim, index = arguments["dim"], arguments["index"]
         yield [*_move_dims(target, [dim]), *_move_dims(arguments["source"], [dim]), (index, [MOVED] * len(index.shape))]
         return
-    source, found = arguments["values"], picks(target, arguments["indices"])
-    covered = {dim for _, dims in found.indices for dim in dims}
-    is_masked = len(found.indices) == 1 and is_mask(found.indices[0][0])
-    back = {to: dim for dim, to in enumerate(found.dims) if to != MOVED}
-    beside = len(target.shape) - len(covered) + found.width - len(source.shape)
+    source, picked = arguments["values"], picks(target, arguments["indices"])
+    covered = {dim for _, dims in picked.indices for dim in dims}
+    is_masked = len(picked.indices) == 1 and is_mask(picked.indices[0][0])
+    back = {to: dim for dim, to in enumerate(picked.dims) if to != MOVED}
+    beside = len(target.shape) - len(covered) + picked.width - len(source.shape)
     yield [
         (target, [MOVED if dim in covered and not is_masked else dim for dim in range(len(target.shape))]),
         (source, [back.get(beside + dim, MOVED) for dim in range(len(source.shape))]),
-        *((one, [*dims] if is_masked else [MOVED] * len(one.shape)) for one, dims in found.indices),
+        *((positions, [*dims] if is_masked else [MOVED] * len(positions.shape)) for positions, dims in picked.indices),
     ]
 
 
@@ -471,9 +476,9 @@ def map_of(func: Any) -> Map | None:
 
 def operands_of(call: Computation) -> list[Sequence[Operand]] | None:
     """Return for each result of a call its operands; None without a map, or where it does not foresee this form."""
-    found = map_of(call.func)
+    rule = map_of(call.func)
     try:
-        return None if found is None else [*found(call)]
+        return None if rule is None else [*rule(call)]
     except (IndexError, KeyError, TypeError, ValueError):
         return None
 

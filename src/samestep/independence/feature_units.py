@@ -116,10 +116,10 @@ def _parts_in(view: View, rows: UnitRows) -> int:
 
 def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
     """Return the view of a rank that holds one of `degree` equal parts of the units; None where there is none."""
-    found = along(view, rows)
-    if found is None or found.units % degree:
+    unit_dim = along(view, rows)
+    if unit_dim is None or unit_dim.units % degree:
         return None
-    shape = tuple(size // degree if dim == found.dim else size for dim, size in enumerate(view.shape))
+    shape = tuple(size // degree if dim == unit_dim.dim else size for dim, size in enumerate(view.shape))
     strides = tuple(s // degree if s >= rows.period else s for s in view.strides)
     offset = view.offset // rows.period * (rows.period // degree) + view.offset % rows.period
     return replace(view, shape=shape, strides=strides, offset=offset)
@@ -168,8 +168,8 @@ class UnitFlow:
             raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
         if not isinstance(state, UnitRows) or view.numel == 0:
             return None
-        found = along(view, state)
-        if found is None:
+        unit_dim = along(view, state)
+        if unit_dim is None:
             raise MixesError(
                 f"{place(op)} takes a part {list(view.shape)} of {describe_sources(state.sources)}, of which a rank would hold "
                 "other elements",
@@ -177,10 +177,10 @@ class UnitFlow:
                 _parts_in(view, state),
             )
         for name in state.sources:
-            self.groups[name] = math.gcd(self.groups[name], found.units)
-        return found
+            self.groups[name] = math.gcd(self.groups[name], unit_dim.units)
+        return unit_dim
 
-    def check_whole(self, view: View, dim: int, found: UnitDim, op: Operation) -> None:
+    def check_whole(self, view: View, dim: int, unit_dim: UnitDim, op: Operation) -> None:
         """Check that a tensor without units does not distinguish the units along its dimension `dim`.
 
         Raises:
@@ -190,11 +190,11 @@ class UnitFlow:
             return
         name = self.weights.get(view.storage) or self.made_of.get(view.storage, "")
         size = view.shape[dim]
-        if name in self.trained and name not in self.like and found.outer == 1:
+        if name in self.trained and name not in self.like and unit_dim.outer == 1:
             raise LikeError(name, view.strides[dim], size, is_weight=view.storage in self.weights)
         what = f"{name}, with" if name else "a tensor with"
         raise MixesError(
-            f"{place(op)} computes {op.name} of {describe_sources(found.sources)} and {what} {size} elements of its own for what "
+            f"{place(op)} computes {op.name} of {describe_sources(unit_dim.sources)} and {what} {size} elements of its own for what "
             "tp cuts, which every rank would hold whole"
         )
 
@@ -205,25 +205,25 @@ class UnitFlow:
         state = self.states.get(view.storage)
         return state == "uniform" or (isinstance(state, frozenset) and (view.strides[dim], view.shape[dim]) in state)
 
-    def learn(self, view: View, found: UnitDim | None, op: Operation) -> None:
+    def learn(self, view: View, unit_dim: UnitDim | None, op: Operation) -> None:
         """Store the units of a result.
 
         Raises:
             MixesError: it is written into a tensor without units, or with other ones.
         """
-        if found is None:
+        if unit_dim is None:
             return
         state = self.states.get(view.storage)
-        rows = UnitRows(view.strides[found.dim] * found.inner, found.units, found.sources)
+        rows = UnitRows(view.strides[unit_dim.dim] * unit_dim.inner, unit_dim.units, unit_dim.sources)
         if isinstance(state, UnitRows):
-            held = along(view, state)
-            if held is None or (held.dim, held.outer) != (found.dim, found.outer):
+            stored = along(view, state)
+            if stored is None or (stored.dim, stored.outer) != (unit_dim.dim, unit_dim.outer):
                 raise MixesError(
-                    f"{place(op)} writes {describe_sources(found.sources)} into other rows of another tensor"
+                    f"{place(op)} writes {describe_sources(unit_dim.sources)} into other rows of another tensor"
                 )
         elif op.writes and state != "uniform":
             raise MixesError(
-                f"{place(op)} writes {describe_sources(found.sources)} into a tensor that every rank has whole"
+                f"{place(op)} writes {describe_sources(unit_dim.sources)} into a tensor that every rank has whole"
             )
         else:
             self.states[view.storage] = rows

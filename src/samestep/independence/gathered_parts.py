@@ -49,7 +49,7 @@ def wider_parts(
         for path in blocks
         if type(module.get_submodule(path)) is kinds[0] and _type_at(module, f"{path}{relative}") is kinds[1]
     ]
-    return frozenset(alike) | {one for one in parts if not any(is_below(one, wider) for wider in alike)}
+    return frozenset(alike) | {part for part in parts if not any(is_below(part, wider) for wider in alike)}
 
 
 def _type_at(module: nn.Module, path: str) -> type | None:
@@ -93,7 +93,7 @@ class PartCalls:
     def move(self, move: TokenMove, point: Point) -> None:
         """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
         block, number = self._block, self._number
-        parts = sum((block, number) == one[:2] for one in self.calls)
+        parts = sum((block, number) == call[:2] for call in self.calls)
         self.moved.append((block, number, replace(move, before=self._attended, parts_before=parts), point))
 
     @property
@@ -103,7 +103,7 @@ class PartCalls:
     @property
     def _attended(self) -> int:
         """Number of attentions of the block so far that are given slices."""
-        return sum((self._block, self._number, one) not in self.within for one in range(self._attentions))
+        return sum((self._block, self._number, attention) not in self.within for attention in range(self._attentions))
 
     def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
         """Record what the last part returns, and the places of it that a rank keeps a part of."""
@@ -123,7 +123,8 @@ class PartCalls:
         """The calls in the terms in which those of a slice and of the whole sequence must be equal."""
         return [
             (block, number, part.owner,
-             tuple((one.place, one.dim, one.is_known, one.takes_gradient) for one in part.given), part.returned)
+             tuple((tensor.place, tensor.dim, tensor.is_known, tensor.takes_gradient) for tensor in part.given),
+             part.returned)
             for block, number, part, _ in self.calls
         ]  # fmt: skip
 
@@ -132,7 +133,7 @@ class PartCalls:
     ) -> tuple[LayerSpec, ...]:
         """Return the layers with their parts and the reason of each; elements are those of `scale[1]` tokens, and become those of `scale[0]`."""
         calls: dict[str, int] = {}
-        found = []
+        new_layers = []
         for layer in layers:
             first = layer.repeats or layer.name
             number = calls[first] = calls.get(first, -1) + 1
@@ -142,12 +143,14 @@ class PartCalls:
                 for block, call, part, point in self.calls
                 if block in names and call == number
             ]
-            within = {one for block, call, one in self.within if block in names and call == number}
-            exchanges = tuple(replace(one, is_within=at // 4 in within) for at, one in enumerate(layer.exchanges))
+            within = {attention for block, call, attention in self.within if block in names and call == number}
+            exchanges = tuple(
+                replace(exchange, is_within=at // 4 in within) for at, exchange in enumerate(layer.exchanges)
+            )
             sized = [
                 replace(
                     part,
-                    given=tuple(_scaled(one, scale, is_reached) for one in part.given),
+                    given=tuple(_scaled(tensor, scale, is_reached) for tensor in part.given),
                     reason=reasons.get(part.owner, ""),
                 )
                 for part, is_reached in parts
@@ -157,8 +160,8 @@ class PartCalls:
                 for block, call, move, point in self.moved
                 if block in names and call == number
             )
-            found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
-        return tuple(found)
+            new_layers.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
+        return tuple(new_layers)
 
     def _placed(self, move: TokenMove, point: Point, layer: LayerSpec) -> TokenMove:
         """Return a call with its place, and whether the backward comes to it; ranks keep something of a state that they send on."""
@@ -167,7 +170,7 @@ class PartCalls:
         return replace(move, takes_gradient=takes_gradient, place=place)
 
 
-def _scaled(given: GatheredTensor, scale: tuple[int, int], is_reached: bool) -> GatheredTensor:
+def _scaled(tensor: GatheredTensor, scale: tuple[int, int], is_reached: bool) -> GatheredTensor:
     """Return an argument of `scale[1]` tokens as one of `scale[0]`, which takes a gradient if the backward reaches its part."""
-    elements = given.elements * scale[0] // scale[1]
-    return replace(given, elements=elements, takes_gradient=given.takes_gradient and is_reached)
+    elements = tensor.elements * scale[0] // scale[1]
+    return replace(tensor, elements=elements, takes_gradient=tensor.takes_gradient and is_reached)

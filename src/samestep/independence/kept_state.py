@@ -45,11 +45,11 @@ SAMPLES = -1
 """The label of what depends on the values of the samples; other labels are addresses of storages."""
 
 
-def has_changed(before: Snapshot, module: nn.Module, events: Events) -> bool:
+def has_changed(start: Snapshot, module: nn.Module, events: Events) -> bool:
     """Return whether a traced forward has changed its modules or written into their tensors, or counts tokens."""
     after = Snapshot(module)
-    held = {address(tensor) for value in after.values.values() for tensor in value.tensors}
-    return bool(held & events.written) or bool(events.counting) or bool(changed_slots(before, after))
+    addresses = {address(tensor) for value in after.values.values() for tensor in value.tensors}
+    return bool(addresses & events.written) or bool(events.counting) or bool(changed_slots(start, after))
 
 
 # -- dependence ------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ class _Labels(Analysis):
         """Give the output of an attention the labels of its operands."""
         self._label([query, key, value, *([] if mask is None else [mask])], [output])
 
-    def _label(self, given: list[Tensor], results: list[Tensor]) -> None:
+    def _label(self, sources: list[Tensor], results: list[Tensor]) -> None:
         """Give the results of a computation the labels of its operands."""
-        keys = {self.key(tensor) for tensor in given}
+        keys = {self.key(tensor) for tensor in sources}
         self.used |= keys
         labels = self._labels_of(keys)
         for tensor in results:
@@ -198,13 +198,13 @@ def examine(
         acts = acts or any(follows(counters, count - 1) for count in jumps_of(start, counters))
     finally:
         start.restore()
-    found = [
+    states = [
         *_find_written_state(module, start, first, again),
         *_find_replaced_state(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
     ]
-    found += [StateSpec(owner=path, name="weight", kind="counts") for path in first.watch.tracer.events.counting[-1:]]
+    states += [StateSpec(owner=path, name="weight", kind="counts") for path in first.watch.tracer.events.counting[-1:]]
     modules = dict(module.named_modules())
-    return tuple(_with_form(state, modules) for state in found if not _is_known(module, state, spec))
+    return tuple(_with_form(state, modules) for state in states if not _is_known(module, state, spec))
 
 
 def _with_form(state: StateSpec, modules: Mapping[str, nn.Module]) -> StateSpec:
@@ -212,28 +212,28 @@ def _with_form(state: StateSpec, modules: Mapping[str, nn.Module]) -> StateSpec:
     owner = modules.get(state.owner)
     if owner is None or state.of_samples or state.kind not in ("buffer", "attribute"):
         return state
-    held = owner._buffers if state.name in owner._buffers else vars(owner)
-    return replace(state, is_restorable=can_be_kept(held.get(state.name)))
+    values = owner._buffers if state.name in owner._buffers else vars(owner)
+    return replace(state, is_restorable=can_be_kept(values.get(state.name)))
 
 
 def counters_of(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[Variable]:
     """Yield the numbers that the first forward has changed, and the second one again."""
-    later = {id(held): items for held, items in first.containers}
-    latest = {id(held): items for held, items in again.containers}
-    for held, items in start.containers:
-        after, last = later.get(id(held)), latest.get(id(held))
+    later = {id(container): items for container, items in first.containers}
+    latest = {id(container): items for container, items in again.containers}
+    for container, items in start.containers:
+        after, last = later.get(id(container)), latest.get(id(container))
         if (
             after is None
             or last is None
-            or isinstance(held, set)
+            or isinstance(container, set)
             or len(items) != len(after)
             or len(after) != len(last)
         ):
             continue
-        for key in items if isinstance(held, dict) else range(len(items)):
+        for key in items if isinstance(container, dict) else range(len(items)):
             now = after.get(key) if isinstance(after, dict) else after[key]
             if _is_number(items[key]) and _is_number(now) and items[key] != now:
-                yield Variable("", held, key, now)
+                yield Variable("", container, key, now)
     for name, variable in start.variables.items():
         after = first.variables.get(name)
         if after and _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
@@ -263,8 +263,8 @@ def jumps_of(start: Snapshot, counters: list[Variable]) -> list[int]:
     """Return the numbers near which counters are tried: those of the attributes and of the code, and a large one."""
     if not counters:
         return []
-    found = {int(number) for number in start.numbers if 1 < int(number) < _LARGEST_JUMP}
-    return [*sorted(found)[-_MOST_JUMPS:], _LARGEST_JUMP]
+    numbers = {int(number) for number in start.numbers if 1 < int(number) < _LARGEST_JUMP}
+    return [*sorted(numbers)[-_MOST_JUMPS:], _LARGEST_JUMP]
 
 
 def _is_known(module: nn.Module, state: StateSpec, spec: ModelSpec) -> bool:
@@ -305,13 +305,20 @@ def _find_replaced_state(
     for slot in sorted(changed_slots(start, first.after) | changed_slots(first.after, again.after)):
         old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
         known = set(old.identities)
-        made = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]
-        read = [tensor for tensor in made if address(tensor) in again.watch.used]
+        new_tensors = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]
+        read = [tensor for tensor in new_tensors if address(tensor) in again.watch.used]
         of_samples = any(first.watch.depends(tensor) for tensor in read)
-        counts = acts and newer.skeleton != new.skeleton and not (made and not read and _only_tensors(new, newer))
+        counts = (
+            acts and newer.skeleton != new.skeleton and not (new_tensors and not read and _only_tensors(new, newer))
+        )
         written = any(address(tensor) in again.watch.written for tensor in read)
         is_weight = bool(old.tensors) and old.skeleton == new.skeleton and isinstance(old.tensors[0], nn.Parameter)
-        if of_samples or counts or (read and (written or newer.identities != new.identities)) or (is_weight and made):
+        if (
+            of_samples
+            or counts
+            or (read and (written or newer.identities != new.identities))
+            or (is_weight and new_tensors)
+        ):
             yield StateSpec(
                 owner=slot[0] if slot[0] != OUTSIDE else "",
                 name=slot[1],

@@ -40,15 +40,21 @@ def is_linear(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> bool:
     alive, is_linear_at = [*on_meta], {address(gradient): True for gradient in on_meta}
 
     def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-        read = [one for one in operands(*args, *kwargs.values()) if one.is_meta and address(one) in is_linear_at]
+        read = [
+            tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta and address(tensor) in is_linear_at
+        ]
         results = operands(outcome) or mutated_operands(func, args, kwargs)
         alive.extend(results)
         writes = func._schema.is_mutable
-        if not read or _is_known(func, args) or (not writes and all(address(one) in is_linear_at for one in results)):
+        if (
+            not read
+            or _is_known(func, args)
+            or (not writes and all(address(tensor) in is_linear_at for tensor in results))
+        ):
             return
-        keeps = all(is_linear_at[address(one)] for one in read) and _keeps(func, args, kwargs, read)
-        keeps &= all(one.is_floating_point() or one.is_complex() for one in results)
-        is_linear_at.update((address(one), keeps) for one in results)
+        keeps = all(is_linear_at[address(tensor)] for tensor in read) and _keeps(func, args, kwargs, read)
+        keeps &= all(tensor.is_floating_point() or tensor.is_complex() for tensor in results)
+        is_linear_at.update((address(tensor), keeps) for tensor in results)
 
     outcome = follow_hook(hook, on_meta, ran)
     stays = outcome is not None and all(is_linear_at.get(address(result), True) for result in outcome)
@@ -57,10 +63,13 @@ def is_linear(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> bool:
 
 def _adds_none(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> bool:
     """Return whether a hook makes zeros of zeros: its operations may add a constant."""
-    zeros = [torch.zeros_like(one, device="cpu" if one.is_meta else None, requires_grad=False) for one in gradients]
+    zeros = [
+        torch.zeros_like(gradient, device="cpu" if gradient.is_meta else None, requires_grad=False)
+        for gradient in gradients
+    ]
     try:
         with disable_current_modes(), torch.no_grad(), preserve_function(hook):
-            return not any(bool(one.any()) for one in operands(hook(*zeros)))
+            return not any(bool(result.any()) for result in operands(hook(*zeros)))
     except Exception:  # of the user's own code, which reads what a trace has on the meta device
         return True
 

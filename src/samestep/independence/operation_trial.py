@@ -96,20 +96,20 @@ def try_sums(
     return _in_a_thread(_sums_tried, compute, args, named, tuple(dims))
 
 
-def outcome_of(compute: Callable[..., Any], given: tuple[Given, ...]) -> bytes:
+def outcome_of(compute: Callable[..., Any], operands: tuple[Given, ...]) -> bytes:
     """Return what a function makes of drawn tensors, as bytes; empty where it does not run on them."""
-    return _in_a_thread(_outcome_of, compute, given)
+    return _in_a_thread(_outcome_of, compute, operands)
 
 
-def _outcome_of(compute: Callable[..., Any], given: tuple[Given, ...]) -> bytes:
+def _outcome_of(compute: Callable[..., Any], operands: tuple[Given, ...]) -> bytes:
     generator = torch.Generator().manual_seed(0)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
             warnings.simplefilter("ignore")
-            made = compute(*(_draw_operand(one, 2, True, generator) for one in given))
+            outcome = compute(*(_draw_operand(operand, 2, True, generator) for operand in operands))
     except Exception:  # the user's own code
         return b""
-    return b"".join(one.double().numpy().tobytes() for one in tree_flatten(made)[0] if isinstance(one, Tensor))
+    return b"".join(leaf.double().numpy().tobytes() for leaf in tree_flatten(outcome)[0] if isinstance(leaf, Tensor))
 
 
 @functools.lru_cache(maxsize=512)
@@ -120,7 +120,7 @@ def _try_cached(
     results: tuple[RowsAlong, ...],
 ) -> Outcome:
     outcome = _in_a_thread(_try_operation, compute, args, named, results)
-    is_guess = any(isinstance(one, Given) and one.is_guess for one in tree_flatten((args, named))[0])
+    is_guess = any(isinstance(leaf, Given) and leaf.is_guess for leaf in tree_flatten((args, named))[0])
     return "fails" if outcome == "differs" and is_guess else outcome
 
 
@@ -131,17 +131,17 @@ def _in_a_thread(trial: Callable[..., Any], *args: Any) -> Any:
 
 
 def _try_operation(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
-    given, run = _runnable(compute, args, named)
-    counts = {one.rows.count for one in given if one.rows is not None}
+    operands, run = _runnable(compute, args, named)
+    counts = {operand.rows.count for operand in operands if operand.rows is not None}
     if len(counts) != 1:
         return "fails"
     (count,) = counts
-    return _in_any_precision(given, lambda wide: _compare_parts(run, given, results, count, wide))
+    return _in_any_precision(operands, lambda wide: _compare_parts(run, operands, results, count, wide))
 
 
 def _sums_tried(compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...]) -> Outcome:
-    given, run = _runnable(compute, args, named)
-    return _in_any_precision(given, lambda wide: _compare_sums(run, given, dims, wide))
+    operands, run = _runnable(compute, args, named)
+    return _in_any_precision(operands, lambda wide: _compare_sums(run, operands, dims, wide))
 
 
 def _runnable(
@@ -157,15 +157,15 @@ def _runnable(
             filled[at] = tensor
         args, named = tree_unflatten(filled, tree)
         outcome = compute(*args, **named)
-        found = [one for one in tree_flatten(outcome)[0] if isinstance(one, Tensor)]
-        return found or [tensors[at] for at in _mutated_positions(compute, leaves, places)]
+        results = [leaf for leaf in tree_flatten(outcome)[0] if isinstance(leaf, Tensor)]
+        return results or [tensors[at] for at in _mutated_positions(compute, leaves, places)]
 
     return _smaller([leaf for leaf in leaves if isinstance(leaf, Given)]), run
 
 
-def _in_any_precision(given: list[Given], trial: Callable[[bool], Outcome]) -> Outcome:
+def _in_any_precision(operands: list[Given], trial: Callable[[bool], Outcome]) -> Outcome:
     """Try in double precision where the operation takes that, or else in the precision of its operands."""
-    if max((math.prod(one.shape) for one in given), default=0) > 2 * LARGEST:
+    if max((math.prod(operand.shape) for operand in operands), default=0) > 2 * LARGEST:
         return "fails"
     for wide in (True, False):
         try:
@@ -182,86 +182,88 @@ def _mutated_positions(compute: Any, leaves: list[Any], places: list[int]) -> li
     schema = getattr(compute, "_schema", None)
     if schema is None:
         return []
-    flags = [bool(one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
+    flags = [bool(argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments]
     return [at for at, place in enumerate(places) if place < len(flags) and flags[place]]
 
 
-def _smaller(given: list[Given]) -> list[Given]:
+def _smaller(operands: list[Given]) -> list[Given]:
     """Return operands of at most `LARGEST` elements: sizes are halved, equal ones alike, the largest first."""
-    while sum(math.prod(one.shape) for one in given) > LARGEST:
-        sizes = {size for one in given for size in one.shape}
-        fixed = {one.rows.inner for one in given if one.rows is not None}
+    while sum(math.prod(operand.shape) for operand in operands) > LARGEST:
+        sizes = {size for operand in operands for size in operand.shape}
+        fixed = {operand.rows.inner for operand in operands if operand.rows is not None}
         largest = max((size for size in sizes if size % 2 == 0 and size >= 16 and size not in fixed), default=0)
         if not largest:
             break
-        given = [_halve_dim(one, largest) for one in given]
-    return given
+        operands = [_halve_dim(operand, largest) for operand in operands]
+    return operands
 
 
-def _halve_dim(one: Given, size: int) -> Given:
-    shape = tuple(at // 2 if at == size else at for at in one.shape)
-    rows, changed = one.rows, shape != one.shape
-    if rows is not None and shape[rows.dim] != one.shape[rows.dim]:
+def _halve_dim(operand: Given, size: int) -> Given:
+    shape = tuple(at // 2 if at == size else at for at in operand.shape)
+    rows, changed = operand.rows, shape != operand.shape
+    if rows is not None and shape[rows.dim] != operand.shape[rows.dim]:
         rows = replace(rows, count=rows.count // 2)
-    return replace(one, shape=shape, rows=rows, values=None if changed else one.values)
+    return replace(operand, shape=shape, rows=rows, values=None if changed else operand.values)
 
 
-def _draw_operand(one: Given, high: int, wide: bool, generator: torch.Generator) -> Tensor:
-    if one.values is not None:
-        return torch.tensor(one.values, dtype=one.dtype).reshape(one.shape)
-    if one.dtype is torch.bool:
-        return torch.rand(one.shape, generator=generator) > 0.5
-    if not one.dtype.is_floating_point and not one.dtype.is_complex:
-        return torch.randint(0, high, one.shape, generator=generator).to(one.dtype)
-    value = torch.randn(one.shape, dtype=torch.float64, generator=generator)
-    return value if wide and one.dtype.is_floating_point else value.to(one.dtype)
+def _draw_operand(operand: Given, high: int, wide: bool, generator: torch.Generator) -> Tensor:
+    if operand.values is not None:
+        return torch.tensor(operand.values, dtype=operand.dtype).reshape(operand.shape)
+    if operand.dtype is torch.bool:
+        return torch.rand(operand.shape, generator=generator) > 0.5
+    if not operand.dtype.is_floating_point and not operand.dtype.is_complex:
+        return torch.randint(0, high, operand.shape, generator=generator).to(operand.dtype)
+    value = torch.randn(operand.shape, dtype=torch.float64, generator=generator)
+    return value if wide and operand.dtype.is_floating_point else value.to(operand.dtype)
 
 
 def _compare_parts(
     run: Callable[[list[Tensor]], list[Tensor]],
-    given: list[Given],
+    operands: list[Given],
     results: tuple[RowsAlong, ...],
     count: int,
     wide: bool,
 ) -> Outcome:
     """Run the operation whole and on parts, and compare them."""
     generator = torch.Generator().manual_seed(0)
-    high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
-    whole = [_draw_operand(one, high, wide, generator) for one in given]
-    outputs, gradients, upstream = _with_gradients(run, given, whole, None, generator)
-    again, _, _ = _with_gradients(run, given, whole, upstream, generator)
+    high = max(2, min((size for operand in operands for size in operand.shape if size > 1), default=2))
+    tensors = [_draw_operand(operand, high, wide, generator) for operand in operands]
+    outputs, gradients, upstream = _with_gradients(run, operands, tensors, None, generator)
+    again, _, _ = _with_gradients(run, operands, tensors, upstream, generator)
     is_random = not all(_is_same(a, b, 0.0) for a, b in zip(outputs, again, strict=True))
     if is_random or len(outputs) != len(results):
         return "fails"
     results = tuple(replace(rows, count=count) for rows in results)
     halves = [list(range(count // 2)), list(range(count // 2, count))]
     shuffled = torch.randperm(count, generator=generator)[: max(1, count // 2)].tolist()
-    tolerance = _tolerance(wide, whole)
-    sums: list[Tensor | None] = [None] * len(given)
+    tolerance = _tolerance(wide, tensors)
+    sums: list[Tensor | None] = [None] * len(operands)
     for turn, part in enumerate([*halves, shuffled]):
         if any(
             out.dim() <= rows.dim or out.shape[rows.dim] % (rows.count * rows.inner)
             for out, rows in zip(outputs, results, strict=True)
         ):
             return "differs"
-        mine = [_part(t, one.rows, part, count) for t, one in zip(whole, given, strict=True)]
+        part_tensors = [_part(t, operand.rows, part, count) for t, operand in zip(tensors, operands, strict=True)]
         above = [
             None if up is None else _part(up, rows, part, count) for up, rows in zip(upstream, results, strict=True)
         ]
-        found, found_gradients, _ = _with_gradients(run, given, mine, above, generator)
+        part_outputs, part_gradients, _ = _with_gradients(run, operands, part_tensors, above, generator)
         expected = [_part(out, rows, part, count) for out, rows in zip(outputs, results, strict=True)]
-        if not all(_is_same(a, b, tolerance) for a, b in zip(found, expected, strict=True)):
+        if not all(_is_same(a, b, tolerance) for a, b in zip(part_outputs, expected, strict=True)):
             return "differs"
-        for at, (one, own, of_whole) in enumerate(zip(given, found_gradients, gradients, strict=True)):
-            if of_whole is None or own is None:
+        for at, (operand, gradient, of_whole) in enumerate(zip(operands, part_gradients, gradients, strict=True)):
+            if of_whole is None or gradient is None:
                 continue
-            if one.rows is not None and not _is_same(own, _part(of_whole, one.rows, part, count), tolerance):
+            if operand.rows is not None and not _is_same(
+                gradient, _part(of_whole, operand.rows, part, count), tolerance
+            ):
                 return "differs"
-            if one.is_mixed and bool(own.abs().max() > 0):
+            if operand.is_mixed and bool(gradient.abs().max() > 0):
                 return "differs"
-            if one.rows is None and turn < len(halves):
-                before = sums[at]
-                sums[at] = own if before is None else before + own
+            if operand.rows is None and turn < len(halves):
+                summed = sums[at]
+                sums[at] = gradient if summed is None else summed + gradient
     pairs = [(total, of_whole) for total, of_whole in zip(sums, gradients, strict=True) if total is not None]
     return (
         "same"
@@ -275,25 +277,28 @@ _SCALES = (1.0, 1e-3, 1e3)
 
 
 def _compare_sums(
-    run: Callable[[list[Tensor]], list[Tensor]], given: list[Given], dims: tuple[int | None, ...], wide: bool
+    run: Callable[[list[Tensor]], list[Tensor]], operands: list[Given], dims: tuple[int | None, ...], wide: bool
 ) -> Outcome:
     """Return whether a backward's result for gradients is the sum of those for two parts of them, at each of the scales.
 
     It is run once more on the same gradients: "fails" says that it gives something else then.
     """
     generator = torch.Generator().manual_seed(0)
-    high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
-    whole = [_draw_operand(one, high, wide, generator) for one in given]
-    above = _with_gradients(run, given, whole, None, generator)[2]
+    high = max(2, min((size for operand in operands for size in operand.shape if size > 1), default=2))
+    tensors = [_draw_operand(operand, high, wide, generator) for operand in operands]
+    above = _with_gradients(run, operands, tensors, None, generator)[2]
     if len(above) != len(dims):
         return "fails"
-    tolerance = _tolerance(wide, whole)
+    tolerance = _tolerance(wide, tensors)
     for scale in _SCALES:
-        sums = [None if one is None else scale * one for one in above]
-        parts = [None if one is None else _part_of(one, dim, generator) for one, dim in zip(sums, dims, strict=True)]
+        sums = [None if gradient is None else scale * gradient for gradient in above]
+        parts = [
+            None if gradient is None else _part_of(gradient, dim, generator)
+            for gradient, dim in zip(sums, dims, strict=True)
+        ]
         rest = [None if a is None or b is None else a - b for a, b in zip(sums, parts, strict=True)]
         of_sums, again, *of_parts = (
-            _with_gradients(run, given, whole, gradients, generator)[1] for gradients in (sums, sums, parts, rest)
+            _with_gradients(run, operands, tensors, gradients, generator)[1] for gradients in (sums, sums, parts, rest)
         )
         for total, repeated, first, second in zip(of_sums, again, *of_parts, strict=True):
             if total is None:
@@ -316,31 +321,33 @@ def _part_of(gradient: Tensor, dim: int | None, generator: torch.Generator) -> T
 
 
 def _tolerance(wide: bool, operands: list[Tensor]) -> float:
-    narrow = torch.bfloat16 if any(one.dtype is torch.bfloat16 for one in operands) else torch.float32
+    narrow = torch.bfloat16 if any(tensor.dtype is torch.bfloat16 for tensor in operands) else torch.float32
     return limit_of_values(torch.float64 if wide else narrow)
 
 
 def _with_gradients(
     run: Callable[[list[Tensor]], list[Tensor]],
-    given: list[Given],
+    operands: list[Given],
     tensors: list[Tensor],
     upstream: list[Tensor | None] | None,
     generator: torch.Generator,
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
     """Return an operation's outputs, the gradients of its operands, and those of its outputs, drawn if none are given."""
-    takes = [one.takes_gradient and tensor.is_floating_point() for one, tensor in zip(given, tensors, strict=True)]
-    own = [t.detach().clone().requires_grad_(take) for t, take in zip(tensors, takes, strict=True)]
+    takes = [
+        operand.takes_gradient and tensor.is_floating_point() for operand, tensor in zip(operands, tensors, strict=True)
+    ]
+    inputs = [t.detach().clone().requires_grad_(take) for t, take in zip(tensors, takes, strict=True)]
     # A clone: operations write into no leaf that takes a gradient.
-    outputs = run([tensor.clone() if take else tensor for tensor, take in zip(own, takes, strict=True)])
+    outputs = run([tensor.clone() if take else tensor for tensor, take in zip(inputs, takes, strict=True)])
     if upstream is None:
         upstream = [_upstream(out, generator) for out in outputs]
     pairs = [(out, up) for out, up in zip(outputs, upstream, strict=True) if up is not None and out.grad_fn is not None]
-    leaves = [tensor for tensor, take in zip(own, takes, strict=True) if take]
-    found: Iterator[Tensor | None] = iter([None] * len(leaves))
+    leaves = [tensor for tensor, take in zip(inputs, takes, strict=True) if take]
+    gradients: Iterator[Tensor | None] = iter([None] * len(leaves))
     if pairs and leaves:
         outs, ups = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outs, leaves, ups, allow_unused=True))
-    return [out.detach() for out in outputs], [next(found) if take else None for take in takes], upstream
+        gradients = iter(torch.autograd.grad(outs, leaves, ups, allow_unused=True))
+    return [out.detach() for out in outputs], [next(gradients) if take else None for take in takes], upstream
 
 
 def _upstream(out: Tensor, generator: torch.Generator) -> Tensor | None:

@@ -91,14 +91,14 @@ class _Compared(Recorder):
         """
         known = len(self.operations)
         Recorder.record(self, func, where, args, kwargs, outcome)
-        for mine in self.operations[known:]:
+        for rank_op in self.operations[known:]:
             whole, states = self.whole[known] if known < len(self.whole) else (None, ())
-            if _is_copy(mine, ()) and (whole is None or whole.func != mine.func):
-                self.mine[mine.results[0].storage] = self.operations.pop()
+            if _is_copy(rank_op, ()) and (whole is None or whole.func != rank_op.func):
+                self.mine[rank_op.results[0].storage] = self.operations.pop()
                 continue
             if whole is None:
-                raise DiffersError(f"{where} computes {mine.name} once more with the numbers of a rank", where)
-            self._compare(whole, mine, states)
+                raise DiffersError(f"{where} computes {rank_op.name} once more with the numbers of a rank", where)
+            self._compare(whole, rank_op, states)
 
     def check_end(self) -> None:
         """Check that the rank's forward has run all operations of the whole model's.
@@ -112,32 +112,36 @@ class _Compared(Recorder):
                 f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where
             )
 
-    def _compare(self, whole: Operation, mine: Operation, states: tuple[State, ...]) -> None:
-        if (whole.func, whole.where) != (mine.func, mine.where):
+    def _compare(self, whole: Operation, rank_op: Operation, states: tuple[State, ...]) -> None:
+        if (whole.func, whole.where) != (rank_op.func, rank_op.where):
             raise DiffersError(
-                f"{whole.where} computes {whole.name} in the whole model, and {mine.where} {mine.name} on a rank",
+                f"{whole.where} computes {whole.name} in the whole model, and {rank_op.where} {rank_op.name} on a rank",
                 whole.where,
             )
-        if numbers_of(whole) != numbers_of(mine):
-            pairs = zip(numbers_of(whole), numbers_of(mine), strict=False)
+        if numbers_of(whole) != numbers_of(rank_op):
+            pairs = zip(numbers_of(whole), numbers_of(rank_op), strict=False)
             a, b = next(((a, b) for a, b in pairs if a != b), ("more", "fewer"))
             raise DiffersError(
                 f"{whole.where} computes {whole.name} with {a} in the whole model, and with {b} on a rank", whole.where
             )
-        views = [*whole.given, *whole.results], [*mine.given, *mine.results]
+        views = [*whole.given, *whole.results], [*rank_op.given, *rank_op.results]
         if len(views[0]) != len(views[1]):
             raise DiffersError(f"{whole.where} computes {whole.name} of other tensors on a rank", whole.where)
-        for one, other, state in zip(*views, states, strict=True):
+        for view, rank_view, state in zip(*views, states, strict=True):
             if whole.func == "left":  # where a cut output is gathered
-                self.same[one.storage] = other.storage
-            if reason := self._differs(one, other, state):
+                self.same[view.storage] = rank_view.storage
+            if reason := self._differs(view, rank_view, state):
                 raise DiffersError(f"{whole.where} computes {whole.name} {reason}", whole.where)
 
-    def _differs(self, whole: View, mine: View, state: State) -> str:
+    def _differs(self, whole: View, rank_view: View, state: State) -> str:
         """Return how a rank's tensor is not its part of the whole model's; empty if it is."""
-        if whole.values is not None or mine.values is not None:
-            return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
-        if whole.numel == mine.numel == 0:
+        if whole.values is not None or rank_view.values is not None:
+            return (
+                ""
+                if (whole.values, whole.shape) == (rank_view.values, rank_view.shape)
+                else "with other constants on a rank"
+            )
+        if whole.numel == rank_view.numel == 0:
             return ""
         degrees = {
             self.degree,
@@ -147,41 +151,43 @@ class _Compared(Recorder):
             part = (
                 part_of(whole, state, degree)
                 if isinstance(state, UnitRows)
-                else _shrink_repeats(whole, mine, degree, state)
+                else _shrink_repeats(whole, rank_view, degree, state)
             )
-            if part is None or part.shape != mine.shape:
+            if part is None or part.shape != rank_view.shape:
                 continue
             if isinstance(state, frozenset) or state == "uniform":
                 return ""
-            if self._shows_same(whole, mine, part, degree, state):
+            if self._shows_same(whole, rank_view, part, degree, state):
                 return ""
-            return f"of {list(mine.shape)}, and on a rank of another part of {list(whole.shape)}"
-        return f"of {list(whole.shape)} in the whole model, and of {list(mine.shape)} on a rank"
+            return f"of {list(rank_view.shape)}, and on a rank of another part of {list(whole.shape)}"
+        return f"of {list(whole.shape)} in the whole model, and of {list(rank_view.shape)} on a rank"
 
-    def _shows_same(self, whole: View, mine: View, part: View, degree: int, state: State) -> bool:
+    def _shows_same(self, whole: View, rank_view: View, part: View, degree: int, state: State) -> bool:
         """Return whether a rank's view shows its part of the whole model's view."""
-        if whole.storage not in self.copies and mine.storage not in self.mine:
-            return self._is_same(whole.storage, mine.storage) and (state is None or _shows(part) == _shows(mine))
-        found = along(whole, state) if isinstance(state, UnitRows) else None
-        for index in _places(mine.shape):
-            there = index if found is None else _in_whole(index, found, degree)
-            if not self._is_same_element(whole, there, state, mine, index):
+        if whole.storage not in self.copies and rank_view.storage not in self.mine:
+            return self._is_same(whole.storage, rank_view.storage) and (
+                state is None or _shows(part) == _shows(rank_view)
+            )
+        unit_dim = along(whole, state) if isinstance(state, UnitRows) else None
+        for index in _places(rank_view.shape):
+            there = index if unit_dim is None else _in_whole(index, unit_dim, degree)
+            if not self._is_same_element(whole, there, state, rank_view, index):
                 return False
         return True
 
-    def _is_same(self, whole: int, mine: int) -> bool:
-        return self.same.setdefault(whole, mine) == mine
+    def _is_same(self, whole_storage: int, rank_storage: int) -> bool:
+        return self.same.setdefault(whole_storage, rank_storage) == rank_storage
 
-    def _is_same_element(self, whole: View, there: list[int], state: State, mine: View, here: list[int]) -> bool:
+    def _is_same_element(self, whole: View, there: list[int], state: State, rank_view: View, here: list[int]) -> bool:
         """Return whether two elements are one, followed back through copies to what they were copied from."""
-        a, b = _offset(whole, there), _offset(mine, here)
+        a, b = _offset(whole, there), _offset(rank_view, here)
         while whole.storage in self.copies:
             copy, state = self.copies[whole.storage]
             whole, a = copy.given[0], _source_offset(copy, a)
-        while mine.storage in self.mine:
-            b = _source_offset(self.mine[mine.storage], b)
-            mine = self.mine[mine.storage].given[0]
-        if not self._is_same(whole.storage, mine.storage):
+        while rank_view.storage in self.mine:
+            b = _source_offset(self.mine[rank_view.storage], b)
+            rank_view = self.mine[rank_view.storage].given[0]
+        if not self._is_same(whole.storage, rank_view.storage):
             return False
         if not isinstance(state, UnitRows):
             return a == b
@@ -195,14 +201,14 @@ def _is_copy(op: Operation, written: Collection[int]) -> bool:
     return is_clone and not {op.results[0].storage, op.given[0].storage} & {*written}
 
 
-def _shrink_repeats(whole: View, mine: View, degree: int, state: State) -> View | None:
+def _shrink_repeats(whole: View, rank_view: View, degree: int, state: State) -> View | None:
     """Return a whole tensor as a rank sees it: with fewer repetitions of the elements that it repeats."""
     is_free = isinstance(state, frozenset) or state == "uniform"
-    fits = len(whole.shape) == len(mine.shape) and all(
+    fits = len(whole.shape) == len(rank_view.shape) and all(
         a == b or (a == b * degree and (is_free or s == 0))
-        for a, b, s in zip(whole.shape, mine.shape, whole.strides, strict=True)
+        for a, b, s in zip(whole.shape, rank_view.shape, whole.strides, strict=True)
     )
-    return replace(whole, shape=mine.shape) if fits else None
+    return replace(whole, shape=rank_view.shape) if fits else None
 
 
 def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
@@ -217,11 +223,13 @@ def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
         yield [turn * 7919 // (dim + 1) % size for dim, size in enumerate(shape)]
 
 
-def _in_whole(index: list[int], found: UnitDim, degree: int) -> list[int]:
+def _in_whole(index: list[int], unit_dim: UnitDim, degree: int) -> list[int]:
     """Return the index in the whole tensor of an element of the first rank's part."""
-    mine = found.units // degree * found.inner
-    outer, rest = divmod(index[found.dim], mine)
-    return [outer * found.units * found.inner + rest if dim == found.dim else at for dim, at in enumerate(index)]
+    size = unit_dim.units // degree * unit_dim.inner
+    outer, rest = divmod(index[unit_dim.dim], size)
+    return [
+        outer * unit_dim.units * unit_dim.inner + rest if dim == unit_dim.dim else at for dim, at in enumerate(index)
+    ]
 
 
 def _offset(view: View, index: list[int]) -> int:
@@ -230,12 +238,12 @@ def _offset(view: View, index: list[int]) -> int:
 
 def _source_offset(copy: Operation, offset: int) -> int:
     """Return the offset of the element of which a copy has one at this offset."""
-    given, result = copy.given[0], copy.results[0]
+    source, result = copy.given[0], copy.results[0]
     rest, index = offset - result.offset, [0] * len(result.shape)
     for dim in sorted(range(len(index)), key=lambda dim: -result.strides[dim]):
         if result.shape[dim] > 1:
             index[dim], rest = divmod(rest, result.strides[dim])
-    return _offset(given, index)
+    return _offset(source, index)
 
 
 def _shows(view: View) -> tuple[Any, ...]:
@@ -250,7 +258,7 @@ def numbers_of(op: Operation) -> list[Any]:
         or op.func.overloadpacket in (torch.ops.aten.repeat, torch.ops.aten._unsafe_view)
         or torch.Tag.nondeterministic_seeded in op.func.tags
     )
-    found: list[Any] = []
+    numbers: list[Any] = []
 
     def collect(value: Any) -> None:
         if isinstance(value, tuple):
@@ -258,11 +266,11 @@ def numbers_of(op: Operation) -> list[Any]:
                 for item in value:
                     collect(item)
         elif not isinstance(value, View):
-            found.append(value)
+            numbers.append(value)
 
     for value in (*op.args, *op.kwargs.values()):
         collect(value)
-    return found
+    return numbers
 
 
 # -- a model with the shapes of a rank ---------------------------------------------------------------
@@ -298,18 +306,18 @@ class RankTrial:
         if error is None:
             return counts
         search = _FurthestTrial(reached, error)
-        found = self._found(counts, reached, error, search)
-        if found is None:
+        all_counts = self._found(counts, reached, error, search)
+        if all_counts is None:
             raise search.error
-        return found
+        return all_counts
 
     def _found(
         self, counts: list[Count], reached: int, error: DiffersError, search: _FurthestTrial
     ) -> list[Count] | None:
         """Return counts with more attributes, with which the forward succeeds; None where there are none."""
-        single = [one for one in self._candidates(error.where) if one not in counts]
+        single = [count for count in self._candidates(error.where) if count not in counts]
         pairs = [(a, b) for a, b in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]
-        for choices in ([(one,) for one in single], pairs):
+        for choices in ([(count,) for count in single], pairs):
             outcomes = []
             for more in choices[: search.trials_left]:
                 now, why = self._tried([*counts, *more])
@@ -317,10 +325,10 @@ class RankTrial:
                     return [*counts, *more]
                 search.note(now, why)
                 outcomes.append((now, why, more))
-            further = sorted((one for one in outcomes if one[0] > reached), key=lambda one: -one[0])
+            further = sorted((outcome for outcome in outcomes if outcome[0] > reached), key=lambda outcome: -outcome[0])
             for now, why, more in further:
-                if (found := self._found([*counts, *more], now, why, search)) is not None:
-                    return found
+                if (all_counts := self._found([*counts, *more], now, why, search)) is not None:
+                    return all_counts
             if further:
                 break
         return None
@@ -360,11 +368,11 @@ class RankTrial:
         tables: list[dict[str, Any]] = [
             table for m in modules.values() for table in (m.__dict__, m._parameters, m._buffers)
         ]
-        kept = [dict(table) for table in tables]
+        copies = [dict(table) for table in tables]
         named = {name: param for name, param in self.model.named_parameters() if name in self.cuts}
         parts = {id(param): _part(param, self.cuts[name], self.degrees[name]) for name, param in named.items()}
         gathers = {path for path, style in self.styles.items() if style == "gather"}
-        whole = functools.partial(_whole, self.degree, recorder)
+        gather = functools.partial(_whole, self.degree, recorder)
         try:
             for module in modules.values():
                 module._parameters.update(
@@ -372,16 +380,16 @@ class RankTrial:
                 )
             for count in counts:
                 divide(self.model, self.styles, count)
-            handles = [modules[path].register_forward_hook(whole, prepend=True) for path in gathers]
+            handles = [modules[path].register_forward_hook(gather, prepend=True) for path in gathers]
             try:
                 yield
             finally:
                 for handle in handles:
                     handle.remove()
         finally:
-            for now, before in zip(tables, kept, strict=True):
+            for now, earlier in zip(tables, copies, strict=True):
                 now.clear()
-                now.update(before)
+                now.update(earlier)
 
 
 def _part(param: nn.Parameter, cut: WeightCut, degree: int) -> nn.Parameter:
@@ -391,9 +399,9 @@ def _part(param: nn.Parameter, cut: WeightCut, degree: int) -> nn.Parameter:
 
 def _whole(degree: int, recorder: Recorder, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     recorder.paused = True
-    whole = torch.cat([output] * degree, dim=-1)
+    tensor = torch.cat([output] * degree, dim=-1)
     recorder.paused = False
-    return whole
+    return tensor
 
 
 def divide(model: nn.Module, styles: Mapping[str, str], count: Count) -> None:
@@ -412,7 +420,9 @@ def having(model: nn.Module, styles: Mapping[str, str], count: Count) -> list[st
 def alike(model: nn.Module, styles: Mapping[str, str], path: str) -> list[str]:
     """Return the paths of modules of one class that have the same cuts below them."""
     kind, below = type(model.get_submodule(path)), _cuts_below(styles, path)
-    return [o for o, one in model.named_modules() if type(one) is kind and _cuts_below(styles, o) == below]
+    return [
+        other for other, module in model.named_modules() if type(module) is kind and _cuts_below(styles, other) == below
+    ]
 
 
 def _cuts_below(styles: Mapping[str, str], path: str) -> dict[str, str]:

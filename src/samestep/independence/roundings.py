@@ -62,8 +62,8 @@ def allowance(rounding: float, measured: float = 0.0) -> float:
 
 def floating_tensors(outputs: Any) -> Iterator[Tensor]:
     """Yield the floating tensors of outputs; for chunked logits, the hidden states from which they follow."""
-    made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
-    return (leaf for leaf in made if leaf.is_floating_point())
+    tensors = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
+    return (leaf for leaf in tensors if leaf.is_floating_point())
 
 
 def is_let_go(tensor: Tensor) -> bool:
@@ -71,12 +71,12 @@ def is_let_go(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
-def relative_deviation(expected: Tensor, found: Tensor) -> float:
+def relative_deviation(expected: Tensor, actual: Tensor) -> float:
     """Return the ratio of max|difference| to the largest finite value expected; what is not finite must be the same."""
-    if is_let_go(expected) or is_let_go(found):
+    if is_let_go(expected) or is_let_go(actual):
         return 0.0
     most, largest = 0.0, 0.0
-    blocks = (tensor.detach().reshape(-1).split(_BLOCK) for tensor in (expected, found))
+    blocks = (tensor.detach().reshape(-1).split(_BLOCK) for tensor in (expected, actual))
     for a, b in zip(*blocks, strict=True):
         a, b = a.double(), b.double()
         same = (a == b) | (a.isnan() & b.isnan())
@@ -105,8 +105,8 @@ class _Nudged(DispatchMode):
         is_product = func.overloadpacket in PRODUCTS or any(word in name for word in ("convolution", "linalg", "solve"))
         if func._schema.is_mutable or not (is_product or name in ("sum", "mean")):
             return func(*args, **(kwargs or {}))
-        given = tree_map_only(Tensor, self._off, args) if is_product else args
-        return tree_map_only(Tensor, self._off, func(*given, **(kwargs or {})))
+        operands = tree_map_only(Tensor, self._off, args) if is_product else args
+        return tree_map_only(Tensor, self._off, func(*operands, **(kwargs or {})))
 
 
 @contextmanager

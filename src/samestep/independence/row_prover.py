@@ -104,13 +104,13 @@ class Prover(Analysis):
         with disable_current_modes():
             routed = experts_module.routing_arguments(args, kwargs)
             if self.numbers is not None:
-                self._given_to_experts = [self.numbers.of(one) for one in routed]
+                self._given_to_experts = [self.numbers.of(tensor) for tensor in routed]
             if not self.is_following:
                 return
-            given = [found for one in routed if (found := self.known.of(one))]
-            of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
-            found = join_dependences(given, f"{self.where} by its experts")
-            self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
+            dependences = [dependence for tensor in routed if (dependence := self.known.of(tensor))]
+            of_rows = all(isinstance(dependence, Mixed) or dependence.dim == 0 for dependence in dependences)
+            dependence = join_dependences(dependences, f"{self.where} by its experts")
+            self._of_rows = dependence if of_rows else Mixed(f"{self.where} by its experts", shown=True)
             self.is_following = self._of_rows is None
 
     def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
@@ -125,24 +125,24 @@ class Prover(Analysis):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Set the dependence of the output of an attention."""
         if self.is_following:
-            given = (query, key, value, *([] if mask is None else [mask]))
-            for result in by_map(attention, self._call(None, given, {}, [output])):
+            tensors = (query, key, value, *([] if mask is None else [mask]))
+            for result in by_map(attention, self._call(None, tensors, {}, [output])):
                 self.learn(output, result)
-            self.number_attention(given, output)
+            self.number_attention(tensors, output)
 
     def number_values(self, module: nn.Module, table: Table) -> ValueNumbers:
         """Return the numbers of a forward's values, in which those that the model holds have their names."""
-        numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
-        for one in tensors_of(module):
-            numbers.name(one.tensor, "held", one.name)
+        numbers = ValueNumbers(table, self.known, self.key, lambda tensor: address(tensor) in self._uniform)
+        for named in tensors_of(module):
+            numbers.name(named.tensor, "held", named.name)
         return numbers
 
-    def number_attention(self, given: tuple[Tensor, ...], output: Tensor) -> None:
+    def number_attention(self, tensors: tuple[Tensor, ...], output: Tensor) -> None:
         """Set the number of the output of an attention."""
         if self.numbers is not None:
             with disable_current_modes():
-                numbers = [self.numbers.of(one) for one in given]
-                self.numbers.name(output, "attention", *numbers, where=self.where, apart=self.numbers.apart(*given))
+                numbers = [self.numbers.of(tensor) for tensor in tensors]
+                self.numbers.name(output, "attention", *numbers, where=self.where, apart=self.numbers.apart(*tensors))
 
     def made_on_meta(self, made: Tensor, real: Tensor) -> None:
         """Set the number of the values of a tensor that stands for a real one."""
@@ -189,10 +189,12 @@ class Prover(Analysis):
         self, name: str, compute: Any, args: tuple[Any, ...], named: dict[str, Any], results: list[Tensor]
     ) -> None:
         """Try what computes gradients: for each row by itself, or additively where all rows share what it is given."""
-        given = operands(*args, *named.values())
-        if self._is_shared(given, results):
+        tensors = operands(*args, *named.values())
+        if self._is_shared(tensors, results):
             outcome = self._try_sums(compute, args, named, self.sums_along(results) or [None] * len(results))
-        elif self.is_following and any(isinstance(self.known.of(one), Along) for one in given if one.is_meta):
+        elif self.is_following and any(
+            isinstance(self.known.of(tensor), Along) for tensor in tensors if tensor.is_meta
+        ):
             rows = [known for tensor in results if (known := self._rows(tensor)) is not None]
             outcome = self._try(compute, args, named, {}, rows) if len(rows) == len(results) else "fails"
         else:
@@ -211,10 +213,10 @@ class Prover(Analysis):
 
     def _rows(self, tensor: Tensor) -> RowsAlong | None:
         """Return where a tensor has the rows, all of them in order; None if it has not."""
-        found = self.known.of(tensor)
-        if not isinstance(found, Along) or not self.known.is_ordered(tensor):
+        dependence = self.known.of(tensor)
+        if not isinstance(dependence, Along) or not self.known.is_ordered(tensor):
             return None
-        return RowsAlong(found.dim, found.inner, self.num_rows)
+        return RowsAlong(dependence.dim, dependence.inner, self.num_rows)
 
     def _try(
         self, compute: Any, args: Any, kwargs: Any, written: dict[int, RowsAlong], results: list[RowsAlong]
@@ -237,40 +239,42 @@ class Prover(Analysis):
         def described(tensor: Tensor) -> Any:
             if not tensor.is_meta:
                 return tensor
-            found, rows = self.known.of(tensor), self._rows(tensor) or written.get(id(tensor))
-            if isinstance(found, Along) and rows is None:
+            dependence, rows = self.known.of(tensor), self._rows(tensor) or written.get(id(tensor))
+            if isinstance(dependence, Along) and rows is None:
                 raise _UnclearError
-            known = self.value_of(tensor) if not tensor.is_floating_point() and found is None else None
+            known = self.value_of(tensor) if not tensor.is_floating_point() and dependence is None else None
             values = None if known is None or known.numel() > FEW_ELEMENTS else tuple(known.flatten().tolist())
-            shape, is_mixed = tuple(tensor.shape), isinstance(found, Mixed)
+            shape, is_mixed = tuple(tensor.shape), isinstance(dependence, Mixed)
             return Given(shape, tensor.dtype, tensor.requires_grad, rows, is_mixed, values)
 
         args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
-        return tuple(tuple(one) if isinstance(one, list) else one for one in args), tuple(sorted(kwargs.items()))
+        return tuple(tuple(item) if isinstance(item, list) else item for item in args), tuple(sorted(kwargs.items()))
 
     def without_rule(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
-        found = list(assume_rows_stay(call))
+        dependences = list(assume_rows_stay(call))
         rows = [
-            RowsAlong(one.dim, one.inner, self.num_rows)
-            for one, result in zip(found, call.results, strict=True)
-            if isinstance(one, Along) and one.start == 0 and result.shape[one.dim] % (self.num_rows * one.inner) == 0
+            RowsAlong(dependence.dim, dependence.inner, self.num_rows)
+            for dependence, result in zip(dependences, call.results, strict=True)
+            if isinstance(dependence, Along)
+            and dependence.start == 0
+            and result.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
         ]
-        if not rows or len(rows) < len(found):
+        if not rows or len(rows) < len(dependences):
             return self.untried(call)
         written = {id(result): of_result for result, of_result in zip(call.results, rows, strict=True)}
         outcome = self._try(call.func, call.args, call.kwargs, written, rows)
         if outcome == "fails":
             return self.untried(call)
         if outcome == "differs":
-            return [Mixed(call.text, shown=True) for _ in found]
+            return [Mixed(call.text, shown=True) for _ in dependences]
         self.tried.append(call.text)
-        return found
+        return dependences
 
     def moved(self, made: Tensor, constant: Tensor) -> None:
         """Note what is known of a constant."""
-        if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
-            self.learn(made, found)
+        if (dependence := self.known.of(constant)) is not None:  # random numbers that belong to samples
+            self.learn(made, dependence)
         if not constant.is_meta and constant.numel():
             with disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):
@@ -288,10 +292,10 @@ class Prover(Analysis):
         packet, writes = func.overloadpacket, func._schema.is_mutable
         if packet in _TURNS:
             return  # the storage stays as it is
-        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
-        founds = [self.known.of(tensor) for tensor in given]
-        met = any(found is not None for found in founds)
-        if self.stops_in_parts and any(map(self.known.shows_some, given, founds)):
+        tensors = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        dependences = [self.known.of(tensor) for tensor in tensors]
+        met = any(dependence is not None for dependence in dependences)
+        if self.stops_in_parts and any(map(self.known.shows_some, tensors, dependences)):
             raise InPartsError
         if met and torch.Tag.data_dependent_output in func.tags:
             self.reads.append(self.where)
@@ -301,11 +305,11 @@ class Prover(Analysis):
             return
         elementwise = is_elementwise(func)
         if not met:
-            is_uniform = bool(given) and elementwise and all(self.key(tensor) in self._uniform for tensor in given)
+            is_uniform = bool(tensors) and elementwise and all(self.key(tensor) in self._uniform for tensor in tensors)
             if is_uniform or writes:
                 self._note_uniform(results, is_uniform=is_uniform, writes=writes)
             self._learn_constants(results if writes else [])
-        elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
+        elif writes or not all(address(result) in {address(t) for t in tensors} for result in results):  # no views
             self._follow(self._call(func, args, kwargs, results))
 
     def _note_uniform(self, results: list[Tensor], *, is_uniform: bool, writes: bool) -> None:
@@ -323,12 +327,12 @@ class Prover(Analysis):
         """Set the dependences of the results of an operation that has met rows, by its rule."""
         try:
             rule = rule_of(call.func)
-            found = self.without_rule(call) if rule is None else list(rule(call))
+            dependences = self.without_rule(call) if rule is None else list(rule(call))
         except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not foresee
-            found = list(nothing_known(call))
-        for result, dependence in zip(call.results, found, strict=False):
+            dependences = list(nothing_known(call))
+        for result, dependence in zip(call.results, dependences, strict=False):
             self.learn(result, dependence)
-        for result in call.results[len(found) :]:
+        for result in call.results[len(dependences) :]:
             self.learn(result, Mixed(call.text, shown=False))
 
 

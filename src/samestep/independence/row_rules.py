@@ -54,8 +54,8 @@ _aten = torch.ops.aten
 def rearrange(call: Call) -> Iterator[Dependence]:
     """Rule of operations that put positions elsewhere, which by itself mixes no rows."""
     (operands,) = MAPS[call.func.overloadpacket](call)
-    found = map_dependence(call, operands, lambda at, rows: _rearrange_rows(call, operands, at, rows))
-    yield Mixed(call.text, shown=False) if found == Mixed(call.text, shown=True) else found
+    dependence = map_dependence(call, operands, lambda at, rows: _rearrange_rows(call, operands, at, rows))
+    yield Mixed(call.text, shown=False) if dependence == Mixed(call.text, shown=True) else dependence
 
 
 def _rearrange_rows(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
@@ -93,11 +93,11 @@ def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Al
     pieces = [piece for piece, _ in operands]
     sizes = [piece.shape[dim] if is_cat else 1 for piece in pieces]
     first = call.known.of(pieces[0])
-    width = next((one for one, piece in enumerate(pieces) if call.known.of(piece) != first), len(pieces))  # of one row
+    width = next((end for end, piece in enumerate(pieces) if call.known.of(piece) != first), len(pieces))  # of one row
     is_one = rows.dim == NO_DIM
-    inner, before = max(1, width) * sizes[at] if is_one else rows.inner, sum(sizes[:at])
-    if isinstance(rows.start, int) and before % inner in range(0, inner, sizes[at] if is_one else inner):
-        return Along(dim, inner, (rows.start - before // inner) % call.known.num_rows)
+    inner, offset = max(1, width) * sizes[at] if is_one else rows.inner, sum(sizes[:at])
+    if isinstance(rows.start, int) and offset % inner in range(0, inner, sizes[at] if is_one else inner):
+        return Along(dim, inner, (rows.start - offset // inner) % call.known.num_rows)
     return rows if len(pieces) == 1 else Mixed(call.text, shown=False)
 
 
@@ -107,19 +107,19 @@ def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Al
 def pick_rows(call: Call) -> Iterator[Dependence]:
     """Rule of x[i, j, ...], x[mask] and index_select: the order of picked rows is that of the index."""
     ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_index_coverage(call)
-    found = call.known.of(x)
-    if found is None and len(covers) == 1 and (rows := _rows_of_mask(call, *covers[0])) is not None:
+    of_x = call.known.of(x)
+    if of_x is None and len(covers) == 1 and (rows := _rows_of_mask(call, *covers[0])) is not None:
         call.on_constant(x, rows.dim, rows.inner, call.where)
         yield _pick_along_rows(call, rows, covers, place)
         return
-    given: list[Operand] = [(x, dims)]
+    operands: list[Operand] = [(x, dims)]
     for (index, places), (_, covered) in zip(indices, covers, strict=True):
-        mine = call.known.of(index)
-        is_said_by_pick = isinstance(found, Along) and found.dim in covered and (
-            (isinstance(mine, Mixed) and not mine.shown) or (isinstance(mine, Along) and is_mask(index))
+        of_index = call.known.of(index)
+        is_said_by_pick = isinstance(of_x, Along) and of_x.dim in covered and (
+            (isinstance(of_index, Mixed) and not of_index.shown) or (isinstance(of_index, Along) and is_mask(index))
         )  # fmt: skip
-        if mine is not None and not is_said_by_pick:
-            given.append((index, places))
+        if of_index is not None and not is_said_by_pick:
+            operands.append((index, places))
 
     def moved(at: int, rows: Along) -> Along | Mixed:
         if rows.dim == NO_DIM:
@@ -128,15 +128,15 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
             return Mixed(call.text, shown=True)
         return Mixed(call.text, shown=False) if at else _pick_along_rows(call, rows, covers, place)
 
-    yield map_dependence(call, given, moved)
+    yield map_dependence(call, operands, moved)
 
 
 def _rows_of_mask(call: Call, index: Tensor, covered: range) -> Along | None:
     """Return the rows of a mask as they are along the dimensions that it covers; None where they are along none."""
-    mine = call.known.of(index)
-    if not is_mask(index) or not isinstance(mine, Along) or mine.dim == NO_DIM:
+    dependence = call.known.of(index)
+    if not is_mask(index) or not isinstance(dependence, Along) or dependence.dim == NO_DIM:
         return None
-    return mine._replace(dim=covered[mine.dim])
+    return dependence._replace(dim=covered[dependence.dim])
 
 
 def gather(call: Call) -> Iterator[Dependence]:
@@ -153,13 +153,13 @@ def gather(call: Call) -> Iterator[Dependence]:
 
 def _row_of_each(call: Call, tensor: Tensor) -> Tensor | None:
     """Return the number of the row on which each element of a tensor depends; None where it is not one that is known."""
-    found = call.known.of(tensor)
-    if not call.known.are_placed or not isinstance(found, Along) or not isinstance(found.start, int):
+    dependence = call.known.of(tensor)
+    if not call.known.are_placed or not isinstance(dependence, Along) or not isinstance(dependence.start, int):
         return None
-    if found.dim == NO_DIM:
-        return torch.full(tensor.shape, found.start)
-    numbers = _numbers(call, found, torch.arange(tensor.shape[found.dim]))
-    return numbers.view([-1 if dim == found.dim else 1 for dim in range(tensor.dim())]).expand(tensor.shape)
+    if dependence.dim == NO_DIM:
+        return torch.full(tensor.shape, dependence.start)
+    numbers = _numbers(call, dependence, torch.arange(tensor.shape[dependence.dim]))
+    return numbers.view([-1 if dim == dependence.dim else 1 for dim in range(tensor.dim())]).expand(tensor.shape)
 
 
 def _numbers(call: Call, rows: Along, positions: Tensor) -> Tensor:
@@ -171,12 +171,12 @@ def _numbers(call: Call, rows: Along, positions: Tensor) -> Tensor:
 def _picks_others(call: Call, rows: Along, index: Tensor, dims: Sequence[int] | None = None) -> bool:
     """Return whether an index, whose values are known, picks positions of other rows than the one on which each element depends;
     with `dims`, its first elements along all other dimensions."""
-    mine, values = _row_of_each(call, index), call.value_of(index)
-    if mine is None or values is None or is_mask(index) or not isinstance(rows.start, int):
+    owners, values = _row_of_each(call, index), call.value_of(index)
+    if owners is None or values is None or is_mask(index) or not isinstance(rows.start, int):
         return False
     if dims is not None:
-        values, mine = _first_of_others(values, dims), _first_of_others(mine, dims)
-    return bool((_numbers(call, rows, values) != mine).any())
+        values, owners = _first_of_others(values, dims), _first_of_others(owners, dims)
+    return bool((_numbers(call, rows, values) != owners).any())
 
 
 def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor], source: Tensor | None) -> bool:
@@ -185,17 +185,17 @@ def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor],
     `dims` are the dimensions of an index along which it chooses positions; along others each element keeps its own, so the first says it.
     """
     values = [None if is_mask(index) else call.value_of(index) for index in indices]
-    known = [one for one in values if one is not None]
-    given = indices if source is None else [*indices, source]
-    owner = next((mine for one in given if (mine := _row_of_each(call, one)) is not None), None)
+    known = [value for value in values if value is not None]
+    tensors = indices if source is None else [*indices, source]
+    owner = next((rows for tensor in tensors if (rows := _row_of_each(call, tensor)) is not None), None)
     if len(known) < len(indices) or owner is None:
         return False
-    *known, owner = (_first_of_others(one, dims) for one in torch.broadcast_tensors(*known, owner))
+    *known, owner = (_first_of_others(tensor, dims) for tensor in torch.broadcast_tensors(*known, owner))
     if not owner.numel():
         return False
     positions = torch.zeros_like(owner)
-    for one in known:
-        positions = positions * (one.max() - one.min() + 1) + one - one.min()
+    for value in known:
+        positions = positions * (value.max() - value.min() + 1) + value - value.min()
     with_owners = positions * call.known.num_rows + owner
     return with_owners.unique().numel() > positions.unique().numel()
 
@@ -211,8 +211,8 @@ def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
     if "dim" in arguments:
         dim = arguments["dim"] % max(call.args[0].dim(), 1)
         return dim, [(arguments["index"], range(dim, dim + 1))]
-    found = dimension_maps.picks(call.args[0], arguments.get("indices") or [arguments["mask"]])
-    return found.place, found.indices
+    picked = dimension_maps.picks(call.args[0], arguments.get("indices") or [arguments["mask"]])
+    return picked.place, picked.indices
 
 
 def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
@@ -226,7 +226,7 @@ def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]]
         for other, _ in covers:
             if other is not index and not is_mask(other) and other.dim() >= behind and other.shape[-behind] > 1:
                 call.on_constant(other, other.dim() - behind, rows.inner, call.where)
-        width = max(1 if is_mask(one) else one.dim() for one, _ in covers)
+        width = max(1 if is_mask(other) else other.dim() for other, _ in covers)
         return Along(place + width - behind, rows.inner, rows.start)
     _note_constant(call, index, rows, covered)
     if is_mask(index):
@@ -280,16 +280,16 @@ def write_rows_back(call: Call) -> Iterator[Dependence]:
     """Rule of index_put and index_add: rows that were picked by the same index return to their places."""
     (operands,), (place, covers) = dimension_maps.write_at_indices(call), _index_coverage(call)
     (target, _), (source, places), *_ = operands
-    own, found = call.known.of(target), call.known.of(source)
+    of_target, of_source = call.known.of(target), call.known.of(source)
     indices = [index for index, _ in covers]
-    lies_there = isinstance(found, Along) and found.dim != NO_DIM and places[found.dim] == MOVED
+    lies_there = isinstance(of_source, Along) and of_source.dim != NO_DIM and places[of_source.dim] == MOVED
     is_aligned = lies_there and len(covers) == 1 and covers[0][0].dim() == source.dim() == 1
     if _share_positions(call, range(source.dim()), indices, source if is_aligned else None):
         yield Mixed(call.text, shown=True)
         return
-    if isinstance(found, Along) and lies_there:
+    if isinstance(of_source, Along) and lies_there:
         is_one = len(covers) == 1 and (is_mask(covers[0][0]) or covers[0][0].dim() == 1)
-        yield _restore_rows(call, target, place, found, *covers[0]) if is_one else Mixed(call.text, shown=False)
+        yield _restore_rows(call, target, place, of_source, *covers[0]) if is_one else Mixed(call.text, shown=False)
         return
 
     def moved(at: int, rows: Along) -> Along | Mixed:
@@ -300,7 +300,7 @@ def write_rows_back(call: Call) -> Iterator[Dependence]:
         return rows if at == 0 or rows.dim == NO_DIM else Mixed(call.text, shown=False)
 
     result = map_dependence(call, operands, moved)
-    if found is None and isinstance(own, Along) and any(own.dim in covered for _, covered in covers):
+    if of_source is None and isinstance(of_target, Along) and any(of_target.dim in covered for _, covered in covers):
         for dim, to in enumerate(places):
             if to == MOVED and source.shape[dim] > 1:  # which row gets which of its elements, the number of rows says
                 call.on_constant(source, dim, 1, call.where)
@@ -318,41 +318,43 @@ def scatter(call: Call) -> Iterator[Dependence]:
 
 def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
     """Return the dependence of a target into which picked rows are written."""
-    pick, before = source.start, call.known.of(target)
-    own: Along | None
+    pick, of_target = source.start, call.known.of(target)
+    restored: Along | None
     if isinstance(pick, Pick) and is_mask(index):
-        own = _unflattened(target.shape, pick.picked, covered)
-        is_restored = own is not None and pick.index == _identity(index) and pick.size == index.numel()
+        restored = _unflattened(target.shape, pick.picked, covered)
+        is_restored = restored is not None and pick.index == _identity(index) and pick.size == index.numel()
     elif isinstance(pick, Pick):
         dim = pick.picked.dim if pick.picked.dim in covered else place
-        own = Along(dim, pick.picked.inner, pick.picked.start)
+        restored = Along(dim, pick.picked.inner, pick.picked.start)
         is_restored = pick.index == _identity(index) and pick.size == target.shape[dim]
     else:
-        own = Along(place, source.inner, pick)
+        restored = Along(place, source.inner, pick)
         is_restored = index.numel() == target.shape[place] and _counts(call, index)
-    if own is None or not is_restored:
+    if restored is None or not is_restored:
         return Mixed(call.text, shown=False)
-    return join_dependences([own, *([] if before is None else [before])], call.text)
+    return join_dependences([restored, *([] if of_target is None else [of_target])], call.text)
 
 
 def _places(call: Call) -> Iterator[Dependence]:
     """Rule of nonzero and its kin: the places that are named are used to pick rows, or not known."""
-    given = [found for tensor in call.given if (found := call.known.of(tensor)) is not None]
+    dependences = [dependence for tensor in call.given if (dependence := call.known.of(tensor)) is not None]
     counted = bind_arguments(call)["self"] if call.func.overloadpacket is _aten.bincount else None
     if counted is not None and _share_positions(call, [0], [counted], None):
         yield Mixed(call.text, shown=True)
         return
     for _ in call.results:
-        shown = next((one for one in given if isinstance(one, Mixed) and one.shown), None)
-        yield shown or (Mixed(call.text, shown=False) if given else None)
+        shown = next(
+            (dependence for dependence in dependences if isinstance(dependence, Mixed) and dependence.shown), None
+        )
+        yield shown or (Mixed(call.text, shown=False) if dependences else None)
 
 
 def _sort_rows(call: Call) -> Iterator[Dependence]:
     """Rule of sort: along the dimension of rows the values are mixed, and the places are a permutation to pick by."""
     for result, operands in zip(call.results, dimension_maps.along(call), strict=True):
-        found = map_dependence(call, operands)
-        is_order = result.dtype is torch.int64 and found == Mixed(call.text, shown=True)
-        yield Mixed(call.text, shown=False) if is_order else found
+        dependence = map_dependence(call, operands)
+        is_order = result.dtype is torch.int64 and dependence == Mixed(call.text, shown=True)
+        yield Mixed(call.text, shown=False) if is_order else dependence
 
 
 # -- gradients of losses ---------------------------------------------------------------------------
@@ -367,13 +369,17 @@ def _likelihood_backward(call: Call) -> Iterator[Dependence]:
     named = bind_arguments(call)
     x, labels, gradient = named["self"], named["target"], named["grad_output"]
     channel = min(1, x.dim() - 1)
-    kept = [dim for dim in range(x.dim()) if dim != channel]
-    given: list[Operand] = [(x, range(x.dim())), (labels, kept), (gradient, kept if gradient.dim() else [])]
+    label_dims = [dim for dim in range(x.dim()) if dim != channel]
+    operands: list[Operand] = [
+        (x, range(x.dim())),
+        (labels, label_dims),
+        (gradient, label_dims if gradient.dim() else []),
+    ]
     if named["weight"] is not None:
-        given.append((named["weight"], [channel]))
+        operands.append((named["weight"], [channel]))
     if named["reduction"] == _MEAN:
-        given.append((named["total_weight"], []))
-    yield map_dependence(call, given)
+        operands.append((named["total_weight"], []))
+    yield map_dependence(call, operands)
 
 
 def of_each_row(call: Call) -> list[Dependence] | None:
@@ -419,26 +425,28 @@ def by_map(of: Map, call: Call) -> Iterator[Dependence]:
 
 def assume_rows_stay(call: Call) -> Iterator[Dependence]:
     """Rule of an operation that is to be tried: a dimension of rows stays where it is, if the result has it too."""
-    rows = [(tensor, found) for tensor in call.given if isinstance(found := call.known.of(tensor), Along)]
-    alike = {found for _, found in rows}
+    rows = [(tensor, dependence) for tensor in call.given if isinstance(dependence := call.known.of(tensor), Along)]
+    alike = {dependence for _, dependence in rows}
     for result, unknown in zip(call.results, nothing_known(call), strict=True):
-        one = next(iter(alike)) if len(alike) == 1 else None
+        along = next(iter(alike)) if len(alike) == 1 else None
         fits = (
-            one is not None
-            and one.dim != NO_DIM
-            and all(one.dim < result.dim() and result.shape[one.dim] == tensor.shape[one.dim] for tensor, _ in rows)
+            along is not None
+            and along.dim != NO_DIM
+            and all(
+                along.dim < result.dim() and result.shape[along.dim] == tensor.shape[along.dim] for tensor, _ in rows
+            )
         )
         mixed = any(isinstance(call.known.of(tensor), Mixed) for tensor in call.given)
-        yield one if fits and not mixed else unknown
+        yield along if fits and not mixed else unknown
 
 
 def rule_of(func: Any) -> Rule | None:
     """Return the rule of an operation, or none."""
     packet = func.overloadpacket
-    found = map_of(func) or DECLARED.get(packet)
-    if packet in BY_OPERATION or found is None:
+    dimension_map = map_of(func) or DECLARED.get(packet)
+    if packet in BY_OPERATION or dimension_map is None:
         return BY_OPERATION.get(packet)
-    return BY_MAP.get(found) or functools.partial(by_map, found)
+    return BY_MAP.get(dimension_map) or functools.partial(by_map, dimension_map)
 
 
 DECLARED: dict[Any, Map] = {}

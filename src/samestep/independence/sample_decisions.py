@@ -76,15 +76,20 @@ class Decisions:
         """The storages of what is answered alike in all parts of a batch."""
 
     def follow(
-        self, given: Iterable[tuple[int, Tensor, bool]], results: Iterable[tuple[int, bool]], text: str, *, asks: bool
+        self,
+        operands: Iterable[tuple[int, Tensor, bool]],
+        results: Iterable[tuple[int, bool]],
+        text: str,
+        *,
+        asks: bool,
     ) -> None:
         """Follow an operation: its operands, each with its storage and whether it has a row for each sample, and the storages of its
         results, each with whether it depends on several samples. `asks` is false for a question that is answered alike in all parts."""
-        found = [
-            self._of_all.get(key) or (text if in_rows and one.is_floating_point() else "")
-            for key, one, in_rows in given
+        sources = [
+            self._of_all.get(key) or (text if in_rows and tensor.is_floating_point() else "")
+            for key, tensor, in_rows in operands
         ]
-        source = next(filter(None, found), "") if asks else ""
+        source = next(filter(None, sources), "") if asks else ""
         for key, is_mixed in results:
             if is_mixed and source:
                 self._of_all[key] = source
@@ -94,7 +99,7 @@ class Decisions:
     def follow_answers(
         self,
         func: Any,
-        given: Sequence[tuple[int, Tensor]],
+        operands: Sequence[tuple[int, Tensor]],
         results: Iterable[tuple[int, Tensor, bool]],
         text: str,
         value_of: ValueOfTensor,
@@ -102,10 +107,10 @@ class Decisions:
         asks: bool,
     ) -> None:
         """Follow the answers, yes or no, of an operation as `follow` follows numbers; each result stands with its tensor."""
-        packet, answers = func.overloadpacket, [key for key, one in given if one.dtype is torch.bool]
+        packet, answers = func.overloadpacket, [key for key, tensor in operands if tensor.dtype is torch.bool]
         is_alike = not asks or (bool(answers) and self._alike.issuperset(answers))
-        before = [self._of_each[key] for key in answers if key in self._of_each]
-        counted = [self._counts[key] for key, _ in given if key in self._counts]
+        open_answers = [self._of_each[key] for key in answers if key in self._of_each]
+        counted = [self._counts[key] for key, _ in operands if key in self._counts]
         for key, result, is_mixed in results:
             self._of_each.pop(key, None)
             self._counts.pop(key, None)
@@ -114,10 +119,10 @@ class Decisions:
                 self._alike.add(key)
             elif not is_mixed or is_alike:
                 continue
-            elif packet is _aten.sum and answers and (added := _open_count(value_of(result), given[0][1].numel())):
+            elif packet is _aten.sum and answers and (added := _open_count(value_of(result), operands[0][1].numel())):
                 self._counts[key] = text, added
-            elif result.dtype is torch.bool and before:
-                self._of_each[key] = (before[0][0], before[0][1] != (packet in _OPPOSITES))
+            elif result.dtype is torch.bool and open_answers:
+                self._of_each[key] = (open_answers[0][0], open_answers[0][1] != (packet in _OPPOSITES))
             elif packet in _OF_EACH:
                 self._of_each[key] = (text, _OF_EACH[packet])
             elif packet in _COMPARISONS and counted and (value := value_of(result)) is not None and value.numel() == 1:
@@ -136,7 +141,7 @@ class Decisions:
             _TooLongError: the forward runs far more operations than the first one.
         """
         leaves = tree_flatten((args, kwargs, results))[0]
-        noted = ((one.shape, self.number(key(one))) if isinstance(one, Tensor) else repr(one) for one in leaves)
+        noted = ((leaf.shape, self.number(key(leaf))) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         self.ran.append((str(func), *noted))
         if len(self.ran) > self._most:
             raise _TooLongError
@@ -190,11 +195,13 @@ def act_on(first: Decisions, again: Callable[[Decisions], None]) -> str:
 
 def _are_other(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
     """Return whether outputs are other numbers, by more than roundings; false where they cannot be compared."""
-    for one, other in zip(first, second, strict=True) if len(first) == len(second) else ():
-        if one is None or other is None or one.shape != other.shape or not bool(other.isfinite().all()):
+    for output, other in zip(first, second, strict=True) if len(first) == len(second) else ():
+        if output is None or other is None or output.shape != other.shape or not bool(other.isfinite().all()):
             return False
-        allowed = torch.finfo(one.dtype).eps ** _ROUNDED * max(float(one.abs().max()), 1e-6) if one.numel() else 0.0
-        if one.numel() and float((one - other).abs().max()) > allowed:
+        allowed = (
+            torch.finfo(output.dtype).eps ** _ROUNDED * max(float(output.abs().max()), 1e-6) if output.numel() else 0.0
+        )
+        if output.numel() and float((output - other).abs().max()) > allowed:
             return True
     return False
 
@@ -220,12 +227,12 @@ def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: ValueOfTensor) -> 
         return False
     if func.overloadpacket not in _COMPARISONS:
         return True
-    one, other = (value_of(side) if isinstance(side, Tensor) else side for side in args[:2])
+    number, other = (value_of(side) if isinstance(side, Tensor) else side for side in args[:2])
     if args[0] is args[1] or (isinstance(other, float) and not math.isfinite(other)):
         return False
-    if one is None or other is None:
+    if number is None or other is None:
         return True
-    answers = [func(_changed(one, sign), other) for sign in (0, 1, -1)]
+    answers = [func(_changed(number, sign), other) for sign in (0, 1, -1)]
     return not all(bool((answer == answers[0]).all()) for answer in answers)
 
 

@@ -102,10 +102,10 @@ def examine(
 
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
-            found = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
-        watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
-        watch.take_outputs(found)
-        return found, groups_of(module, watch.tracer.modules)
+            output = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
+        watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(output)])
+        watch.take_outputs(output)
+        return output, groups_of(module, watch.tracer.modules)
 
     def run_again(decisions: Decisions) -> None:
         with preserve_modules(module):
@@ -143,20 +143,20 @@ def examine(
     asked = mark_of(loss)
     reads = None if asked is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
     if asked is not None and asked.rows and reads is not None:
-        reads = tuple(replace(one, is_by_rows=one.of == "outputs" and not one.dtype) for one in reads)
+        reads = tuple(replace(tensor, is_by_rows=tensor.of == "outputs" and not tensor.dtype) for tensor in reads)
     pairs = watch.pairs_of(loss, outputs) if asked is not None and not is_within else 0
     return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs, watch.hooks_scale)
 
 
 def _norm_of_parts(module: nn.Module, sample: Any, few: _SampleProver, value_of: ValueOf | None, group: int) -> str:
     """Return where code calls batch norm more often for a whole group of samples than for a few, and so on parts of it; else empty."""
-    whole = ForwardTracer(module, {})
+    of_group = ForwardTracer(module, {})
     try:
         with preserve_modules(module):
-            watch_forward(module, sample, group, whole, value_of)
+            watch_forward(module, sample, group, of_group, value_of)
     except (ModelError, NeedsValuesError):
         return ""
-    fewer, calls = (Counter(call.owner for _, call in one.events.batch_norms) for one in (few.tracer, whole))
+    fewer, calls = (Counter(call.owner for _, call in tracer.events.batch_norms) for tracer in (few.tracer, of_group))
     owner = next((path for path in few.batch_norm_views if calls[path] > fewer[path]), None)
     if owner is None:
         return ""
@@ -218,13 +218,13 @@ class _SampleProver(Prover):
 
     def rows_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the dimension of a tensor that holds the samples in order, and the positions of one side by side."""
-        found = self.known.of(tensor)
-        if not isinstance(found, Along):
-            return None if found else (NO_DIM, 0)
+        dependence = self.known.of(tensor)
+        if not isinstance(dependence, Along):
+            return None if dependence else (NO_DIM, 0)
         if not self.known.is_ordered(tensor):
             return None
-        is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
-        return (found.dim, 0 if is_whole else found.inner)
+        is_whole = tensor.shape[dependence.dim] == NUM_SAMPLES * dependence.inner
+        return (dependence.dim, 0 if is_whole else dependence.inner)
 
     def place(
         self, numbers: Any, rows: tuple[int, int] | None, replace_rows: Callable[[tuple[int, int]], None]
@@ -233,10 +233,10 @@ class _SampleProver(Prover):
         if not isinstance(numbers, Tensor) or rows is None or rows[0] == NO_DIM or self.known.of(numbers) is not None:
             return
         dim, inner = rows
-        found = Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0)
-        self.learn(numbers, found)
-        if not inner and found.inner > 1:
-            self._draws[address(numbers)] = numbers, found, replace_rows
+        dependence = Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0)
+        self.learn(numbers, dependence)
+        if not inner and dependence.inner > 1:
+            self._draws[address(numbers)] = numbers, dependence, replace_rows
 
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that is listed and assumed to keep samples
@@ -249,8 +249,8 @@ class _SampleProver(Prover):
         samples. The factor of a mean in its gradient is tried: it may be taken away again."""
         if (of_each := of_each_row(call)) is not None:
             self.tried.append(f"{call.text}, which divides by the number of samples")
-            for result, found in zip(call.results, of_each, strict=True):
-                self.learn(result, found)
+            for result, dependence in zip(call.results, of_each, strict=True):
+                self.learn(result, dependence)
             return
         is_one = self.tracer.functions.in_batch_norm and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
@@ -272,17 +272,21 @@ class _SampleProver(Prover):
         super().hooked(name, hook, given, results)
         with disable_current_modes():
             self.hooks_scale = self.hooks_scale or not is_linear(hook, given)
-            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
-            for one, gradient in zip(given, gradients, strict=True):
-                self.learn(gradient, self.known.of(one))
+            gradients = [torch.empty_like(tensor, requires_grad=False) for tensor in given]
+            for tensor, gradient in zip(given, gradients, strict=True):
+                self.learn(gradient, self.known.of(tensor))
 
             def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
                 args, kwargs = tree_map_only(Tensor, self.tracer.move, (args, kwargs))
                 self._carry_on(func, args, kwargs, operands(outcome) or mutated_operands(func, args, kwargs))
 
-            made = follow_hook(hook, gradients, ran)
-            shared = [one for one in map(self.known.of, made or ()) if isinstance(one, Mixed) and one.shown]
-            if shared or (made is None and any(isinstance(self.known.of(one), Along) for one in given)):
+            new_gradients = follow_hook(hook, gradients, ran)
+            shared = [
+                dependence
+                for dependence in map(self.known.of, new_gradients or ())
+                if isinstance(dependence, Mixed) and dependence.shown
+            ]
+            if shared or (new_gradients is None and any(isinstance(self.known.of(tensor), Along) for tensor in given)):
                 self.refuse_gradient(f"{self.where} by {name}" + ("" if shared else _UNSEEN))
 
     def moved(self, made: Tensor, constant: Tensor) -> None:
@@ -296,15 +300,15 @@ class _SampleProver(Prover):
         super()._follow(call)
         return any(isinstance(self.known.of(result), Mixed) for result in call.results)
 
-    def _try_other_rows(self, given: Iterable[Tensor], mixes: Callable[[], bool]) -> None:
+    def _try_other_rows(self, tensors: Iterable[Tensor], mixes: Callable[[], bool]) -> None:
         """Let random numbers [K * B] among the operands be those of [K, B] if an operation mixes samples, and then does not."""
-        drawn = [self._draws.pop(address(one), None) for one in (given if self._draws and mixes() else ())]
-        for numbers, found, replace_rows in filter(None, drawn):
-            self.learn(numbers, Along(found.dim, 1, 0))
+        drawn = [self._draws.pop(address(tensor), None) for tensor in (tensors if self._draws and mixes() else ())]
+        for numbers, along, replace_rows in filter(None, drawn):
+            self.learn(numbers, Along(along.dim, 1, 0))
             if not mixes():
-                replace_rows((found.dim, 1))
+                replace_rows((along.dim, 1))
                 return
-            self.learn(numbers, found)
+            self.learn(numbers, along)
             mixes()
 
     def refuse_gradient(self, where: str) -> None:
@@ -325,10 +329,10 @@ class _SampleProver(Prover):
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Let a value of all samples, which every rank computes alike, depend on no single one."""
         with disable_current_modes():
-            found = self.known.of(x)
-            in_rows = isinstance(found, Along) and found.dim == 0 and self.known.is_ordered(x)
+            dependence = self.known.of(x)
+            in_rows = isinstance(dependence, Along) and dependence.dim == 0 and self.known.is_ordered(x)
             text = f"{self.where} by batch_{kind}, whose rows are not those of samples in order"
-            if not in_rows and found is not None and not isinstance(found, Mixed):
+            if not in_rows and dependence is not None and not isinstance(dependence, Mixed):
                 self.mixed_gradient = self.mixed_gradient or text
             elif not in_rows:
                 self.tried.append(text)
@@ -382,13 +386,13 @@ class _SampleProver(Prover):
         func, outcome = op.func, super().ran(op)
         if not self.tracer.values.keeps_all or not self.is_following:
             return outcome
-        given = [tensor for tensor in operands(*op.args, *op.kwargs.values()) if tensor.is_meta]
+        tensors = [tensor for tensor in operands(*op.args, *op.kwargs.values()) if tensor.is_meta]
         if torch.Tag.data_dependent_output not in func.tags:
             results = [tensor for tensor in operands(outcome) if tensor.is_meta]
             self.decisions.run(func, op.args, op.kwargs, results, self.key)
-        elif len(given) == 1:
-            return self.decisions.answer(self.key(given[0]), outcome)
-        elif any(isinstance(self.known.of(one), Along) for one in given):
+        elif len(tensors) == 1:
+            return self.decisions.answer(self.key(tensors[0]), outcome)
+        elif any(isinstance(self.known.of(tensor), Along) for tensor in tensors):
             return self.decisions.answer_about_rows(func, outcome, self._decided_by(func, "answer"))
         return outcome
 
@@ -402,14 +406,14 @@ class _SampleProver(Prover):
         for tensor in outputs:
             if not tensor.is_floating_point():
                 continue
-            found = self.known.of(tensor)
-            if isinstance(found, Mixed) and found.shown:
-                refusal = refusal or found.where
-            elif isinstance(found, Along) and self.numbers is not None and (alone := self.numbers.apart(tensor)):
+            dependence = self.known.of(tensor)
+            if isinstance(dependence, Mixed) and dependence.shown:
+                refusal = refusal or dependence.where
+            elif isinstance(dependence, Along) and self.numbers is not None and (alone := self.numbers.apart(tensor)):
                 refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
             elif not self.known.is_ordered(tensor):
                 where = "the outputs, which are not one for each sample"
-                unproven.append(found.where if isinstance(found, Mixed) else where)
+                unproven.append(dependence.where if isinstance(dependence, Mixed) else where)
         return refusal, unproven
 
     def read(self, tensor: Tensor, value: Tensor) -> Tensor:
@@ -421,13 +425,13 @@ class _SampleProver(Prover):
         super()._carry_on(func, args, kwargs, results)
         if not self.tracer.values.keeps_all:
             return
-        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        tensors = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         asks = asks_of_parts(func, args, self.value_of)
-        read = [(self.key(one), one) for one in given]
-        mixed = [(self.key(one), one, isinstance(self.known.of(one), Mixed)) for one in results]
+        read = [(self.key(tensor), tensor) for tensor in tensors]
+        mixed = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Mixed)) for tensor in results]
         self.decisions.follow(
-            [(key, one, isinstance(self.known.of(one), Along)) for key, one in read],
-            [(key, is_mixed and not _is_place(func, one)) for key, one, is_mixed in mixed],
+            [(key, tensor, isinstance(self.known.of(tensor), Along)) for key, tensor in read],
+            [(key, is_mixed and not _is_place(func, tensor)) for key, tensor, is_mixed in mixed],
             self._decided_by(func, "number"),
             asks=asks,
         )
@@ -459,18 +463,18 @@ def pair_elements(
             shape, rows = list(tensor.shape), rows_of(tensor)
             if rows is not None and rows[0] >= 0:
                 shape[rows[0]] *= times
-            found = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            return found.requires_grad_(found.is_floating_point() or found.is_complex())
+            on_meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return on_meta.requires_grad_(on_meta.is_floating_point() or on_meta.is_complex())
 
         sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             sizes[tensor.untyped_storage()._cdata] = tensor.numel()
-            kept.append(tensor)  # else another one may have its address
+            tensors.append(tensor)  # else another one may have its address
             return tensor
 
-        kept: list[Tensor] = []
-        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda one: one):
+        tensors: list[Tensor] = []
+        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
             result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
         del result
         return sum(sizes.values())

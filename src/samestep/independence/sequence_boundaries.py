@@ -24,11 +24,11 @@ _COLUMN = ("column", "qkv", "gather", "vocab")
 
 def _readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
     """Return the modules whose code reads each storage of a recorded forward."""
-    found: dict[int, set[str]] = {}
+    readers: dict[int, set[str]] = {}
     for op in operations:
         for view in op.given if op.func not in ("left", "outputs") else ():
-            found.setdefault(view.storage, set()).add(op.where)
-    return found
+            readers.setdefault(view.storage, set()).add(op.where)
+    return readers
 
 
 def with_sequence(
@@ -50,24 +50,24 @@ def with_sequence(
     if not blocks:
         return replace(spec, sequence_refusal=f"{spec.name} has no blocks"), {}
     parts: dict[str, tuple[str, ...]] = {}
-    found: list[tuple[LayerSpec, set[str]]] = []
+    pairs: list[tuple[LayerSpec, set[str]]] = []
     try:
         _check_row(spec, blocks, calls)
         for layer in spec.layers:
             if not layer.is_block:
-                found.append((layer, set()))
+                pairs.append((layer, set()))
                 continue
             path = layer.modules[0]
             parts[path] = _parts(layer, seen)
-            found.append(_with_boundaries(layer, spec, seen, parts[path]))
+            pairs.append(_with_boundaries(layer, spec, seen, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
-    given = calls.of[blocks[0].modules[0]][0].input
-    assert given is not None
-    between = set().union(*(names for _, names in found))
+    block_input = calls.of[blocks[0].modules[0]][0].input
+    assert block_input is not None
+    between = set().union(*(names for _, names in pairs))
     params = tuple(replace(p, partial=p.partial or ("sequence" if p.name in between else "")) for p in spec.params)
-    layers = tuple(layer for layer, _ in found)
-    return replace(spec, layers=layers, params=params, sequence=given.shape[1], sequence_refusal=""), parts
+    layers = tuple(layer for layer, _ in pairs)
+    return replace(spec, layers=layers, params=params, sequence=block_input.shape[1], sequence_refusal=""), parts
 
 
 class _CannotCutError(Exception):
@@ -89,12 +89,17 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: ForwardCalls) ->
         path = layer.modules[0]
         if len(layer.modules) > 1 or len(calls.of.get(path, ())) != 1:
             raise _CannotCutError(f"{layer.name} is not one module that is called once")
-        given, gave = calls.of[path][0].input, calls.of[path][0].output
-        if given is None or gave is None or len(given.shape) != 3 or given.shape != gave.shape:
+        block_input, block_output = calls.of[path][0].input, calls.of[path][0].output
+        if (
+            block_input is None
+            or block_output is None
+            or len(block_input.shape) != 3
+            or block_input.shape != block_output.shape
+        ):
             raise _CannotCutError(f"{path} does not map a tensor [batch, sequence, features] to one of the same shape")
-        if handed is not None and given.number != handed.number:
+        if handed is not None and block_input.number != handed.number:
             raise _CannotCutError(f"{path} does not get the output of the block before it")
-        handed = gave
+        handed = block_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +142,30 @@ def _with_boundaries(
     """Return a block with its boundaries, and the names of the weights used between its cut parts."""
     path, calls, styles = layer.modules[0], seen.calls, seen.styles
     ran = [module for module in calls.of if module in parts]
-    whole = _whole_parts(path, ran, seen)
+    whole_parts = _whole_parts(path, ran, seen)
     boundaries: list[Boundary] = []
     last: dict[bool, SeenTensor] = {}
     for part in calls.of:
         if part in ran:
-            given, call = _one_call(part, calls, calls.of[path][0].input), calls.of[part][0]
+            part_input, call = _one_call(part, calls, calls.of[path][0].input), calls.of[part][0]
             _check_whole_features(part, seen)
-            known = last.get(part in whole)
-            if known is None or (given.number, given.state) != (known.number, known.state):
-                kind: BoundaryKind = "join" if part in whole else "gather"
-                has_gradient = given.takes_gradient and given.state[1] and calls.places.is_reached(call.way)
+            known = last.get(part in whole_parts)
+            if known is None or (part_input.number, part_input.state) != (known.number, known.state):
+                kind: BoundaryKind = "join" if part in whole_parts else "gather"
+                has_gradient = part_input.takes_gradient and part_input.state[1] and calls.places.is_reached(call.way)
                 place = calls.places.place(call.entered_at, layer.called)
-                elements = given.shape.numel()
+                elements = part_input.shape.numel()
                 boundaries.append(
                     Boundary(owner=part, elements=elements, kind=kind, has_gradient=has_gradient, place=place)
                 )
-            last[part in whole] = given
-        if part in whole:
+            last[part in whole_parts] = part_input
+        if part in whole_parts:
             boundaries.append(_end(part, "split", calls, layer))
-        elif styles.get(part) == "row" and is_below(part, path) and not any(is_below(part, one) for one in whole):
+        elif (
+            styles.get(part) == "row"
+            and is_below(part, path)
+            and not any(is_below(part, whole_part) for whole_part in whole_parts)
+        ):
             boundaries.append(_end(part, "scatter", calls, layer))
     between = [
         param
@@ -164,7 +173,7 @@ def _with_boundaries(
         if param.trainable
         and param.cut is None
         and is_below(param.name, path)
-        and _stands_between(param.name, parts, whole, styles)
+        and _stands_between(param.name, parts, whole_parts, styles)
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
@@ -214,7 +223,7 @@ def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
             raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
         styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
         mixes = not styles and any(is_below(owner, path) for owner in mixing)
-        looks = any(is_below(one, path) for one in seen.proof.looking)
+        looks = any(is_below(inner, path) for inner in seen.proof.looking)
         if looks or styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.of[block][0].input)):
             parts.append(path)
     return tuple(parts)
@@ -231,8 +240,8 @@ def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
     """
     calls = seen.calls.of
     partial = {part for part in ran if len(seen.rows_in(part)) < 2 and _has_partial_gradients(part, seen)}
-    given = {_number(calls[part][0].input) for part in ran if part not in partial}
-    whole = {part for part in ran if _number(calls[part][0].input) in given}
+    numbers = {_number(calls[part][0].input) for part in ran if part not in partial}
+    whole_parts = {part for part in ran if _number(calls[part][0].input) in numbers}
     opens = ""
     for path in (path for path in calls if is_below(path, block) and path != block):
         around = next((part for part in ran if is_below(path, part)), "")
@@ -240,27 +249,27 @@ def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
             opens = ""
         elif path == around and seen.leaves_features_cut(path):
             opens = path
-            if path in whole:
+            if path in whole_parts:
                 raise _CannotCutError(f"{path} leaves features cut, and has weights or inputs that are not")
         elif opens and (path == around or (not around and seen.has_weights(path) and path not in seen.styles)):
             raise _CannotCutError(f"{path} is not cut, and stands behind {opens} and before what is cut by rows")
     if opens:
         raise _CannotCutError(f"nothing that is cut by rows follows {opens} in its block")
-    return whole
+    return whole_parts
 
 
 def _has_partial_gradients(part: str, seen: _Seen) -> bool:
     """Return whether all weights of a part are cut and read the part's input: its gradients are partial then."""
-    given = seen.calls.of[part][0].input
+    part_input = seen.calls.of[part][0].input
     for path, _ in seen.model.get_submodule(part).named_modules(prefix=part):
         style = seen.styles.get(path)
         if style == "gather" or (style is None and seen.has_weights(path)):
             return False
         takes_input = style in _COLUMN or path in seen.proof.copied
-        if takes_input and any(_number(call.input) != _number(given) for call in seen.calls.of.get(path, ())):
+        if takes_input and any(_number(call.input) != _number(part_input) for call in seen.calls.of.get(path, ())):
             return False
     by_columns = [path for path, style in seen.styles.items() if style in _COLUMN]
-    readers = seen.readers.get(given.storage, ()) if given is not None else ()
+    readers = seen.readers.get(part_input.storage, ()) if part_input is not None else ()
     others = (path for path in readers if not any(is_below(path, column) for column in by_columns))
     return not any(is_below(path, part) for path in others)  # as where a part adds what it is given to what it returns
 
@@ -272,9 +281,9 @@ def _number(tensor: SeenTensor | None) -> int:
 def _one_call(part: str, calls: ForwardCalls, block: SeenTensor | None) -> SeenTensor:
     if not _is_one_call(part, calls, block):
         raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
-    given = calls.of[part][0].input
-    assert given is not None
-    return given
+    tensor = calls.of[part][0].input
+    assert tensor is not None
+    return tensor
 
 
 def _is_one_call(part: str, calls: ForwardCalls, block: SeenTensor | None) -> bool:
@@ -285,10 +294,10 @@ def _is_one_call(part: str, calls: ForwardCalls, block: SeenTensor | None) -> bo
     return all(end is not None and end.shape[:2] == block.shape[:2] for end in ends)
 
 
-def _stands_between(name: str, parts: tuple[str, ...], whole: set[str], styles: Styles) -> bool:
+def _stands_between(name: str, parts: tuple[str, ...], whole_parts: set[str], styles: Styles) -> bool:
     """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
     owner, _, leaf = name.rpartition(".")
-    if any(is_below(name, part) for part in whole):
+    if any(is_below(name, part) for part in whole_parts):
         return False
     if styles.get(owner, "sum") != "sum":
         return styles[owner] == "row" and leaf == "bias"

@@ -101,39 +101,39 @@ class _TokenProver(SliceProver):
     def ran(self, op: Executed) -> Any:
         """Check what an operation within the parts, or between them, is given, and follow its results."""
         super().ran(op)
-        given = op.given
+        tensors = op.given
         with disable_current_modes():
-            made = {self.key(tensor) for tensor in operands(op.outcome) if tensor.is_meta}
+            keys = {self.key(tensor) for tensor in operands(op.outcome) if tensor.is_meta}
             if self._is_whole:
-                self._check_whole(given)
-                read = set() if op.func._schema.is_mutable else {self.key(tensor) for tensor in given}
-                self._of_whole |= made - read
+                self._check_whole(tensors)
+                read = set() if op.func._schema.is_mutable else {self.key(tensor) for tensor in tensors}
+                self._of_whole |= keys - read
             elif self.is_following:
-                self._check_between(given)
-                self._between |= made
+                self._check_between(tensors)
+                self._between |= keys
         return op.outcome
 
-    def _check_between(self, given: list[Tensor]) -> None:
+    def _check_between(self, tensors: list[Tensor]) -> None:
         """Refuse an operation between the parts on what they have computed, or on a tensor whose gradient no rank has whole."""
-        for tensor in given:
+        for tensor in tensors:
             key = self.key(tensor)
             if key in self._of_whole:
                 self.refuse(f"{self.where} uses what a part that tp cuts has computed of the whole sequence")
             elif tensor.requires_grad and self.known.of(tensor) is None and key not in self._between:
                 self.refuse(f"{self.where} uses a tensor that takes a gradient, and is not made of a rank's own tokens")
 
-    def _check_whole(self, given: list[Tensor]) -> None:
+    def _check_whole(self, tensors: list[Tensor]) -> None:
         """Refuse an operation of a part on one rank's tokens alone, or on a weight of which a rank has a part of the
         gradient."""
-        if any(self.known.of(tensor) is not None for tensor in given):
+        if any(self.known.of(tensor) is not None for tensor in tensors):
             self.refuse(f"{self.where} uses a rank's own tokens beside the whole sequence")
-        if any(tensor.requires_grad and self.key(tensor) in self._between for tensor in given):
+        if any(tensor.requires_grad and self.key(tensor) in self._between for tensor in tensors):
             self.refuse(f"{self.where} uses a weight that is used between the cut parts too")
 
     def _split(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = with_given(args, kwargs, self._slice, self._facts)
+        arguments = with_given(args, kwargs, self._slice, self._facts)
         self.is_following = not self.refusal
-        return given
+        return arguments
 
     def _slice(self, x: Tensor) -> Tensor:
         part = x.narrow(1, self.whole - self.size, self.size).clone()
@@ -143,11 +143,11 @@ class _TokenProver(SliceProver):
         return part
 
     def _gather(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = first_input_of(args, kwargs, self._facts)
+        hidden = first_input_of(args, kwargs, self._facts)
         self.is_following = not self.refusal
-        self._check(given, f"{path} is not given a row for each token")
-        if any(is_below(one, path) for one in self.looking):
-            self._check_unseen(path, [tensor for tensor in tensors_in((args, kwargs)) if tensor is not given])
+        self._check(hidden, f"{path} is not given a row for each token")
+        if any(is_below(inner, path) for inner in self.looking):
+            self._check_unseen(path, [tensor for tensor in tensors_in((args, kwargs)) if tensor is not hidden])
         self._is_whole = self.is_following = False
         gathered = with_given(args, kwargs, self._whole, self._facts)
         self._is_whole = True
@@ -162,17 +162,17 @@ class _TokenProver(SliceProver):
     def _join(self, _: nn.Module, args: Any, output: Any) -> Any:
         with disable_current_modes():
             last = [] if (hidden := first_of(output)) is None else [hidden]
-            self.outcome = [self.numbers.of(one) for one in (*last, *self.held)]
+            self.outcome = [self.numbers.of(tensor) for tensor in (*last, *self.held)]
         self._check(first_of(output), f"{self.blocks[-1]} does not return a row for each token")
         self.is_following = False
         return with_first(output, self._whole)
 
     def _whole(self, x: Tensor) -> Tensor:
-        whole = x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
-        self._of_whole.add(self.key(whole))
+        tensor = x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
+        self._of_whole.add(self.key(tensor))
         with disable_current_modes():
-            self.numbers.name(whole, "whole", self.numbers.of(x))
-        return whole
+            self.numbers.name(tensor, "whole", self.numbers.of(x))
+        return tensor
 
     def _check(self, tensor: Tensor | None, reason: str) -> None:
         with disable_current_modes():

@@ -55,7 +55,7 @@ class SliceProver(Prover):
         module: nn.Module,
         blocks: list[str],
         size: int,
-        whole: int,
+        num_tokens: int,
         table: Table,
         looking: Collection[str] = (),
         wider: Collection[str] = (),
@@ -64,10 +64,10 @@ class SliceProver(Prover):
         self.looking, self.wider = looking, wider
         """Modules whose code looks at values, and parts that compute all tokens."""
         self.numbers: ValueNumbers = self.number_values(module, table)
-        self.held = [one.tensor for one in tensors_of(module)]
+        self.held = [named.tensor for named in tensors_of(module)]
         self.outcome: list[Hashable] = []
         """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
-        self.blocks, self.size, self.whole, self.refusal = blocks, size, whole, ""
+        self.blocks, self.size, self.whole, self.refusal = blocks, size, num_tokens, ""
         self.is_following = False
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
@@ -135,8 +135,10 @@ class SliceProver(Prover):
         self.parts.enter_block(path)
         self.is_following = not self.refusal
         leaves, tree = tree_flatten_with_path((args, kwargs))
-        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
-        return tree_unflatten(mine, tree)
+        arguments = [
+            self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves
+        ]
+        return tree_unflatten(arguments, tree)
 
     def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         if self.known.of(leaf) is not None:
@@ -154,11 +156,11 @@ class SliceProver(Prover):
             self._wholes[id(part)] = part, leaf
         return part
 
-    def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
+    def slice_of(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
-        part = whole.narrow(dim, self.whole - self.size, self.size).clone()
+        part = tensor.narrow(dim, self.whole - self.size, self.size).clone()
         with disable_current_modes():
-            self.numbers.take_rows(part, whole, dim)
+            self.numbers.take_rows(part, tensor, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
 
@@ -167,20 +169,20 @@ class SliceProver(Prover):
         if not self.is_following:
             return None
         leaves, tree = tree_flatten_with_path((args, kwargs))
-        given: list[GatheredTensor] = []
-        found = [self._gathered(path, keystr(place), leaf, given) for place, leaf in leaves]
+        tensors: list[GatheredTensor] = []
+        arguments = [self._gathered(path, keystr(place), leaf, tensors) for place, leaf in leaves]
         if self.refusal:
             return None
-        self.parts.enter(GatheredPart(owner=path, given=tuple(given)))
+        self.parts.enter(GatheredPart(owner=path, given=tuple(tensors)))
         self._part, self.is_following = path, False
-        return tree_unflatten(found, tree)
+        return tree_unflatten(arguments, tree)
 
-    def _gathered(self, path: str, place: str, leaf: Any, given: list[GatheredTensor]) -> Any:
-        """Return an argument of a part as a rank gives it, and add it to those that are `given` as slices."""
-        found = self.known.of(leaf) if isinstance(leaf, Tensor) else None
-        if found is None or self.refusal:
+    def _gathered(self, path: str, place: str, leaf: Any, tensors: list[GatheredTensor]) -> Any:
+        """Return an argument of a part as a rank gives it, and add it to `tensors` if that is a slice."""
+        dependence = self.known.of(leaf) if isinstance(leaf, Tensor) else None
+        if dependence is None or self.refusal:
             return leaf
-        at = found.dim if isinstance(found, Along) else 0
+        at = dependence.dim if isinstance(dependence, Along) else 0
         slice_, whole = self._wholes.get(id(leaf), (None, leaf))
         is_known = slice_ is leaf
         if at < 1 or not self.known.has_rows(leaf, at) or not (is_known or leaf.is_floating_point()):
@@ -191,7 +193,7 @@ class SliceProver(Prover):
             return leaf
         elements = leaf.numel() * self.whole // self.size
         takes_gradient = leaf.requires_grad and torch.is_grad_enabled()
-        given.append(
+        tensors.append(
             GatheredTensor(place=place, dim=at, elements=elements, takes_gradient=takes_gradient, is_known=is_known)
         )
         if is_known:
@@ -209,19 +211,19 @@ class SliceProver(Prover):
         if self._part != path:
             return None
         leaves, tree = tree_flatten_with_path(output)
-        found, returned = [], []
+        results, returned = [], []
         for place, leaf in leaves:
             dim = sequence_dim(leaf.shape, self.whole) if isinstance(leaf, Tensor) else None
             if not dim:
-                found.append(leaf)
+                results.append(leaf)
                 continue
             returned.append((keystr(place), dim))
-            found.append(self.slice_of(leaf, dim))
+            results.append(self.slice_of(leaf, dim))
             if not leaf.requires_grad:
-                self._wholes[id(found[-1])] = found[-1], leaf
+                self._wholes[id(results[-1])] = results[-1], leaf
         self.parts.leave(returned, output)
         self._part, self.is_following = "", not self.refusal
-        return tree_unflatten(found, tree)
+        return tree_unflatten(results, tree)
 
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
         """Check a module whose forward starts, which must be given no slice if its code looks at values."""
@@ -230,11 +232,13 @@ class SliceProver(Prover):
         if path in self.looking:
             self._check_unseen(path, tensors_seen_by(part, given))
 
-    def _check_one_token(self, path: str, given: Any) -> None:
+    def _check_one_token(self, path: str, inputs: Any) -> None:
         """Refuse a module after the blocks that is given one token, as one that pools is: a slice has another token there."""
         with disable_current_modes():
-            found = [self.known.of(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_meta]
-            if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):
+            dependences = [
+                self.known.of(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor) and tensor.is_meta
+            ]
+            if any(isinstance(dependence, Along) and dependence.dim == NO_DIM for dependence in dependences):
                 self.refuse(f"{path} is given one token of a slice", path)
 
     def looks(self, seen: Sequence[Tensor]) -> None:
@@ -244,7 +248,7 @@ class SliceProver(Prover):
     def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
         """Refuse a slice among the tensors that code is given which looks at values."""
         with disable_current_modes():
-            if self.is_following and any(self.known.of(one) is not None for one in tensors if one.is_meta):
+            if self.is_following and any(self.known.of(tensor) is not None for tensor in tensors if tensor.is_meta):
                 self.refuse(f"shapes or branches at {path} depend on values, and it is given a slice")
 
     # -- what values are computed from -------------------------------------------------------------
@@ -263,9 +267,9 @@ class SliceProver(Prover):
         self._add_to_numbers([*given], "hook", outcome_of(hook, tuple(drawn)))
 
     def _of_one_token(self, tensor: Tensor) -> tuple[int, ...]:
-        found, shape = self.known.of(tensor), list(tensor.shape)
-        if isinstance(found, Along) and found.dim >= 0:
-            shape[found.dim] = found.inner
+        dependence, shape = self.known.of(tensor), list(tensor.shape)
+        if isinstance(dependence, Along) and dependence.dim >= 0:
+            shape[dependence.dim] = dependence.inner
         return tuple(shape)
 
     def _add_to_numbers(self, tensors: list[Tensor], *what: Hashable) -> None:
@@ -309,20 +313,23 @@ class SliceProver(Prover):
     def note_attention(self, output: Tensor) -> None:
         """Set the number of the output of the attention at hand."""
         with disable_current_modes():
-            parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
+            parts = [
+                self.numbers.of(argument) if isinstance(argument, Tensor) else repr(argument)
+                for argument in self._attention
+            ]
             self.numbers.name(output, "attention", *parts, where=self.where)
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
         self.tracer.places.reach(every := tensors_in(outputs))
-        of_loss = next((vars(one)[OF_SLICE][0] for one in every if OF_SLICE in vars(one)), None)
+        of_loss = next((vars(tensor)[OF_SLICE][0] for tensor in every if OF_SLICE in vars(tensor)), None)
         try:
             logits = token_rows_of(outputs) if of_loss is None else of_loss
         except InputError as error:
             self.refuse(str(error))
             return
         with disable_current_modes():
-            self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
+            self.outcome = [self.numbers.of(tensor) for tensor in (logits, *self.held)]
             dims = (0, 2) if of_loss is not None else (1, 2) if logits.dim() == 3 else ()
             if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
                 self.refuse(
@@ -349,9 +356,9 @@ class SliceProver(Prover):
         if isinstance(dependence, WithNeighbours):
             self._joined.add(dependence.where)
         if not self._mixed and isinstance(dependence, Mixed) and not isinstance(dependence, WithNeighbours):
-            found, _, operation = dependence.where.rpartition(" by ")
-            path = self._mixed_at = found or self.where
-            does = f"mixes tokens by {operation}" if found else f"is given {operation} of tokens"
+            module, _, operation = dependence.where.rpartition(" by ")
+            path = self._mixed_at = module or self.where
+            does = f"mixes tokens by {operation}" if module else f"is given {operation} of tokens"
             if dependence.where in self._joined:
                 does = f"joins other rows to those of tokens by {operation}"
             works = f". {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
@@ -361,22 +368,24 @@ class SliceProver(Prover):
 
     def _follow(self, call: Call) -> None:
         """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
-        wide = {id(one): known for one in call.given if isinstance(known := self.known.of(one), WithNeighbours)}
-        others = [one for one in call.given if id(one) not in wide and self.known.of(one) is not None]
+        wide = {
+            id(tensor): known for tensor in call.given if isinstance(known := self.known.of(tensor), WithNeighbours)
+        }
+        others = [tensor for tensor in call.given if id(tensor) not in wide and self.known.of(tensor) is not None]
         if not wide or others or not is_elementwise(call.func):
             super()._follow(call)
             return
         origin = next(iter(wide.values())).where
         places = {
-            (known.rows, known.last, known.dim_of(one) - one.dim())
-            for one in call.given
-            if (known := wide.get(id(one))) is not None
+            (known.rows, known.last, known.dim_of(tensor) - tensor.dim())
+            for tensor in call.given
+            if (known := wide.get(id(tensor))) is not None
         }
         (_, last, dim), *more = places
         for result in call.results:
             at = dim + result.dim()
-            found = WithNeighbours.of(result, at, last, origin) if at >= 0 else Mixed(call.text, True)
-            self.learn(result, Mixed(call.text, True) if more else found)
+            dependence = WithNeighbours.of(result, at, last, origin) if at >= 0 else Mixed(call.text, True)
+            self.learn(result, Mixed(call.text, True) if more else dependence)
 
     def refuse_gradient(self, where: str) -> None:
         """Refuse a custom Function whose backward mixes tokens."""
@@ -421,8 +430,8 @@ def _is_bias(shape: torch.Size) -> bool:
     return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
 
 
-def _fits(shape: torch.Size, whole: int) -> bool:
-    return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)
+def _fits(shape: torch.Size, length: int) -> bool:
+    return len(shape) >= 2 and shape[-1] == length and shape[-2] in (1, length)
 
 
 def _is_number(leaf: Any) -> bool:

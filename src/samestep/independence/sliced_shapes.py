@@ -37,8 +37,10 @@ def tokens_of(batch: Any) -> Tensor:
     labels = target_in(batch)
     if isinstance(labels, Tensor) and labels.dim() == 2:
         return labels
-    every = [one for one in tensors_in(batch) if one.dim() == (3 if one.is_floating_point() else 2)]
-    return max(every, key=lambda one: (not one.is_floating_point(), one.shape[1])) if every else target_of(batch)
+    every = [tensor for tensor in tensors_in(batch) if tensor.dim() == (3 if tensor.is_floating_point() else 2)]
+    return (
+        max(every, key=lambda tensor: (not tensor.is_floating_point(), tensor.shape[1])) if every else target_of(batch)
+    )
 
 
 def token_rows_of(outputs: Any) -> Tensor:
@@ -47,7 +49,7 @@ def token_rows_of(outputs: Any) -> Tensor:
     Raises:
         JobError: there is none, or several.
     """
-    rows = [one for one in tensors_in(outputs) if one.is_floating_point() and one.dim() == 3]
+    rows = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() and tensor.dim() == 3]
     return rows[0] if len(rows) == 1 else prediction_of(outputs)
 
 
@@ -119,15 +121,15 @@ def slice_whole_operands(
     """
     if size == length or not _is_by_element(func):
         return args
-    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-    if {size, length} - {leaf.shape[1] for leaf in given}:
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if {size, length} - {leaf.shape[1] for leaf in tensors}:
         return args
 
     def sliced(leaf: Tensor) -> Tensor:
         return slice_of(leaf) if leaf.dim() > 1 and leaf.shape[1] == length else leaf
 
-    found: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
-    return found
+    arguments: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
+    return arguments
 
 
 _LOSS = inspect.signature(F.cross_entropy)
@@ -146,16 +148,16 @@ def loss_of_slice(
     """
     if func is not F.cross_entropy:
         return None
-    given = _LOSS.bind(*args, **kwargs).arguments
-    logits, labels = at_least_float32(given.pop("input")), given.pop("target")
+    arguments = _LOSS.bind(*args, **kwargs).arguments
+    logits, labels = at_least_float32(arguments.pop("input")), arguments.pop("target")
     shape = logits.shape[:1] + logits.shape[2:]
-    is_plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    is_mean = given.pop("reduction", "mean") == "mean" and is_plain and logits.dim() > 1
+    is_plain = all(arguments.get(name) is None for name in ("weight", "size_average", "reduce"))
+    is_mean = arguments.pop("reduction", "mean") == "mean" and is_plain and logits.dim() > 1
     if not is_mean or labels.is_floating_point() or labels.numel() * size != math.prod(shape) * length:
         return None
-    mine = slice_of(labels.reshape(-1, length)).reshape(shape)
-    total = F.cross_entropy(logits, mine, **given, reduction="sum")
-    count = (mine != given.get("ignore_index", IGNORED_LABEL)).sum()
+    slice_labels = slice_of(labels.reshape(-1, length)).reshape(shape)
+    total = F.cross_entropy(logits, slice_labels, **arguments, reduction="sum")
+    count = (slice_labels != arguments.get("ignore_index", IGNORED_LABEL)).sum()
     mean = total / count
     setattr(mean, OF_SLICE, (logits, total, count))
     return mean
@@ -176,7 +178,7 @@ class Reshaping(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._length, self._size, self._has_begun = length, size, has_begun
-        self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
+        self._slice_of = slice_of or (lambda tensor: tensor.narrow(1, 0, size))
         self._written: list[weakref.ref[Tensor]] = []
         """Whole tensors whose slices alone were written in place."""
 
@@ -190,17 +192,17 @@ class Reshaping(TorchFunctionMode):
         loss = loss_of_slice(func, args, kwargs or {}, self._length, self._size, self._slice_of)
         if loss is not None:
             return loss
-        given = fit_reshape(func, args, self._length, self._size)
-        given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
-        outcome = func(*given, **(kwargs or {}))
+        arguments = fit_reshape(func, args, self._length, self._size)
+        arguments = slice_whole_operands(func, arguments, self._length, self._size, self._slice_of)
+        outcome = func(*arguments, **(kwargs or {}))
         if self._written and operands(outcome) and not reads_shape_alone(func):
             self._check_unwritten(args)
-        if given is not args and given[0] is not args[0] and _writes(func):
+        if arguments is not args and arguments[0] is not args[0] and _writes(func):
             self._written.append(weakref.ref(args[0]))
         return outcome
 
     def _check_unwritten(self, args: tuple[Any, ...]) -> None:
-        if any(one() is leaf for leaf in operands(*args) for one in self._written):
+        if any(reference() is leaf for leaf in operands(*args) for reference in self._written):
             raise InputError(
                 "tensor-read-after-slices",
                 "a tensor is read whole after its slices were written in place. Set x = x + y, and x += y",

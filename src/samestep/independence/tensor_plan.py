@@ -70,12 +70,12 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     Raises:
         ModelError: the model's own plan has an unknown style.
     """
-    own = getattr(model, "tensor_plan", None)
-    if own is not None:
-        return _match_plan(model, dict(own))
+    model_plan = getattr(model, "tensor_plan", None)
+    if model_plan is not None:
+        return _match_plan(model, dict(model_plan))
     facts = facts_of(model)
-    given = facts.plan_of(model) or {}
-    plan = {pattern: style for pattern, style in given.items() if not _is_of_experts(model, experts, pattern)}
+    family_plan = facts.plan_of(model) or {}
+    plan = {pattern: style for pattern, style in family_plan.items() if not _is_of_experts(model, experts, pattern)}
     names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
@@ -90,7 +90,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
         reason = "it has no linear layers in its blocks of which one reads what others compute, and nothing else"
         if unknown:
             reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
-        elif given:
+        elif family_plan:
             reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
         return Cuts(refusal=reason, is_open=True)
     cuts = replace(_match_plan(model, styles), may_shrink=True)
@@ -108,14 +108,14 @@ def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
     """
     parts: dict[str, set[str]] = {}
     for path in cuts.styles if cuts.may_shrink else ():
-        container = next((one for one in containers_of(model) if path != one and is_below(path, one)), None)
+        container = next((outer for outer in containers_of(model) if path != outer and is_below(path, outer)), None)
         below = path[len(container) + 1 :].split(".") if container else []
         parts.setdefault(f".{below[0]}.{below[1]}" if len(below) > 1 else "", set()).add(path)
-    found = {part: refusal.find(part) for part in parts if part and part in refusal}
-    named = min(found, key=found.__getitem__).rpartition(".")[2] if found else ""
-    whole = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
-    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
-    return Cuts(styles, may_shrink=True, looking=cuts.looking) if whole and "row" in styles.values() else None
+    places = {part: refusal.find(part) for part in parts if part and part in refusal}
+    named = min(places, key=places.__getitem__).rpartition(".")[2] if places else ""
+    whole_modules = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole_modules}
+    return Cuts(styles, may_shrink=True, looking=cuts.looking) if whole_modules and "row" in styles.values() else None
 
 
 def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> Cuts:
@@ -125,12 +125,12 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     ranks take the same one. A plan that leaves no cut, or is the model's own and cuts what is in them, is refused.
     """
     looking = (*dict.fromkeys((*cuts.looking, *looking)),)
-    whole = paths_within(model, looking)
-    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    whole_modules = paths_within(model, looking)
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole_modules}
     where = f"shapes or branches at {looking[0] or 'the model itself'} depend on values"
     works = "Use a module of its own for the branch"
     refusal = ""
-    if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole), None)):
+    if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole_modules), None)):
         refusal = f"{where}, so what it computes stays whole, and its plan cuts {cut}. {works}, or a plan without it"
     elif cuts.may_shrink and "row" not in styles.values():
         refusal = f"{where}, so what it computes stays whole, and nothing is left to cut. {works}"
@@ -159,8 +159,8 @@ def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
                 "tensor-plan",
                 f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}",
             )
-        found = fnmatch.filter(paths, pattern)
-        parts = [part for path in found for part in cuts_of_parts(model, path, style)]
+        matches = fnmatch.filter(paths, pattern)
+        parts = [part for path in matches for part in cuts_of_parts(model, path, style)]
         for path in parts:
             module = model.get_submodule(path)
             if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
@@ -184,12 +184,12 @@ def proof_of(
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""
     if refusal := cuts.refusal or varies:
         return CutProof(cuts.styles, refusal=refusal)
-    whole = {path for path, heads in shareable.items() if heads == 1}
-    proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss, cuts.looking)
+    whole_modules = {path for path, heads in shareable.items() if heads == 1}
+    proof = cut_proof.prove(model, cuts.styles, whole_modules, recorder, cuts_loss, cuts.looking)
     if (
         proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None
     ):  # weights behind the head then meet whole logits
-        proof = cut_proof.prove(model, cuts.styles, whole, recorder, False, cuts.looking)
+        proof = cut_proof.prove(model, cuts.styles, whole_modules, recorder, False, cuts.looking)
     if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
         return replace(proof, refusal=_use(spec, proof, path), refused_at=path)
     return proof
@@ -204,7 +204,7 @@ _Sums = list[tuple[PartialSum, Point]]
 
 def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutProof) -> _Sums:
     """Return the sums, or gathered parts, of the outputs of cut modules."""
-    found: _Sums = []
+    sums: _Sums = []
     for call in calls.ended:
         style = cuts.styles.get(call.path)
         if call.output is None or style not in ("row", "vocab", "gather"):
@@ -213,8 +213,8 @@ def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutPr
         is_gathered = style == "gather" or (is_logits and proof.styles[call.path] == "gather")
         elements = call.output.shape.numel() // samples_traced(model)
         part = PartialSum(owner=call.path, elements=elements, kind="logits" if is_logits else "sum")
-        found.append((replace(part, kind="gather") if is_gathered else part, call.left_at))
-    return found
+        sums.append((replace(part, kind="gather") if is_gathered else part, call.left_at))
+    return sums
 
 
 def _input_sums(calls: ForwardCalls, model: nn.Module, copied: Collection[str], separable: Collection[str]) -> _Sums:
@@ -222,20 +222,20 @@ def _input_sums(calls: ForwardCalls, model: nn.Module, copied: Collection[str], 
 
     The gradients of weights of `separable` modules can be computed while these are summed.
     """
-    found: _Sums = []
+    sums: _Sums = []
     last: tuple[int, tuple[int, bool]] | None = None
     for call in calls.ended:
-        given = call.input if call.is_positional and call.path in copied else None
-        if given is None or not (given.takes_gradient and given.state[1] and calls.places.is_reached(call.way)):
+        tensor = call.input if call.is_positional and call.path in copied else None
+        if tensor is None or not (tensor.takes_gradient and tensor.state[1] and calls.places.is_reached(call.way)):
             continue
-        if (given.number, given.state) != last:
-            elements = given.shape.numel() // samples_traced(model)
-            found.append((PartialSum(owner=call.path, elements=elements), call.way))
-            last = given.number, given.state
+        if (tensor.number, tensor.state) != last:
+            elements = tensor.shape.numel() // samples_traced(model)
+            sums.append((PartialSum(owner=call.path, elements=elements), call.way))
+            last = tensor.number, tensor.state
         if call.path in separable:
-            part, first = found[-1]
-            found[-1] = replace(part, beside=(*part.beside, call.path)), first
-    return found
+            part, first = sums[-1]
+            sums[-1] = replace(part, beside=(*part.beside, call.path)), first
+    return sums
 
 
 def with_cuts(
@@ -253,9 +253,10 @@ def with_cuts(
         return replace(
             spec, cut_refusal=f"{name} is shared by modules, and only some of them use it on a tensor that tp cuts"
         )
-    held = [(param, _cut_of(cuts, param, shareable, proof)) for param in spec.params]
+    pairs = [(param, _cut_of(cuts, param, shareable, proof)) for param in spec.params]
     params = tuple(
-        replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
+        replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "")
+        for param, cut in pairs
     )
     copies = _input_sums(calls, model, proof.copied, _separable(spec, model, cuts))
     layers = tuple(_layer_with(layer, calls.places, sums, copies, shareable) for layer in spec.layers)
@@ -343,7 +344,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     repeats.
     """
     facts = facts_of(model)
-    found: dict[str, int] = {}
+    shareable: dict[str, int] = {}
     projections: dict[str, dict[str, int]] = {}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
@@ -355,8 +356,8 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
         times = facts.repeats_of(model.get_submodule(parent))
         if times > 1:
             queries = max(heads_of.values())
-            found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
-    return found
+            shareable |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
+    return shareable
 
 
 def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: CutProof) -> Cut | None:

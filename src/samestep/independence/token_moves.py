@@ -106,9 +106,9 @@ class ViewSources:
         if not isinstance(source, Tensor):
             return
         base = source if source._base is None else source._base
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, Tensor) and one is not source and one._base is base:
-                self._sources[one] = source, one.requires_grad
+        for output in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(output, Tensor) and output is not source and output._base is base:
+                self._sources[output] = source, output.requires_grad
 
     def of(self, view: Tensor) -> Tensor | None:
         """Return the tensor of which a view has been taken.
@@ -139,12 +139,12 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> Sequence[Tensor]:
     """Return the operands of a call of which one may have tokens."""
     kind = _KINDS[func]
     if kind == "cat":
-        given = kwargs.get("tensors", args[0] if args else ())
-        return [*given] if isinstance(given, list | tuple) else []
-    found = [args[0] if args else kwargs.get("input")]
+        tensors = kwargs.get("tensors", args[0] if args else ())
+        return [*tensors] if isinstance(tensors, list | tuple) else []
+    operands = [args[0] if args else kwargs.get("input")]
     if kind == "write":
-        found += [args[2]]
-    return [one for one in found if isinstance(one, Tensor)]
+        operands += [args[2]]
+    return [operand for operand in operands if isinstance(operand, Tensor)]
 
 
 # -- the forms -------------------------------------------------------------------------------------
@@ -154,35 +154,35 @@ def _conv(
     func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
 ) -> MoveForm | None:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, num = given.pop("input"), given.pop("weight"), 1 if func is torch.conv1d else 2
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, num = arguments.pop("input"), arguments.pop("weight"), 1 if func is torch.conv1d else 2
     at = place.dim - (x.dim() - num)
     stride, dilation, padding = (
-        _each(given.get(name, value), num) for name, value in (("stride", 1), ("dilation", 1), ("padding", 0))
+        _each(arguments.get(name, value), num) for name, value in (("stride", 1), ("dilation", 1), ("padding", 0))
     )
     if at < 0 or stride[at] != 1 or place.start or x.shape[place.dim] != tokens + margin:
         return None
     reach = dilation[at] * (weight.shape[2 + at] - 1)
-    if given.get("padding") in ("same", "valid"):
+    if arguments.get("padding") in ("same", "valid"):
         sizes = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:], strict=True)]
-        if given["padding"] == "same" and any(size % 2 for other, size in enumerate(sizes) if other != at):
+        if arguments["padding"] == "same" and any(size % 2 for other, size in enumerate(sizes) if other != at):
             return None
-        before = reach // 2 if given["padding"] == "same" else 0
-        behind = reach - before if given["padding"] == "same" else 0
-        padding = [size // 2 if given["padding"] == "same" else 0 for size in sizes]
+        before = reach // 2 if arguments["padding"] == "same" else 0
+        behind = reach - before if arguments["padding"] == "same" else 0
+        padding = [size // 2 if arguments["padding"] == "same" else 0 for size in sizes]
     else:
         before = behind = padding[at]
     if not reach or before > reach or (margin and before):
         return None
     right = 0 if margin else reach - before
     padding[at] = 0
-    bias, groups = given.get("bias"), given.get("groups", 1)
+    bias, groups = arguments.get("bias"), arguments.get("groups", 1)
     extra = 0 if margin else behind - right
 
     def compute(extend: Extend) -> Tensor:
         wider = extend(x, place.dim, before, right, 0.0, 0.0) if before or right else x
-        found = func(wider, weight, bias, stride, padding, dilation, groups)
-        return _padded(found, place.dim, extra) if extra else found
+        result = func(wider, weight, bias, stride, padding, dilation, groups)
+        return _padded(result, place.dim, extra) if extra else result
 
     what = tuple(stride), tuple(padding), tuple(dilation), groups, before, behind
     rows = tokens + margin - reach if margin else tokens + extra
@@ -194,8 +194,13 @@ def _conv(
 def _pad(
     func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
 ) -> MoveForm | None:
-    given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
-    x, pad, mode, value = given["input"], [*given["pad"]], given.get("mode", "constant"), given.get("value")
+    arguments = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
+    x, pad, mode, value = (
+        arguments["input"],
+        [*arguments["pad"]],
+        arguments.get("mode", "constant"),
+        arguments.get("value"),
+    )
     at = 2 * (x.dim() - 1 - place.dim)
     if margin or at + 1 >= len(pad) or not (pad[at] or pad[at + 1]):
         return None
@@ -210,7 +215,7 @@ def _pad(
     rows = tokens + before + behind
 
     def compute(extend: Extend) -> Tensor:
-        one = func(x, others, mode, value) if any(others) else x
+        padded = func(x, others, mode, value) if any(others) else x
         if mode == "constant":
             ends: tuple[Edge | None, Edge | None] = (value or 0.0, value or 0.0)
         elif mode == "circular":
@@ -220,7 +225,7 @@ def _pad(
                 x, [left if other == at else right if other == at + 1 else 0 for other in range(len(pad))], mode
             )
             ends = edges.narrow(place.dim, 0, left), edges.narrow(place.dim, left + tokens, right)
-        wider = extend(one, place.dim, left, right, *ends)
+        wider = extend(padded, place.dim, left, right, *ends)
         return _own(wider.narrow(place.dim, max(-before, 0), rows), rows == tokens)
 
     return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value, cut), (x,), compute)
@@ -259,9 +264,9 @@ def _cat(
 def _roll(
     func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
 ) -> MoveForm | None:
-    given = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
-    x, by, dim = given["input"], given["shifts"], given["dims"]
-    by, dim = (one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in (by, dim))
+    arguments = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
+    x, by, dim = arguments["input"], arguments["shifts"], arguments["dims"]
+    by, dim = (value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in (by, dim))
     if margin or not isinstance(by, int) or not isinstance(dim, int) or dim % x.dim() != place.dim or not by:
         return None
     if place.start or x.shape[place.dim] != tokens:
@@ -355,20 +360,20 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 def _written_rows(target: Tensor, index: Any, tokens: int) -> tuple[int, range] | None:
     """Return the dimension of tokens and the rows that an item is set in, where it is so of one dimension alone."""
     parts = [*index] if isinstance(index, tuple) else [index]
-    if any(one is None or isinstance(one, Tensor | list | bool) for one in parts):
+    if any(part is None or isinstance(part, Tensor | list | bool) for part in parts):
         return None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts[at : at + 1] = [slice(None)] * (target.dim() - len(parts) + 1)
-    found = []
+    ranges = []
     for dim, (part, size) in enumerate(zip(parts, target.shape, strict=False)):
         if isinstance(part, int):
-            found.append((dim, range(part % size, part % size + 1)))
+            ranges.append((dim, range(part % size, part % size + 1)))
         elif part != slice(None) and (rows := range(size)[part]) != range(size):
-            found.append((dim, rows))
-    if len(found) != 1 or found[0][1].step != 1 or target.shape[found[0][0]] != tokens:
+            ranges.append((dim, rows))
+    if len(ranges) != 1 or ranges[0][1].step != 1 or target.shape[ranges[0][0]] != tokens:
         return None
-    return found[0]
+    return ranges[0]
 
 
 def _each(value: Any, num: int) -> list[int]:

@@ -102,37 +102,37 @@ class TracedMoves(TorchFunctionMode):
     def _ends_of(self, form: MoveForm) -> tuple[int, ...] | None:
         """Return the tokens on which the other operands depend, counted from the end of the sequence at which they are put; None if
         one depends on tokens in another way, which are others on the rank that has that end."""
-        watch, found = self._watch, list[int]()
-        for at, one in enumerate(form.given[1:]):
-            known = watch.known.of(one) if one.is_meta else None
+        watch, ends = self._watch, list[int]()
+        for at, operand in enumerate(form.given[1:]):
+            known = watch.known.of(operand) if operand.is_meta else None
             if known is None:
                 continue
-            if form.kind == "write" and watch.known.has_rows(one, form.dim):
+            if form.kind == "write" and watch.known.has_rows(operand, form.dim):
                 continue
             if form.kind != "cat" or not isinstance(known, Along) or not isinstance(known.start, int):
                 return None
-            rows = 1 if known.dim == NO_DIM else one.shape[form.dim]
+            rows = 1 if known.dim == NO_DIM else operand.shape[form.dim]
             if known.dim not in (form.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
                 return None
-            found.append(known.start - (0 if at < form.place.operand else watch.size))
-        return tuple(found)
+            ends.append(known.start - (0 if at < form.place.operand else watch.size))
+        return tuple(ends)
 
     def _moved(self, form: MoveForm, number: int, ends: tuple[int, ...]) -> Any:
         """Compute a call of tokens as the last rank does, and note that each row of its result belongs to its token."""
         watch, operand = self._watch, form.given[0]
         point = watch.tracer.places.point()
         with disable_current_modes():
-            what = [watch.numbers.of(_first(one) if watch.is_uniform(one) else one) for one in form.given]
+            what = [watch.numbers.of(_first(tensor) if watch.is_uniform(tensor) else tensor) for tensor in form.given]
         watch.is_following = False
         outcome = form.compute(_extended)
         watch.is_following = True
         result = form.given[-1] if outcome is None else outcome
         with disable_current_modes():
-            found: Dependence = Along(form.dim, 1, 0)
+            dependence: Dependence = Along(form.dim, 1, 0)
             if form.rows > watch.size:
-                found = WithNeighbours.of(result, form.dim, form.last, f"{watch.where} by {form.kind}")
+                dependence = WithNeighbours.of(result, form.dim, form.last, f"{watch.where} by {form.kind}")
             watch.learn(result, None)
-            watch.learn(result, found)
+            watch.learn(result, dependence)
             watch.numbers.name(result, "moved", form.kind, repr(form.what), ends, *what, where=watch.where)
             if not (form.left or form.right or form.kind == "edge"):
                 return outcome  # of tokens of neighbours that are there already
@@ -206,8 +206,8 @@ class TracedStates:
             watch.is_in_function = True
             dim = None if dims is None else _token_dim_of(call, dims)
             watch.is_in_function = False
-            given = operands(*call.args, *call.kwargs.values())
-            numbers = [watch.numbers.of(one) for one in given]
+            tensors = operands(*call.args, *call.kwargs.values())
+            numbers = [watch.numbers.of(tensor) for tensor in tensors]
         if dim is None:
             return NotImplemented
         watch.is_following, watch.is_in_function = False, True
@@ -218,13 +218,13 @@ class TracedStates:
         with disable_current_modes():
             watch.learn(tokens, None)
             watch.learn(tokens, Along(dim, 1, 0))
-            for one in state:
-                watch.learn(one, Mixed(f"{watch.where} by {call.name}", True))
-            others = tuple(repr(one) for one in tree_leaves((call.args, call.kwargs)) if not isinstance(one, Tensor))
+            for tensor in state:
+                watch.learn(tensor, Mixed(f"{watch.where} by {call.name}", True))
+            others = tuple(repr(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if not isinstance(leaf, Tensor))
             if isinstance(call.args[0] if call.args else None, torch.nn.Module):
                 others = others[1:]
-            for one in (tokens, *state):
-                watch.numbers.name(one, "recurrence", call.name, others, *numbers, where=watch.where)
+            for tensor in (tokens, *state):
+                watch.numbers.name(tensor, "recurrence", call.name, others, *numbers, where=watch.where)
             move = TokenMove(
                 owner=watch.where,
                 number=number,
@@ -232,8 +232,8 @@ class TracedStates:
                 dim=dim,
                 left=1,
                 right=0,
-                elements=sum(one.numel() for one in state),
-                is_cut=any(watch.key(one) in watch.tracer.cut.storages for one in given if one.is_meta),
+                elements=sum(tensor.numel() for tensor in state),
+                is_cut=any(watch.key(tensor) in watch.tracer.cut.storages for tensor in tensors if tensor.is_meta),
                 takes_gradient=tokens.requires_grad and torch.is_grad_enabled(),
                 function=call.name,
                 is_of_weights=call.convention.is_layer,
@@ -247,13 +247,13 @@ class TracedStates:
         watch, dims = self._watch, list[int | None]()
         if not call.begins:
             return None
-        for one in operands(*call.args, *call.kwargs.values()):
-            found = watch.known.of(one) if one.is_meta else None
-            if found is None:
+        for tensor in operands(*call.args, *call.kwargs.values()):
+            dependence = watch.known.of(tensor) if tensor.is_meta else None
+            if dependence is None:
                 dims.append(None)
-            elif isinstance(found, Along) and found.dim >= 0 and watch.known.has_rows(one, found.dim):
-                dims.append(found.dim)
-                if watch.of_some_tokens(one):
+            elif isinstance(dependence, Along) and dependence.dim >= 0 and watch.known.has_rows(tensor, dependence.dim):
+                dims.append(dependence.dim)
+                if watch.of_some_tokens(tensor):
                     return None
             else:
                 return None
@@ -266,10 +266,10 @@ _tried: dict[Any, int | None] = {}
 
 def _token_dim_of(call: StateCall, dims: list[int | None]) -> int | None:
     """Return the dimension of tokens of what a function returns, if from a state on it computes what it does of the whole."""
-    given = operands(*call.args, *call.kwargs.values())
+    tensors = operands(*call.args, *call.kwargs.values())
     shapes = tuple(
-        (tuple(one.shape[: dim or 0]), tuple(one.shape[(0 if dim is None else dim + 1) :]), dim, one.dtype)
-        for one, dim in zip(given, dims, strict=True)
+        (tuple(tensor.shape[: dim or 0]), tuple(tensor.shape[(0 if dim is None else dim + 1) :]), dim, tensor.dtype)
+        for tensor, dim in zip(tensors, dims, strict=True)
     )
     key = call.key, shapes
     if key not in _tried:
@@ -295,31 +295,32 @@ def _kept(tensor: Tensor) -> Tensor:
 def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int]) -> int | None:
     places, drawn, source = iter(dims), list[Tensor](), torch.Generator().manual_seed(0)
 
-    def draw(one: Tensor) -> Tensor:
-        dim, shape = next(places), [*one.shape]
+    def draw(tensor: Tensor) -> Tensor:
+        dim, shape = next(places), [*tensor.shape]
         if dim is not None:
             shape[dim] = sum(lengths)
-        if not one.is_floating_point():
+        if not tensor.is_floating_point():
             if dim is None:
                 raise ValueError("numbers that may say where something of the whole sequence is")
-            made = torch.randint(2, shape, generator=source).to(one.dtype)
-            made.select(dim, lengths[0]).copy_(1 - made.select(dim, lengths[0] - 1).int())  # as between two documents
+            numbers = torch.randint(2, shape, generator=source).to(tensor.dtype)
+            # As between two documents.
+            numbers.select(dim, lengths[0]).copy_(1 - numbers.select(dim, lengths[0] - 1).int())
         else:
-            made = -torch.rand(shape, dtype=torch.float64, generator=source)
+            numbers = -torch.rand(shape, dtype=torch.float64, generator=source)
             if call.convention.is_layer and dim is None:
-                made /= shape[-1]  # as small as weights are, with which gates are neither open nor closed
-            made.requires_grad_()
-        drawn.append(made)
-        return made
+                numbers /= shape[-1]  # as small as weights are, with which gates are neither open nor closed
+            numbers.requires_grad_()
+        drawn.append(numbers)
+        return numbers
 
     args, kwargs = tree_map_only(Tensor, draw, (call.args, call.kwargs))
 
     def part(start: int, length: int) -> Any:
         places = iter(dims)
 
-        def cut(one: Tensor) -> Tensor:
+        def cut(tensor: Tensor) -> Tensor:
             dim = next(places)
-            return one if dim is None else one.narrow(dim, start, length)
+            return tensor if dim is None else tensor.narrow(dim, start, length)
 
         return tree_map_only(Tensor, cut, (args, kwargs))
 
@@ -332,21 +333,25 @@ def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int
     if len(along) != 1 or _is_close(second, alone):  # these values do not show what a state does
         return None
     pairs = [(whole, torch.cat((first, second), along[0])), *zip(end, last, strict=True)]
-    weights = [torch.rand(one.shape, dtype=torch.float64, generator=source) for one, _ in pairs]
-    inputs = [one for one in drawn if one.requires_grad]
-    mine, others = (
+    weights = [torch.rand(result.shape, dtype=torch.float64, generator=source) for result, _ in pairs]
+    inputs = [tensor for tensor in drawn if tensor.requires_grad]
+    of_whole, of_parts = (
         torch.autograd.grad(_sum_of((pair[at] for pair in pairs), weights), inputs, allow_unused=True) for at in (0, 1)
     )
-    pairs += [(one, other) for one, other in zip(mine, others, strict=True) if one is not None and other is not None]
+    pairs += [
+        (gradient, other)
+        for gradient, other in zip(of_whole, of_parts, strict=True)
+        if gradient is not None and other is not None
+    ]
     return along[0] if all(_is_close(*pair) for pair in pairs) else None
 
 
 def _sum_of(results: Iterable[Tensor], weights: list[Tensor]) -> Tensor:
-    return torch.stack([(one * weight).sum() for one, weight in zip(results, weights, strict=True)]).sum()
+    return torch.stack([(result * weight).sum() for result, weight in zip(results, weights, strict=True)]).sum()
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or not math.isfinite(float(one.detach().abs().max() if one.numel() else 0.0)):
+def _is_close(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or not math.isfinite(float(tensor.detach().abs().max() if tensor.numel() else 0.0)):
         return False
-    scale = max(float(one.detach().abs().max()), 1e-6) if one.numel() else 1.0
-    return not one.numel() or float((one - other).detach().abs().max()) <= _LIMIT * scale
+    scale = max(float(tensor.detach().abs().max()), 1e-6) if tensor.numel() else 1.0
+    return not tensor.numel() or float((tensor - other).detach().abs().max()) <= _LIMIT * scale

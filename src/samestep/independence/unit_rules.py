@@ -48,11 +48,11 @@ def by_map(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     Raises:
         MixesError: it does not compute each unit by itself.
     """
-    found = operands_of(op)
-    if found is None or len(found) != len(op.results):
+    operand_lists = operands_of(op)
+    if operand_lists is None or len(operand_lists) != len(op.results):
         yield from try_units(flow, op)
         return
-    for view, operands in zip(op.results, found, strict=True):
+    for view, operands in zip(op.results, operand_lists, strict=True):
         yield _map_units(flow, op, view, operands)
 
 
@@ -63,16 +63,16 @@ def _map_units(flow: UnitFlow, op: Operation, result: View, operands: Sequence[O
         MixesError: units are summed over or moved, operands are not aligned, or a whole one distinguishes the units.
     """
     total: UnitDim | None = None
-    given = [*operands]
+    all_operands = [*operands]
     if op.writes and result.storage not in {view.storage for view, _ in operands}:
-        given.append(dimension_maps.broadcast(result, result))  # what is not overwritten
-    for view, dims in given:
-        found = flow.along(view, op)
-        if found is not None:
-            total = _join_units(total, _become(found, dims[found.dim], op), op)
+        all_operands.append(dimension_maps.broadcast(result, result))  # what is not overwritten
+    for view, dims in all_operands:
+        unit_dim = flow.along(view, op)
+        if unit_dim is not None:
+            total = _join_units(total, _become(unit_dim, dims[unit_dim.dim], op), op)
     if total is None:
         return None
-    for view, dims in given:
+    for view, dims in all_operands:
         at = dimension_maps.place_of(dims, total.dim)
         if at is not None and flow.along(view, op) is None:
             flow.check_whole(view, at, total, op)
@@ -83,26 +83,26 @@ def _map_units(flow: UnitFlow, op: Operation, result: View, operands: Sequence[O
 
 def _operands(op: Operation) -> Sequence[Operand]:
     """Return the operands of the only result of an operation."""
-    found = operands_of(op)
-    if found is None:
+    operand_lists = operands_of(op)
+    if operand_lists is None:
         raise MixesError(f"{place(op)} computes {op.name} in a form of which nothing is known")
-    return found[0]
+    return operand_lists[0]
 
 
-def _become(found: UnitDim, to: Target, op: Operation) -> UnitDim:
+def _become(unit_dim: UnitDim, to: Target, op: Operation) -> UnitDim:
     """Return what units along a dimension of an operand become.
 
     Raises:
         MixesError: they are summed over, or moved.
     """
     if to in (SUMMED, MOVED):
-        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}")
+        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(unit_dim.sources)}")
     if isinstance(to, Blocks):
-        inner, size = math.lcm(found.inner, to.each), found.inner * found.units
+        inner, size = math.lcm(unit_dim.inner, to.each), unit_dim.inner * unit_dim.units
         if size % inner:
-            raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}")
-        return replace(found, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
-    return replace(found, dim=to)
+            raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(unit_dim.sources)}")
+        return replace(unit_dim, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
+    return replace(unit_dim, dim=to)
 
 
 def _join_units(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
@@ -155,7 +155,7 @@ def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of a matrix product: a sum over units is partial."""
     (left, rows), (right, columns), *added = _operands(op)
     a, b = flow.along(left, op), flow.along(right, op)
-    inner = [one is not None and dims[one.dim] == SUMMED for one, dims in ((a, rows), (b, columns))]
+    inner = [unit_dim is not None and dims[unit_dim.dim] == SUMMED for unit_dim, dims in ((a, rows), (b, columns))]
     if not any(inner):
         yield from by_map(flow, op)
         return
@@ -195,12 +195,12 @@ def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | No
 
 def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of a lookup, of which each rank has a summand where the table is cut by vocabulary."""
-    found = flow.along(op.args[0], op)
-    if found is None or found.dim != 0:
+    unit_dim = flow.along(op.args[0], op)
+    if unit_dim is None or unit_dim.dim != 0:
         yield from by_map(flow, op)
     elif flow.styles.get(op.where) != "vocab" or flow.along(op.args[1], op) is not None:
         raise MixesError(
-            f"{place(op)} looks up rows of {describe_sources(found.sources)} and is not planned as 'vocab'"
+            f"{place(op)} looks up rows of {describe_sources(unit_dim.sources)} and is not planned as 'vocab'"
         )
     else:
         flow.states[op.results[0].storage] = "partial"
@@ -209,11 +209,13 @@ def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
 def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of a gated unit, whose halves along a dimension must be separate weights, each with its cut."""
     tensor = op.args[0]
-    found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
-    assert found is not None
-    if found.dim == dim and found.outer % 2:
-        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}", found.sources, 2)
-    yield replace(found, outer=found.outer // 2) if found.dim == dim else found
+    unit_dim, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
+    assert unit_dim is not None
+    if unit_dim.dim == dim and unit_dim.outer % 2:
+        raise MixesError(
+            f"{place(op)} computes {op.name} across {describe_sources(unit_dim.sources)}", unit_dim.sources, 2
+        )
+    yield replace(unit_dim, outer=unit_dim.outer // 2) if unit_dim.dim == dim else unit_dim
 
 
 def _write_elements(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
@@ -230,11 +232,11 @@ def _attention(flow: UnitFlow, op: Operation) -> None:
     """An attention: queries, keys, values and mask of each head by themselves."""
     query, *_ = op.given
     for view in op.given[:3]:
-        found = flow.along(view, op)
-        if found is not None and found.dim >= len(query.shape) - 2:
+        unit_dim = flow.along(view, op)
+        if unit_dim is not None and unit_dim.dim >= len(query.shape) - 2:
             what = "features of heads or tokens" if len(query.shape) > 3 else "features"
             raise MixesError(
-                f"{place(op)} attends across {describe_sources(found.sources)}: a rank would hold {what}, not whole heads"
+                f"{place(op)} attends across {describe_sources(unit_dim.sources)}: a rank would hold {what}, not whole heads"
             )
     total = _map_units(flow, op, op.results[0], next(iter(dimension_maps.attention(op))))
     if total is not None:
@@ -252,8 +254,8 @@ def _leave_module(flow: UnitFlow, op: Operation) -> None:
         elif style == "row":
             raise MixesError(f"{op.where} is planned as 'row', and its output is no sum over what tp cuts")
         elif style == "gather" and isinstance(state, UnitRows):
-            found = flow.along(view, op)
-            if found is None or found.dim != len(view.shape) - 1 or found.outer > 1:
+            unit_dim = flow.along(view, op)
+            if unit_dim is None or unit_dim.dim != len(view.shape) - 1 or unit_dim.outer > 1:
                 raise MixesError(
                     f"{op.where} is planned as 'gather', and its output is not cut along its last dimension"
                 )
@@ -264,8 +266,11 @@ def _outputs(flow: UnitFlow, op: Operation) -> None:
     """The outputs of the model: its prediction first, if there is one, then all others."""
     prediction, others = op.args
     flow.prediction = None if prediction is None else flow.along(prediction, op)
-    found = {-1: flow.prediction, **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction}}
-    flow.cut_outputs = {index: units.sources for index, units in found.items() if units is not None}
+    unit_dims = {
+        -1: flow.prediction,
+        **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction},
+    }
+    flow.cut_outputs = {index: units.sources for index, units in unit_dims.items() if units is not None}
 
 
 def check_unseen(flow: UnitFlow, op: Operation) -> None:
@@ -287,10 +292,10 @@ def try_units(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     Raises:
         MixesError: it does not.
     """
-    given = [found for view in op.given if (found := flow.along(view, op)) is not None]
-    total = given[0] if given else None
-    for found in given:
-        total = _join_units(total, found, op)
+    unit_dims = [unit_dim for view in op.given if (unit_dim := flow.along(view, op)) is not None]
+    total = unit_dims[0] if unit_dims else None
+    for unit_dim in unit_dims:
+        total = _join_units(total, unit_dim, op)
     names = describe_sources(total.sources if total else ())
     if total is None or any(
         total.dim >= len(view.shape) or view.shape[total.dim] != total.outer * total.inner * total.units
@@ -315,16 +320,18 @@ def _most_separate_units(
     """
     for units in (n for n in range(total.units, 1, -1) if total.units % n == 0):
 
-        def given(view: View, units: int = units) -> Given:
-            found = flow.along(view, op)
-            if found is None and view.shape and any(view.storage == result.storage for result in op.results):
-                found = total  # it is written
-            rows = None if found is None else RowsAlong(found.dim, found.inner * found.units // units, units)
+        def describe(view: View, units: int = units) -> Given:
+            unit_dim = flow.along(view, op)
+            if unit_dim is None and view.shape and any(view.storage == result.storage for result in op.results):
+                unit_dim = total  # it is written
+            rows = (
+                None if unit_dim is None else RowsAlong(unit_dim.dim, unit_dim.inner * unit_dim.units // units, units)
+            )
             return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
 
         results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * num_results
-        named_args = tuple(sorted((name, _with_given(value, given)) for name, value in op.kwargs.items()))
-        if try_apart(compute, _with_given(args, given), named_args, results) == "same":
+        named_args = tuple(sorted((name, _with_given(value, describe)) for name, value in op.kwargs.items()))
+        if try_apart(compute, _with_given(args, describe), named_args, results) == "same":
             return units
     name = compute.__self__.__name__ if op.func == "function" else op.name
     raise MixesError(
@@ -333,19 +340,19 @@ def _most_separate_units(
     )
 
 
-def _with_given(value: Any, given: Callable[[View], Given]) -> Any:
+def _with_given(value: Any, describe: Callable[[View], Given]) -> Any:
     """Return an argument with a description in the place of its tensors."""
     if isinstance(value, View):
-        return given(value)
-    return tuple(_with_given(item, given) for item in value) if isinstance(value, tuple) else value
+        return describe(value)
+    return tuple(_with_given(item, describe) for item in value) if isinstance(value, tuple) else value
 
 
 def _function(flow: UnitFlow, op: Operation) -> None:
     """A custom Function of autograd: its operations have been followed, and its backward is tried."""
-    given = [flow.along(view, op) for view in op.given]
+    operand_dims = [flow.along(view, op) for view in op.given]
     results = [flow.along(view, op) for view in op.results]
-    known = [one for one in results if one is not None]
-    if not any(given):
+    known = [unit_dim for unit_dim in results if unit_dim is not None]
+    if not any(operand_dims):
         return
     if len(known) < len(results) or not known:
         raise MixesError(
@@ -366,12 +373,12 @@ def _hook(flow: UnitFlow, op: Operation) -> None:
 
 def _hooked(flow: UnitFlow, op: Operation) -> None:
     """The gradients that a hook returns: cut as their tensors are."""
-    for view, made in zip(*op.args, strict=True):
+    for view, gradient in zip(*op.args, strict=True):
         units = flow.along(view, op) if isinstance(flow.states.get(view.storage), UnitRows) else None
-        found = flow.along(made, op)
-        if (units is None) != (found is None) and flow.states.get(made.storage) != "uniform":
+        unit_dim = flow.along(gradient, op)
+        if (units is None) != (unit_dim is None) and flow.states.get(gradient.storage) != "uniform":
             raise MixesError(f"{place(op)} has a hook that does not return a gradient for each element of what tp cuts")
-        _join_units(units, found, op)
+        _join_units(units, unit_dim, op)
 
 
 EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {

@@ -83,14 +83,16 @@ def follow(
                 flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
         try:
             for op in operations:
-                _carry_on(flow, op, is_unseen=op.where in branching or any(is_below(op.where, one) for one in looking))
-        except LikeError as found:
-            dim = found.dim_of(model.get_parameter(found.name))
-            if dim is None or found.name in cuts:
+                _carry_on(
+                    flow, op, is_unseen=op.where in branching or any(is_below(op.where, path) for path in looking)
+                )
+        except LikeError as error:
+            dim = error.dim_of(model.get_parameter(error.name))
+            if dim is None or error.name in cuts:
                 raise MixesError(
-                    f"{found.name} is used on what tp cuts, and none of its dimensions is as long"
+                    f"{error.name} is used on what tp cuts, and none of its dimensions is as long"
                 ) from None
-            cuts[found.name] = WeightCut(dim)
+            cuts[error.name] = WeightCut(dim)
             continue
         return flow
 
@@ -129,7 +131,7 @@ def data_in(flow: UnitFlow, op: Operation) -> list[View]:
 
 def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
     """Set the units of the results of an operation; `is_unseen` if other values may let its module run others."""
-    before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
+    states = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
         _follow_weights(flow, op)
     try:
@@ -141,7 +143,7 @@ def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
             _compute(flow, op)
     except MixesError as reason:
         raise reason.at(op.where, cut_weights_of(flow, op)) from None
-    flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
+    flow.history.append((*states, *(flow.states.get(view.storage) for view in op.results)))
 
 
 def _compute(flow: UnitFlow, op: Operation) -> None:
@@ -152,8 +154,8 @@ def _compute(flow: UnitFlow, op: Operation) -> None:
     if packet in FILLS:
         _fill_equal(flow, op)
         return
-    for view, found in zip(op.results, rule_of(op.func)(flow, op), strict=False):
-        flow.learn(view, found, op)
+    for view, unit_dim in zip(op.results, rule_of(op.func)(flow, op), strict=False):
+        flow.learn(view, unit_dim, op)
 
 
 def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: bool) -> None:
@@ -190,7 +192,7 @@ def _is_random(op: Operation) -> bool:
 
 def _repeated_dims(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
     """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
-    found = []
+    dims = []
     for dim, size in enumerate(result.shape):
         if size == 1:
             continue
@@ -198,19 +200,19 @@ def _repeated_dims(flow: UnitFlow, op: Operation, result: View) -> list[tuple[in
         if places and all(
             at < 0 or view.shape[at] == 1 or view.strides[at] == 0 or flow.is_constant(view, at) for view, at in places
         ):
-            found.append((result.strides[dim], size))
-    return found
+            dims.append((result.strides[dim], size))
+    return dims
 
 
 def _fill_equal(flow: UnitFlow, op: Operation) -> None:
     """A tensor of equal elements: with units where it has the shape of an operand that has."""
     for view in op.results:
-        like = next((one for one in op.given if one.shape == view.shape), None)
-        found = None if like is None else flow.along(like, op)
-        if found is None:
+        like = next((operand for operand in op.given if operand.shape == view.shape), None)
+        unit_dim = None if like is None else flow.along(like, op)
+        if unit_dim is None:
             flow.states[view.storage] = "uniform"
         else:
-            flow.learn(view, found, op)
+            flow.learn(view, unit_dim, op)
 
 
 COPYING = ("column", "qkv", "gather", "vocab")
@@ -247,16 +249,16 @@ def partial_gradients(operations: list[Operation], calls: ForwardCalls, flow: Un
                 if search.is_whole_data(view, index) and not search.is_copied_input(view, op):
                     search.add(view.storage, op)
     search.close()
-    found = search.found
-    found.copied = {path for path in found.copied if not entered[path] & found.storages}
-    for path in sorted(found.copied):
+    partial = search.found
+    partial.copied = {path for path in partial.copied if not entered[path] & partial.storages}
+    for path in sorted(partial.copied):
         search.check_copied(path)
-    found.uncopied = {
+    partial.uncopied = {
         path
         for path, style in flow.styles.items()
-        if style in COPYING and path in entered and entered[path] & found.storages
+        if style in COPYING and path in entered and entered[path] & partial.storages
     }
-    return found
+    return partial
 
 
 def check_whole_gradients(operations: list[Operation], partial: PartialGradients, flow: UnitFlow) -> None:
@@ -274,8 +276,8 @@ def check_whole_gradients(operations: list[Operation], partial: PartialGradients
         path = next((path for path in flow.looking if is_below(op.where, path)), None)
         seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
         if path is not None and (index in partial.operations or seen):
-            readers = [one for one in operations if any(view in one.given for view in seen)]
-            met = frozenset(name for one in readers for name in cut_weights_of(flow, one))
+            readers = [reader for reader in operations if any(view in reader.given for view in seen)]
+            met = frozenset(name for reader in readers for name in cut_weights_of(flow, reader))
             raise MixesError(
                 f"shapes or branches at {path} depend on values, and its result meets what tp cuts in the code around it: its "
                 "gradient would be partial"
@@ -334,11 +336,11 @@ class _CutSearch:
         Raises:
             MixesError: one has not, or is summed by a `copy` of its own.
         """
-        for storage, index in [(one, index) for one in self.entered[path] for index in self._readers.get(one, ())]:
+        for storage, index in [(key, index) for key in self.entered[path] for index in self._readers.get(key, ())]:
             op = self.operations[index]
             view = next(view for view in op.given if view.storage == storage)
-            made = [one.storage for one in op.results if one.storage in self._taking]
-            is_partial = self.meets(index) or all(one in self.found.storages for one in made)
+            storages = [result.storage for result in op.results if result.storage in self._taking]
+            is_partial = self.meets(index) or all(key in self.found.storages for key in storages)
             if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
                 raise MixesError(
                     f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "

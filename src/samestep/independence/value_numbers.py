@@ -268,8 +268,8 @@ def _align_constants(
     func: Any, args: Any, kwargs: Any, seen: list[Operand], result: Tensor, along: int
 ) -> dict[int, int | None]:
     """Return which dimension of each constant goes along that of the rows of a result."""
-    given = [operand.tensor for operand in seen]
-    maps = operands_of(SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=given))
+    tensors = [operand.tensor for operand in seen]
+    maps = operands_of(SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=tensors))
     return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]} if maps else {}
 
 
