@@ -29,7 +29,7 @@ CASES = [
       for dtype in ("bf16", "fp16", "fp32") for width in (64, 128, 256) for capability in CAPABILITIES),
     *(("bf16", 128, form, 80) for form in FORMS[1:]),
 ]  # fmt: skip
-_OF_INPUTS = ("q", "k", "v", "out", "given", "dq", "dk", "dv")
+_OF_INPUTS = ("q", "k", "v", "out", "gradient", "dq", "dk", "dv")
 _OF_ATTENTION = {
     "halves": "*i32", "hashed_columns": "*i32", "documents": "*i64", "lse": "*fp32", "delta": "*fp32", "scale": "fp32", "times": "fp32"
 }  # fmt: skip

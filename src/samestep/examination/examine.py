@@ -88,7 +88,7 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
         return BuiltModel.of(analysis.spec.name, plan, source.loss, example, analysis.stages, analysis.experts)
 
     case = LayoutCase(layout, num_samples, build)
-    return functools.reduce(lambda found, find: find(found, case), FINDINGS, traced)
+    return functools.reduce(lambda model, find: find(model, case), FINDINGS, traced)
 
 
 def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> None:
@@ -98,7 +98,7 @@ def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: A
         LayoutError: it does not.
     """
     module = traced.blueprint.module
-    if num_samples >= (whole := samples_traced(module)) or whole <= 2:
+    if num_samples >= (size := samples_traced(module)) or size <= 2:
         return
     built = BuiltModel.of(source.name, traced.blueprint, source.loss, example, traced.analysis.stages)
     try:
@@ -108,7 +108,7 @@ def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: A
         reason = str(error).partition("\n")[0]
         raise LayoutError(
             "microbatch-forward",
-            f'layout "{layout}": the forward takes {whole} samples, and not the {num_samples} of a micro-batch ({reason}). Use larger '
+            f'layout "{layout}": the forward takes {size} samples, and not the {num_samples} of a micro-batch ({reason}). Use larger '
             "micro-batches, or one device with the whole batch at once",
         ) from error
 
@@ -132,14 +132,14 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         forward = trace_forward(built := build(), None)
     if chunks:
         forward = replace(forward, spec=with_chunks(built, forward.spec))
-    found = _examine_further(built, forward, job.numerics.batch_norm_group or job.train.global_batch)
-    spec, of_plan = build_spec(built.module, forward, found, plan, has_own_loss=source.loss is not cross_entropy)
+    findings = _examine_further(built, forward, job.numerics.batch_norm_group or job.train.global_batch)
+    spec, of_plan = build_spec(built.module, forward, findings, plan, has_own_loss=source.loss is not cross_entropy)
     analysis = ModelAnalysis(
         spec=spec,
         experts=built.experts,
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
-        states=found.states,
+        states=findings.states,
         chunks_examined=chunks,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
@@ -173,9 +173,9 @@ def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> F
 
     @contextmanager
     def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
-        with record_masks(module, samples.NUM_SAMPLES, Placing(rows_of, place, drawn)) as found:
+        with record_masks(module, samples.NUM_SAMPLES, Placing(rows_of, place, drawn)) as recorder:
             yield
-        placed[:] = placed or found.masks  # of the first forward: further ones ask what code does with other answers
+        placed[:] = placed or recorder.masks  # of the first forward: further ones ask what code does with other answers
 
     states: tuple[StateSpec, ...] = ()
     if forward.keeps or spec.kept_after:
@@ -183,37 +183,37 @@ def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> F
             states = kept_state.examine(module, sample, spec, num_samples, value_of)
     looks = bool(spec.varies_at)
     with snapshot.preserve_modules(module), record_checkpointed(module):
-        found = samples.examine(
+        findings = samples.examine(
             module, sample, built.loss, built.experts, value_of,
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), group=group, around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks
-    return FurtherFindings(states, found, tuple(rows))
+    return FurtherFindings(states, findings, tuple(rows))
 
 
 # -- the spec --------------------------------------------------------------------------------------
 
 
 def build_spec(
-    module: nn.Module, forward: TracedForward, found: FurtherFindings, plan: ProvenPlan | None, *, has_own_loss: bool
+    module: nn.Module, forward: TracedForward, findings: FurtherFindings, plan: ProvenPlan | None, *, has_own_loss: bool
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the spec of a traced model, and the fields of its analysis that follow from its plan.
 
     What a forward sends is written down in this order, since each needs what those before have found: the layers of the trace, what
     samples share, what experts send, what the plan cuts, what checkpointing repeats, and last the layer of the loss.
     """
-    spec = _with_samples(forward.spec, found)
+    spec = _with_samples(forward.spec, findings)
     spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
     spec, of_plan = plan_search.with_plan(spec, module, forward, plan)
     return with_loss(replace(spec, checkpoints=_checkpoints(spec, forward.checkpointed.entered))), of_plan
 
 
-def _with_samples(spec: ModelSpec, found: FurtherFindings) -> ModelSpec:
+def _with_samples(spec: ModelSpec, findings: FurtherFindings) -> ModelSpec:
     """Return the spec with what forwards of several samples have found."""
-    shown, reads = found.samples, found.samples.loss_reads
+    shown, reads = findings.samples, findings.samples.loss_reads
     spec = replace(
         with_groups(spec, shown.batch_norms),
-        masks=found.masks,
+        masks=findings.masks,
         mixes_samples=shown.refusal,
         hooks_scale=shown.hooks_scale,
         tried=shown.tried,
@@ -240,9 +240,9 @@ def _checkpoints(spec: ModelSpec, entered: Set[str]) -> Literal["repeat", "plain
 def with_new_blueprint(source: Source, job: Job, plan: Blueprint | None = None) -> TracedModel:
     """Return the source's traced model with a new blueprint, or with a given `plan`, for another run; the analysis is shared."""
     assert source.prepared is not None
-    found = replace(source.prepared, blueprint=plan or build_blueprint(source, job, source.owner))
-    trace_whole_batch(found.module, samples_traced(source.prepared.module))
-    return found
+    traced = replace(source.prepared, blueprint=plan or build_blueprint(source, job, source.owner))
+    trace_whole_batch(traced.module, samples_traced(source.prepared.module))
+    return traced
 
 
 def build_blueprint(source: Source, job: Job, owner: OwnedModel | None = None) -> Blueprint:
@@ -366,10 +366,10 @@ def with_chunks(built: BuiltModel, spec: ModelSpec) -> ModelSpec:
         outputs_on_meta, built.module, built.sample, built.num_samples, built.value_of, keeps_all=looks
     )
     with built.repeating():
-        found = pending_logits.find_chunks(built.module, spec, built.loss, run)
-    reduced = () if built.loss is cross_entropy else found.reduced
-    reduces = tuple((held, elements // built.num_samples) for held, elements in reduced)
-    return replace(spec, chunk_refusal=found.refusal, chunk_reduces=reduces)
+        chunks = pending_logits.find_chunks(built.module, spec, built.loss, run)
+    reduced = () if built.loss is cross_entropy else chunks.reduced
+    reduces = tuple((kind, elements // built.num_samples) for kind, elements in reduced)
+    return replace(spec, chunk_refusal=chunks.refusal, chunk_reduces=reduces)
 
 
 def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:

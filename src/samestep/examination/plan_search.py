@@ -129,11 +129,11 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) ->
     if not planned.refusal and not {*forward.spec.looks_in} <= {*planned.looking}:
         return tensor_plan.without_looking(built.module, planned, forward.spec.looks_in)
     reads = functools.cache(functools.partial(_outputs_read, built, keeps_all=bool(planned.looking)))
-    found = _prove(built, forward, planned, reads)
-    fewer, refusal = planned, found.proof.refusal
+    proven = _prove(built, forward, planned, reads)
+    fewer, refusal = planned, proven.proof.refusal
     while refusal and (smaller := tensor_plan.smaller(built.module, fewer, refusal)):
         fewer, refusal = smaller, _prove(built, forward, smaller, reads).proof.refusal
-    return found if refusal or fewer is planned else fewer
+    return proven if refusal or fewer is planned else fewer
 
 
 def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | None:
@@ -174,10 +174,11 @@ def _cut_unlike(spec: ModelSpec, proof: CutProof) -> dict[str, str]:
     """Return the modules whose weights are cut otherwise than those that follow them, or that they follow, and why they stay whole."""
     pairs = [(param.name, param.follows) for param in spec.params if param.follows]
     return {
-        owner_of(name): f"{one} follows {other}, and only one of them would be cut so"
-        for one, other in pairs
-        if proof.cuts.get(one) != proof.cuts.get(other) or proof.groups.get(one) != proof.groups.get(other)
-        for name in (one, other)
+        owner_of(name): f"{follower} follows {followed}, and only one of them would be cut so"
+        for follower, followed in pairs
+        if proof.cuts.get(follower) != proof.cuts.get(followed)
+        or proof.groups.get(follower) != proof.groups.get(followed)
+        for name in (follower, followed)
     }
 
 
@@ -284,7 +285,7 @@ def structural_plan(
         path: part
         for path, part in model.named_modules()
         if (_adds_nothing_else(part, computed.get(path, ())) or facts.is_transposed(part))
-        and not any(is_below(path, one) for one in experts)
+        and not any(is_below(path, expert) for expert in experts)
         and path not in whole
     }
     blocks = containers_of(model)
@@ -308,11 +309,11 @@ def structural_plan(
 
 def _by_module(operations: list[Operation]) -> dict[str, list[Operation]]:
     """Return the operations that each module's code runs outside of its submodules, by its path."""
-    found: dict[str, list[Operation]] = {}
+    by_module: dict[str, list[Operation]] = {}
     for op in operations:
         if op.func not in ("left", "outputs"):
-            found.setdefault(op.where, []).append(op)
-    return found
+            by_module.setdefault(op.where, []).append(op)
+    return by_module
 
 
 def _adds_nothing_else(part: nn.Module, computed: Sequence[Operation]) -> bool:
@@ -324,9 +325,9 @@ def _adds_nothing_else(part: nn.Module, computed: Sequence[Operation]) -> bool:
         return True
     bias = part.bias.untyped_storage()._cdata
     adds = [any(view.storage == bias for view in op.given) and not op.kwargs for op in computed]
-    found = [(op.func, is_added) for op, is_added in zip(computed, adds, strict=True)]
-    one, *both = (_aten.addmm.default, True), (_aten.mm.default, False), (_aten.add.Tensor, True)
-    return bool(found) and found in ([one] * len(found), both * (len(found) // 2))
+    calls = [(op.func, is_added) for op, is_added in zip(computed, adds, strict=True)]
+    fused, *apart = (_aten.addmm.default, True), (_aten.mm.default, False), (_aten.add.Tensor, True)
+    return bool(calls) and calls in ([fused] * len(calls), apart * (len(calls) // 2))
 
 
 def _vocabulary(

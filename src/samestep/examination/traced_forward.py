@@ -180,23 +180,23 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None) -> Traced
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
-    before, few = snapshot.Snapshot(built.module), built.num_samples
+    state, few = snapshot.Snapshot(built.module), built.num_samples
     try:
-        return _trace_forward(built, planned, before)
+        return _trace_forward(built, planned, state)
     except ModelError as error:
         if few >= built.global_batch or error.__cause__ is None:
             raise
-        before.restore()
+        state.restore()
         trace_whole_batch(built.module, built.global_batch)
         with suppress(ModelError):
-            return _trace_forward(built, planned, before)
+            return _trace_forward(built, planned, state)
         trace_whole_batch(built.module, few)
         raise
     finally:
-        before.restore()
+        state.restore()
 
 
-def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, before: snapshot.Snapshot) -> TracedForward:
+def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: snapshot.Snapshot) -> TracedForward:
     module, expert_calls, places, events = built.module, dict[str, tuple[Any, Any]](), TracedPlaces(), Events(costs=[])
     with ExitStack() as observers:
         observe = observers.enter_context
@@ -212,7 +212,7 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, before: 
     assert events.modules is not None, "it has run"
     cuts = None if recorder is None else CutObservations(events.modules, recorder)
     checkpointed.entered |= places.covered
-    keeps = kept_state.has_changed(before, module, events)
+    keeps = kept_state.has_changed(state, module, events)
     return TracedForward(spec, keeps, masks, dispatches, expert_calls, checkpointed, cuts)
 
 
@@ -220,16 +220,16 @@ class _RecordedError(ModelError):
     """Random numbers have been recorded, and need not be drawn."""
 
 
-def _on_one_device(given: Any) -> Any:
+def _on_one_device(arguments: Any) -> Any:
     """Return the arguments of a call, with masks of the host moved to the meta device of the other tensors.
 
     Whole numbers stay where they are: recurrent layers take the sizes of a packed sequence on the host.
     """
-    tensors = tensors_in(given)
+    tensors = tensors_in(arguments)
     if len({tensor.is_meta for tensor in tensors}) < 2:
-        return given
+        return arguments
     of_masks = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.dtype in of_masks else tensor, given)
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.dtype in of_masks else tensor, arguments)
 
 
 class MaskRecorder(DropoutMode):
@@ -253,8 +253,8 @@ class MaskRecorder(DropoutMode):
             # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
             unseen = disable_current_modes() if self._placing is None else nullcontext()
             with suppress(ModelError), unseen, torch.no_grad():
-                given, named = _on_one_device((args, kwargs or {}))
-                handler(self, func, *given, **{**named, **({"inplace": False} if named.get("inplace") else {})})
+                positional, named = _on_one_device((args, kwargs or {}))
+                handler(self, func, *positional, **{**named, **({"inplace": False} if named.get("inplace") else {})})
         outcome = func(*args, **(kwargs or {}))
         if self._placing is not None and func in DRAWS and len(self.masks) > num_recorded:
             index = len(self.masks) - 1
@@ -350,10 +350,10 @@ def refused_reads(plan: Blueprint) -> Iterator[None]:
         ModelError: one has.
     """
     trained = {id(param) for param in plan.module.parameters()}
-    held = ((name, weight()) for name, weight in (*plan.given.items(), *plan.others))
+    weights = ((name, weight()) for name, weight in (*plan.given.items(), *plan.others))
     originals = [
         (name, weight)
-        for name, weight in held
+        for name, weight in weights
         if weight is not None and weight.requires_grad and id(weight) not in trained
     ]
     if not originals:

@@ -112,9 +112,9 @@ def _scores(
         else:
             scores = scores + tl.load(at, mask=is_pair, other=0.0).to(tl.float32)
     if HAS_DOCUMENTS:
-        mine = tl.load(documents + query_start + rows, mask=rows < num_queries, other=-1)
-        theirs = tl.load(documents + key_start + columns, mask=columns < num_keys, other=-1)
-        is_seen = is_seen & (mine[:, None] == theirs[None, :])
+        documents_of_rows = tl.load(documents + query_start + rows, mask=rows < num_queries, other=-1)
+        documents_of_columns = tl.load(documents + key_start + columns, mask=columns < num_keys, other=-1)
+        is_seen = is_seen & (documents_of_rows[:, None] == documents_of_columns[None, :])
     return tl.where(is_seen, scores, float("-inf"))
 
 
@@ -173,19 +173,19 @@ def forward_kernel(
     is_blind = top == float("-inf")
     sums = sums * (times / tl.where(is_blind, 1.0, total))[:, None]
     _put(out + sample * o_b + head * o_h, sums, rows, num_queries, o_t, E, PADDED_E)
-    found = tl.where(is_blind, float("-inf"), top + tl.log(tl.where(is_blind, 1.0, total)))
-    tl.store(lse + (sample * HEADS + head) * num_queries + rows, found, mask=rows < num_queries)
+    log_sum_exps = tl.where(is_blind, float("-inf"), top + tl.log(tl.where(is_blind, 1.0, total)))
+    tl.store(lse + (sample * HEADS + head) * num_queries + rows, log_sum_exps, mask=rows < num_queries)
 
 
 @triton.jit
 def products_kernel(
-    given, out, delta, g_b, g_h, g_t, o_b, o_h, o_t, num_queries,
+    gradient, out, delta, g_b, g_h, g_t, o_b, o_h, o_t, num_queries,
     HEADS: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums over features of gradient times output [B, A, L] for a block of queries."""
     row, sample, head = _block(num_queries, HEADS, ROWS)
     rows = row + tl.arange(0, ROWS)
-    gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E).to(tl.float32)
+    gradients = _tile(gradient + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E).to(tl.float32)
     outputs = _tile(out + sample * o_b + head * o_h, rows, num_queries, o_t, E, PADDED_E).to(tl.float32)
     at = delta + (sample * HEADS + head) * num_queries + rows
     tl.store(at, tl.sum(gradients * outputs, 1), mask=rows < num_queries)
@@ -219,7 +219,7 @@ def _gradient_of_scores(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def query_gradients_kernel(
-    q, k, v, given, lse, delta, dq, halves, hashed_columns, mask, documents,
+    q, k, v, gradient, lse, delta, dq, halves, hashed_columns, mask, documents,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, l_b, l_h, dq_b, dq_h, dq_t,
     halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
     num_queries, num_keys, query_start, key_start, scale, times, threshold,
@@ -231,7 +231,7 @@ def query_gradients_kernel(
     row, sample, head = _block(num_queries, HEADS, ROWS)
     rows = row + tl.arange(0, ROWS)
     queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
-    gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
+    gradients = _tile(gradient + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
     log_sum_exp, products = _sums_of_rows(lse, delta, sample * l_b + head * l_h, rows, num_queries)
     first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
     k += sample * k_b + head // GROUP * k_h
@@ -255,7 +255,7 @@ def query_gradients_kernel(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def key_gradients_kernel(
-    q, k, v, given, lse, delta, dk, dv, halves, hashed_columns, mask, documents,
+    q, k, v, gradient, lse, delta, dk, dv, halves, hashed_columns, mask, documents,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, l_b, l_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
     num_queries, num_keys, query_start, key_start, scale, times, threshold,
@@ -277,16 +277,16 @@ def key_gradients_kernel(
         for start in range(low, high, ROWS):
             rows = start + tl.arange(0, ROWS)
             queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
-            gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
+            gradients = _tile(gradient + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
             log_sum_exp, products = _sums_of_rows(lse, delta, sample * l_b + head * l_h, rows, num_queries)
             first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
-            kept, of_scores = _gradient_of_scores(
+            weights, of_scores = _gradient_of_scores(
                 queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,
                 num_queries, num_keys, query_start, key_start, scale, times, threshold,
                 mask + sample * mask_b + head * mask_h, mask_t, mask_s, documents,
                 IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
             )  # fmt: skip
-            of_values += tl.dot(tl.trans(kept.to(gradients.dtype)), gradients, input_precision=PRECISION)
+            of_values += tl.dot(tl.trans(weights.to(gradients.dtype)), gradients, input_precision=PRECISION)
             of_keys += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision=PRECISION)
     _put(dk + sample * dk_b + shared * dk_h, of_keys * scale, columns, num_keys, dk_t, D, PADDED_D)
     _put(dv + sample * dv_b + shared * dv_h, of_values, columns, num_keys, dv_t, E, PADDED_E)

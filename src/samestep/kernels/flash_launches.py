@@ -108,7 +108,7 @@ def products_of(tensor: Tensor, output: Tensor) -> Tensor:
 
 
 def backward(
-    given: Tensor,
+    gradient: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
     log_sum_exp: Tensor,
     products: Tensor,
@@ -118,16 +118,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, in their dtype or in float32.
 
-    `given` is the gradient of the output over all keys, of which these may be a part; the log-sum-exps are over all of them too, and
+    `gradient` is that of the output over all keys, of which these may be a part; the log-sum-exps are over all of them too, and
     the `products` are those of that gradient and that output [B, A, L].
     """
     query, key, value = (_with_rows(tensor) for tensor in tensors)
-    given, log_sum_exp, products = _with_rows(given), log_sum_exp.contiguous(), products.contiguous()
-    of_queries, of_keys, of_values = (_gradient_of(one, in_float32=in_float32) for one in (query, key, value))
+    gradient, log_sum_exp, products = _with_rows(gradient), log_sum_exp.contiguous(), products.contiguous()
+    of_queries, of_keys, of_values = (_gradient_of(tensor, in_float32=in_float32) for tensor in (query, key, value))
     (samples, heads, length, _), sizes = query.shape, _sizes_for(query, value)
     some, strides, numbers, words = _arguments(query, key, value, form)
-    inputs = [query, key, value, given, log_sum_exp, products]
-    of_inputs = [*_strides(query, key, value, given), *log_sum_exp.stride()[:2]]
+    inputs = [query, key, value, gradient, log_sum_exp, products]
+    of_inputs = [*_strides(query, key, value, gradient), *log_sum_exp.stride()[:2]]
     kernels = kernels_of(_FILE)
     with on_device_of(query):
         kernels.query_gradients_kernel[(_number(length, sizes.of_queries.queries) * samples * heads,)](

@@ -93,13 +93,13 @@ def drop_and_scale(
     source = (
         _place(row, size_1, size_2, stride_0, stride_1, stride_2)[:, None] + (column.to(tl.int64) * stride_3)[None, :]
     )
-    given = tl.load(x + source, mask=exists, other=0.0)
+    values = tl.load(x + source, mask=exists, other=0.0)
     # torch multiplies in float32, or in float64 what is float64, and rounds the product.
     times = scale.to(tl.int64).to(tl.float64, bitcast=True)
-    if given.dtype == tl.float64:
-        product = given * times
+    if values.dtype == tl.float64:
+        product = values * times
     else:
-        product = (given.to(tl.float32) * times.to(tl.float32)).to(given.dtype)
+        product = (values.to(tl.float32) * times.to(tl.float32)).to(values.dtype)
     result = tl.where(is_dropped, 0.0, product)
     tl.store(y + row[:, None] * num_columns + column[None, :], result, mask=exists)
 

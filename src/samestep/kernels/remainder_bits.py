@@ -14,7 +14,7 @@ def write_remainders(bits, remainders, is_halfway, size, BLOCK: tl.constexpr):
     """Write the last 16 bits of each number as a signed one, the largest where it is halfway, and which ones are halfway."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < size
-    given = tl.load(bits + at, mask=exists, other=0)
-    halfway = (given & 0x1FFFF) == _HALFWAY
-    tl.store(remainders + at, tl.where(halfway, 0x7FFF, given).to(tl.int16), mask=exists)
+    values = tl.load(bits + at, mask=exists, other=0)
+    halfway = (values & 0x1FFFF) == _HALFWAY
+    tl.store(remainders + at, tl.where(halfway, 0x7FFF, values).to(tl.int16), mask=exists)
     tl.store(is_halfway + at, halfway, mask=exists)

@@ -101,15 +101,15 @@ def _totals(
     zeros = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
     totals = {name: zeros.clone() for name in (*names, _GAVE_UP)}
 
-    def add(found: Mapping[str, Amount]) -> None:
-        for name, pair in found.items():
+    def add(amounts: Mapping[str, Amount]) -> None:
+        for name, pair in amounts.items():
             like = totals.setdefault(name, zeros.clone())
             like += torch.stack([as_number(value, like) for value in pair])
 
     with evaluating(assembly):
-        for index, (part, mine) in enumerate(_parts(assembly, batch)):
-            samples, weight = microbatches.read(assembly, batch, mine)
-            drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
+        for index, (part, indices) in enumerate(_parts(assembly, batch)):
+            samples, weight = microbatches.read(assembly, batch, indices)
+            drawing = _drawing(assembly, seed, indices if len(indices) else part[:1])
             with drawing, parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
                 try:
                     outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
@@ -148,14 +148,14 @@ def _values(assembly: Assembly, outputs: Any, samples: Any, measure: Measure | N
         return {} if is_whole else _amounts(assembly, loss(outputs, samples))
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
     # The loss of a layout with loss_chunk is that of whole logits, where these exist.
-    given = outputs if program.step.layout.loss_chunk is None else whole
-    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure.terms(whole, samples)}
+    loss_outputs = outputs if program.step.layout.loss_chunk is None else whole
+    return {**({} if is_whole else _amounts(assembly, loss(loss_outputs, samples))), **measure.terms(whole, samples)}
 
 
 def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
     """Return the sums and counts of what a loss has returned."""
-    found = loss_result(returned).checked(assembly.objective.names)
-    return {**found.terms, **found.values}
+    result = loss_result(returned).checked(assembly.objective.names)
+    return {**result.terms, **result.values}
 
 
 def _means(assembly: Assembly, totals: Mapping[str, Tensor], used: Measure | None) -> dict[str, float] | None:
@@ -178,16 +178,16 @@ def _means(assembly: Assembly, totals: Mapping[str, Tensor], used: Measure | Non
             rank = min(texts)
             raise RunError("worker-error", f"the measure of run.evaluate failed on rank {rank}: {texts[rank]}")
         names = [*dict.fromkeys(name for listed, *_ in everyone for name in listed)]
-        least |= {name: number for _, one, _ in everyone for name, number in one.items()}
+        least |= {name: number for _, numbers, _ in everyone for name, number in numbers.items()}
     like = next(iter(totals.values()))
     sums = torch.stack([totals.get(name, torch.zeros_like(like)) for name in names])
     if mesh.size("world") > 1:
         dist.all_reduce(sums)
-    found = dict(zip(names, sums.tolist(), strict=True))
-    if found.pop(_GAVE_UP)[0]:
+    pairs = dict(zip(names, sums.tolist(), strict=True))
+    if pairs.pop(_GAVE_UP)[0]:
         return None
-    counts = {name: max(pair[1], least.get(name, least.get(f"{VALUES}{name}", 0.0))) for name, pair in found.items()}
-    return {name: total / counts[name] if counts[name] else math.nan for name, (total, _) in found.items()}
+    counts = {name: max(pair[1], least.get(name, least.get(f"{VALUES}{name}", 0.0))) for name, pair in pairs.items()}
+    return {name: total / counts[name] if counts[name] else math.nan for name, (total, _) in pairs.items()}
 
 
 def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:
@@ -201,17 +201,17 @@ def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:
         DataError: an output has no dimension of samples, and is not the same for all of them.
     """
     parallel, alone = assembly.parallel, _have_own_sizes(assembly, batch)
-    found: list[_Outputs] = []
+    parts: list[_Outputs] = []
     with evaluating(assembly):
-        for part, mine in _parts(assembly, batch, parallel.program.step.layout.dp if alone else None):
-            samples, _ = microbatches.read(assembly, batch, mine)
-            drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
+        for part, indices in _parts(assembly, batch, parallel.program.step.layout.dp if alone else None):
+            samples, _ = microbatches.read(assembly, batch, indices)
+            drawing = _drawing(assembly, seed, indices if len(indices) else part[:1])
             with drawing, parallel.batch_norms.of_evaluation(len(part)):
                 outputs = forward(assembly, samples)
             if outputs is not None:
                 outputs = _plain(tensor.whole_logits(outputs, parallel.program, parallel.mesh))
-            found += _exchanged(assembly, outputs, len(mine))
-    return [_joined([one], drops=True) for one in found] if alone else _joined(found)
+            parts += _exchanged(assembly, outputs, len(indices))
+    return [_joined([sample], drops=True) for sample in parts] if alone else _joined(parts)
 
 
 class _Outputs(NamedTuple):
@@ -226,8 +226,8 @@ def _have_own_sizes(assembly: Assembly, batch: StepBatch) -> bool:
     if not hasattr(getattr(batch, "dataset", None), "read"):
         return False
     mesh = assembly.parallel.mesh
-    mine = batch.shares(*mesh.data_share, 1)[0]
-    sizes = {tuple(tuple(leaf.shape) for leaf in tensors_in(batch.samples([index]))) for index in mine}
+    indices = batch.shares(*mesh.data_share, 1)[0]
+    sizes = {tuple(tuple(leaf.shape) for leaf in tensors_in(batch.samples([index]))) for index in indices}
     everyone = gather_values(sorted(sizes)[:2], mesh.size("world"))
     return len({size for some in everyone for size in some}) > 1
 
@@ -257,31 +257,33 @@ def _exchanged(assembly: Assembly, outputs: Any, num_samples: int) -> list[_Outp
     mesh, world = assembly.parallel.mesh, dist.group.WORLD
     if mesh.size("world") == 1:
         return [_Outputs(map_tensors(outputs, Tensor.cpu), num_samples)]
-    held = gather_values((mesh.index("dp") if outputs is not None else -1, num_samples), mesh.size("world"))
-    found = []
+    shares = gather_values((mesh.index("dp") if outputs is not None else -1, num_samples), mesh.size("world"))
+    parts = []
     for index in range(assembly.parallel.program.step.layout.dp):
-        source = next(rank for rank, (position, _) in enumerate(held) if position == index)
-        if count := held[source][1]:
+        source = next(rank for rank, (position, _) in enumerate(shares) if position == index)
+        if count := shares[source][1]:
             assert world is not None
-            given = broadcast_from(source, outputs if mesh.rank == source else None, world, mesh.device)
-            found.append(_Outputs(map_tensors(given, Tensor.cpu), count))
-    return found
+            tree = broadcast_from(source, outputs if mesh.rank == source else None, world, mesh.device)
+            parts.append(_Outputs(map_tensors(tree, Tensor.cpu), count))
+    return parts
 
 
-def _joined(found: Sequence[_Outputs], *, drops: bool = False) -> Any:
+def _joined(parts: Sequence[_Outputs], *, drops: bool = False) -> Any:
     """Return outputs of successive samples as one tree; with `drops` the outputs of one sample without their first dimension.
 
     Raises:
         DataError: an output has no dimension of samples, and is not the same for all of them.
     """
-    trees, counts = [one.tree for one in found], [one.num_samples for one in found]
-    if len(found) > 1 and are_by_sample(trees, counts):
+    trees, counts = [part.tree for part in parts], [part.num_samples for part in parts]
+    if len(parts) > 1 and are_by_sample(trees, counts):
         return joined(trees, counts)
-    flat = [tree_flatten_with_path(one.tree) for one in found]
+    flat = [tree_flatten_with_path(part.tree) for part in parts]
     leaves: list[Any] = []
     for column in zip(*(paths for paths, _ in flat), strict=True):
         values = [value for _, value in column]
-        rows = [value.shape[:1] == (one.num_samples,) for value, one in zip(values, found, strict=True) if _has(value)]
+        rows = [
+            value.shape[:1] == (part.num_samples,) for value, part in zip(values, parts, strict=True) if _has(value)
+        ]
         if len(rows) == len(values) and all(rows):
             leaves.append(values[0][0] if drops else torch.cat(values))
             continue
@@ -321,7 +323,7 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
             # A weight that the forward returns may be freed when it ends.
-            outputs = map_tensors(outputs, lambda one: one.clone() if _is_of_weight(one) else one)
+            outputs = map_tensors(outputs, lambda leaf: leaf.clone() if _is_of_weight(leaf) else leaf)
     return parallel.stage.from_last(outputs)
 
 

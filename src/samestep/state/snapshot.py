@@ -305,14 +305,14 @@ def modules_of(function: Callable[..., Any]) -> nn.Module:
 @contextmanager
 def holding(weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Let modules hold these weights inside, items for each module's dictionary, and afterwards again those that they hold now."""
-    now = [(held, dict(held)) for held, _ in weights]
-    for held, items in weights:
-        put_items(held, items)
+    now = [(container, dict(container)) for container, _ in weights]
+    for container, items in weights:
+        put_items(container, items)
     try:
         yield
     finally:
-        for held, items in now:
-            put_items(held, items)
+        for container, items in now:
+            put_items(container, items)
 
 
 class KeptValues:

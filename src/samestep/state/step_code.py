@@ -62,7 +62,7 @@ class StepCode(Snapshot):
     @property
     def places(self) -> list[Variable]:
         """The numbers that the step may read, with their places: closures, variables, attributes, items of dicts."""
-        held = (
+        entries = (
             Variable("", container, key, item)
             for container, items in self.containers
             if isinstance(container, dict)
@@ -70,7 +70,7 @@ class StepCode(Snapshot):
             if isinstance(key, str)
         )
         variables = (variable for variable in self.variables.values() if variable.holder is not None)
-        return [variable for variable in (*held, *variables) if _is_number(variable.value)]
+        return [variable for variable in (*entries, *variables) if _is_number(variable.value)]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -96,11 +96,11 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], modules: ForwardCa
     Raises:
         ModelError: there is none, or a stage begins there anyway.
     """
-    found: set[str] = set()
+    begins: set[str] = set()
     for name in stages:
         call = next((call for call in calls if is_below(modules.regions[call], name)), None)
         if call is None:
-            known = ", ".join(dict.fromkeys(modules.regions[one] for one in calls[1:]))
+            known = ", ".join(dict.fromkeys(modules.regions[key] for key in calls[1:]))
             raise ModelError(
                 "stages-unknown",
                 f"model.stages: the forward calls no module with weights at {name!r}. Use these: {known}",
@@ -110,8 +110,8 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], modules: ForwardCa
                 "stages-unknown",
                 f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here",
             )
-        found.add(call)
-    return found
+        begins.add(call)
+    return begins
 
 
 def _join_calls(
@@ -190,12 +190,12 @@ def _name(layers: list[Layer], modules: ForwardCalls) -> None:
 def modules_entered_again(layers: Sequence[Layer], modules: ForwardCalls) -> list[tuple[tuple[str, int], ...]]:
     """Return for each layer the modules that other layers enter too, and how often this layer enters each."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
-    found: list[dict[str, int]] = [{} for _ in layers]
+    by_layer: list[dict[str, int]] = [{} for _ in layers]
     for path, calls in modules.of.items():
         counts = Counter(layer_of[call.region] for call in calls if call.is_within)
         for index, count in counts.items() if len(counts) > 1 else ():
-            found[index][path] = count
-    return [tuple(counts.items()) for counts in found]
+            by_layer[index][path] = count
+    return [tuple(counts.items()) for counts in by_layer]
 
 
 class UsesOfWeights:
@@ -212,26 +212,26 @@ class UsesOfWeights:
     def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:
         """Return the uses of a weight in the order of layers; nothing of one that nothing reads."""
         read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else None
-        found: list[Use] = []
+        uses: list[Use] = []
         for path in owners:
             for layer, calls in self._calls(path).items():
                 if read is None or layer in read:
                     called = min(call.entered for call in calls), max(call.left for call in calls)
-                    found.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
-        found += [Use(layer=layer) for layer in (read or set()) - {use.layer for use in found}]
-        return tuple(sorted(found, key=lambda use: (use.layer, use.called, use.owner)))
+                    uses.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
+        uses += [Use(layer=layer) for layer in (read or set()) - {use.layer for use in uses}]
+        return tuple(sorted(uses, key=lambda use: (use.layer, use.called, use.owner)))
 
     def _calls(self, path: str) -> dict[int, list[ModuleCall]]:
         """Return by layer the calls of a module, or where it is not called itself of the nearest one around it."""
-        found: dict[int, list[ModuleCall]] = {}
+        by_layer: dict[int, list[ModuleCall]] = {}
         while path:
             calls: dict[int, list[ModuleCall]] = {}
             for call in self._modules.of.get(path, ()):
                 if call.is_within:
                     calls.setdefault(self._layer_of[call.region], []).append(call)
-            found = {**calls, **found}
+            by_layer = {**calls, **by_layer}
             path = owner_of(path)
-        return found
+        return by_layer
 
 
 _Part = TypeVar("_Part", PartialSum, ExpertDispatch)

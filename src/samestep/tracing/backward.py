@@ -65,30 +65,30 @@ class Backward:
 
 def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
     """Run the backward of a traced forward; return its operations, up to one that cannot run on meta."""
-    found = Backward()
+    backward = Backward()
     roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
     weights = [param for param in module.parameters() if param.requires_grad]
     if not roots or not weights:
-        return found
+        return backward
     hooks = [
-        node.register_hook(functools.partial(_record_weights, found, watch, indices))
+        node.register_hook(functools.partial(_record_weights, backward, watch, indices))
         for node, indices in _edges_to_weights(roots)
     ]
-    before = set(watch.storages.sizes)
+    earlier_storages = set(watch.storages.sizes)
     try:
-        with FollowedCalls(_operation_recorder(found, watch)):
-            given = [torch.empty_like(root) for root in roots]
-            torch.autograd.grad(roots, weights, given, allow_unused=True)
+        with FollowedCalls(_operation_recorder(backward, watch)):
+            gradients = [torch.empty_like(root) for root in roots]
+            torch.autograd.grad(roots, weights, gradients, allow_unused=True)
     except Exception:  # an operator without a meta kernel: nothing is known of the operations after it
-        return found
+        return backward
     finally:
-        found.made = watch.storages.sizes.keys() - before
+        backward.made = watch.storages.sizes.keys() - earlier_storages
         for hook in hooks:
             hook.remove()
-    return found
+    return backward
 
 
-def _operation_recorder(found: Backward, watch: ForwardTracer) -> Ran:
+def _operation_recorder(backward: Backward, watch: ForwardTracer) -> Ran:
     """Return a function that adds each operation of a backward to those found, in the region whose node runs it."""
     begins = [number for number, _ in watch.modules.begins]
     regions = ["", *(region for _, region in watch.modules.begins)]
@@ -102,7 +102,7 @@ def _operation_recorder(found: Backward, watch: ForwardTracer) -> Ran:
         if (node := current_autograd_node()) is not None:
             number = node._sequence_nr()
             last = number, last[1] if is_end(node) else regions[bisect.bisect_right(begins, number)]
-        found.operations.append(_BackwardOperation(*last, keys((*args, *kwargs.values())), keys((outcome,))))
+        backward.operations.append(_BackwardOperation(*last, keys((*args, *kwargs.values())), keys((outcome,))))
 
     return ran
 
@@ -123,10 +123,10 @@ def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None, num_samples: int
     try:
         with torch.enable_grad(), preserve_function(loss):
             batch = map_tensors(sample, lambda tensor: tensor.to("meta"))
-            found = loss_result(loss(outputs, batch))
+            result = loss_result(loss(outputs, batch))
     except Exception:  # a loss that looks at values, or has no meta kernel
         return roots, _names_by_values(outputs, sample, loss, num_samples)
-    return ([found.sums] if found.sums.requires_grad else roots), found.names
+    return ([result.sums] if result.sums.requires_grad else roots), result.names
 
 
 def _names_by_values(outputs: Any, sample: Any, loss: Loss, num_samples: int) -> LossNames:
@@ -142,7 +142,7 @@ def _names_by_values(outputs: Any, sample: Any, loss: Loss, num_samples: int) ->
 
     try:
         with torch.no_grad(), preserve_function(loss):
-            copies = map_tensors(sample, lambda one: torch.cat([one] * num_samples) if one.dim() else one)
+            copies = map_tensors(sample, lambda tensor: torch.cat([tensor] * num_samples) if tensor.dim() else tensor)
             return loss_result(loss(map_tensors(outputs, value), copies)).names
     except Exception as error:  # of the user's own code, which may raise anything
         return LossNames(failure=f"{type(error).__name__}: {first_line(error)}")
@@ -174,7 +174,7 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
     seen = nodes_of(roots)
     views: dict[Node, int] = {}
-    for node in sorted(seen, key=lambda one: (not is_end(one), one._sequence_nr())):  # later nodes come first
+    for node in sorted(seen, key=lambda node: (not is_end(node), node._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]
         sizes = [math.prod(part.shape) for part in node._input_metadata]
         if is_end(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
@@ -186,12 +186,12 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
 
 
 def _record_weights(
-    found: Backward, watch: ForwardTracer, indices: list[int], results: tuple[Tensor | None, ...], given: Any
+    backward: Backward, watch: ForwardTracer, indices: list[int], results: tuple[Tensor | None, ...], gradients: Any
 ) -> None:
     for index in indices:
         result = results[index]
         if result is not None:
-            found.of_weights.add(watch.key(result))
+            backward.of_weights.add(watch.key(result))
 
 
 def working_sets(
@@ -219,14 +219,14 @@ def working_sets(
     """
     is_of_norm = _nodes_of_norms(watch)
     sizes, divided = watch.storages.sizes, watch.cut.storages
-    kept = {key: layer_of[region] for key, region in costs.saved.items()}
+    layer_of_kept = {key: layer_of[region] for key, region in costs.saved.items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
-    cut_sizes = {sizes[key] for key in divided} - {sizes[key] for key in kept.keys() - divided}
+    cut_sizes = {sizes[key] for key in divided} - {sizes[key] for key in layer_of_kept.keys() - divided}
     ending = _ending(backward)
     counted = backward.made - backward.of_weights
     alive: set[int] = set()
     most: dict[int, WorkingSet] = {}
-    held, freed = [0, 0, 0], {layer: [0, 0, 0] for layer in layer_of.values()}
+    totals, freed = [0, 0, 0], {layer: [0, 0, 0] for layer in layer_of.values()}
     wide: set[int] = set()
     weights: dict[int, set[int]] = {layer: set() for layer in layer_of.values()}
 
@@ -234,26 +234,26 @@ def working_sets(
         size = sign * sizes[key] * (sizes[key] != without)
         to[:] = to[0] + size, to[1] + size * is_cut, to[2] + size * times_wide
 
-    for at, one in enumerate(backward.operations):
-        layer = layer_of[one.region]
-        of_norm = is_of_norm(one.node)
-        weights[layer] |= one.written & backward.of_weights
-        for key in (one.written & counted) - alive:
+    for at, operation in enumerate(backward.operations):
+        layer = layer_of[operation.region]
+        of_norm = is_of_norm(operation.node)
+        weights[layer] |= operation.written & backward.of_weights
+        for key in (operation.written & counted) - alive:
             alive.add(key)
             wide |= {key} if of_norm else set()
-            add(held, key, 1, sizes[key] in cut_sizes, of_norm)
+            add(totals, key, 1, sizes[key] in cut_sizes, of_norm)
         gone = freed[layer]
-        elements, cut, more = held[0] - gone[0], held[1] - gone[1], held[2] - gone[2]
+        elements, cut, more = totals[0] - gone[0], totals[1] - gone[1], totals[2] - gone[2]
         cut = cut if in_norms else min(max(cut, 0), elements)
         now = WorkingSet(elements, cut, more, sum(sizes[key] for key in weights[layer]))
-        if (of_norm or not in_norms) and (counts is None or counts(one.node)):
+        if (of_norm or not in_norms) and (counts is None or counts(operation.node)):
             most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:
-                add(held, key, -1, sizes[key] in cut_sizes, key in wide)
-            elif key in kept and key not in ignored:
+                add(totals, key, -1, sizes[key] in cut_sizes, key in wide)
+            elif key in layer_of_kept and key not in ignored:
                 copies = (key in costs.norm_savers) * (1 + (key in costs.savers))
-                add(freed[kept[key]], key, 1, key in divided, copies)
+                add(freed[layer_of_kept[key]], key, 1, key in divided, copies)
     return most
 
 
@@ -272,9 +272,9 @@ def _nodes_of_norms(watch: ForwardTracer) -> Callable[[int], bool]:
 def _ending(backward: Backward) -> dict[int, list[int]]:
     """Return by operation the storages freed after it: a node holds its inputs and what it kept until it ends."""
     first, last, node_ends = (dict[int, int]() for _ in range(3))
-    for at, one in enumerate(backward.operations):
-        node_ends[one.node] = at
-        for key in one.read | one.written:
+    for at, operation in enumerate(backward.operations):
+        node_ends[operation.node] = at
+        for key in operation.read | operation.written:
             first.setdefault(key, at)
             last[key] = at
     ending: dict[int, list[int]] = {}
@@ -295,14 +295,16 @@ def token_parts_of(
     """Return the parts of a block, with the counts of all samples that were traced; `of_one_sample` divides them."""
     if not layer.is_block or watch.looks.varies:
         return ()
-    found = [(path, call) for root in layer.modules for path, call in _candidates(module, root, layer, watch, costs)]
-    if not found:
+    candidates = [
+        (path, call) for root in layer.modules for path, call in _candidates(module, root, layer, watch, costs)
+    ]
+    if not candidates:
         return ()
     index = layer_of[layer.regions[0]]
-    inputs = {call.given[0][0] for _, call in found}
+    inputs = {call.given[0][0] for _, call in candidates}
     saved = {key for key, region in costs.saved.items() if layer_of[region] == index}
-    inside = {key for key in saved - inputs if any(is_below(costs.owners[key], path) for path, _ in found)}
-    ranges = [range(call.first, call.last) for _, call in found]
+    inside = {key for key in saved - inputs if any(is_below(costs.owners[key], path) for path, _ in candidates)}
+    ranges = [range(call.first, call.last) for _, call in candidates]
 
     def peak(*, within: bool) -> int:
         """Return the most elements alive in the backward of the parts, or of the rest of the block."""
@@ -313,14 +315,14 @@ def token_parts_of(
             watch,
             costs,
             ignored=ignored,
-            counts=lambda node: any(node in one for one in ranges) == within,
+            counts=lambda node: any(node in nodes for nodes in ranges) == within,
         )
         return sets.get(index, WorkingSet()).elements
 
-    mine, others = peak(within=True), peak(within=False)
-    parts = (_part(module, path, call, layer, watch, costs, inside) for path, call in found)
+    working, others = peak(within=True), peak(within=False)
+    parts = (_part(module, path, call, layer, watch, costs, inside) for path, call in candidates)
     return tuple(
-        TokenPart(**sizes, working_elements=mine, other_working_elements=others)  # type: ignore[arg-type]
+        TokenPart(**sizes, working_elements=working, other_working_elements=others)  # type: ignore[arg-type]
         for sizes in parts
         if sizes["saved_elements"]
     )
@@ -331,10 +333,12 @@ def _candidates(
 ) -> Iterator[tuple[str, ModuleCall]]:
     """Yield the top-most modules below a block that may be such parts, with their calls."""
     chosen: list[str] = []
-    coupled = {one.owner for _, one in watch.events.batch_norms} | {one.owner for _, one in watch.events.batch_values}
+    coupled = {call.owner for _, call in watch.events.batch_norms} | {
+        call.owner for _, call in watch.events.batch_values
+    }
     for path, _ in module.get_submodule(root).named_modules(prefix=root):
         calls = watch.modules.of.get(path, ())
-        if path == root or len(calls) != 1 or any(is_below(path, one) for one in chosen):
+        if path == root or len(calls) != 1 or any(is_below(path, parent) for parent in chosen):
             continue
         call, products = calls[0], _products_of(path, layer, costs)
         shapes = [shape for _, shape in (*call.given, *call.returned)]
@@ -342,24 +346,30 @@ def _candidates(
         if not is_by_rows or shapes[0][:2] != shapes[1][:2] or not products:
             continue
         is_plain = all(
-            one.factors in ("weight", "frozen") and one.groups * one.taps * one.count == 1 for one in products
+            product.factors in ("weight", "frozen") and product.groups * product.taps * product.count == 1
+            for product in products
         )
-        if is_plain and not any(is_below(one, path) for one in coupled):
+        if is_plain and not any(is_below(owner, path) for owner in coupled):
             chosen.append(path)
             yield path, call
 
 
 def _products_of(path: str, layer: Layer, costs: Costs) -> list[Product]:
-    return [one for region in layer.regions for one in costs.regions[region].products if is_below(one.owner, path)]
+    return [
+        product
+        for region in layer.regions
+        for product in costs.regions[region].products
+        if is_below(product.owner, path)
+    ]
 
 
 def _part(
     module: nn.Module, path: str, call: ModuleCall, layer: Layer, watch: ForwardTracer, costs: Costs, inside: set[int]
 ) -> dict[str, int | str]:
     """Return the fields of a part but its working memory, in elements of all samples that were traced."""
-    (given, shape), (returned, _) = call.given[0], call.returned[0]
-    kept = {key for key in inside if is_below(costs.owners[key], path)}
-    norms = kept & costs.norm_savers.keys()
+    (input_key, shape), (returned, _) = call.given[0], call.returned[0]
+    saved = {key for key in inside if is_below(costs.owners[key], path)}
+    norms = saved & costs.norm_savers.keys()
 
     def elements(keys: set[int]) -> int:
         return sum(watch.storages.sizes[key] for key in keys)
@@ -367,10 +377,10 @@ def _part(
     return {
         "owner": path,
         "tokens": shape[0] * shape[1],
-        "boundary_elements": elements({given}) + elements({returned}),
-        "saved_elements": elements(kept),
+        "boundary_elements": elements({input_key}) + elements({returned}),
+        "saved_elements": elements(saved),
         "saved_norm_elements": elements(norms) + elements(norms & costs.savers.keys()),
-        "results": sum(one.rows * one.columns for one in _products_of(path, layer, costs)),
+        "results": sum(product.rows * product.columns for product in _products_of(path, layer, costs)),
         "weights": sum(param.numel() for param in module.get_submodule(path).parameters() if param.requires_grad),
     }
 

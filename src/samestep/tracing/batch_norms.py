@@ -32,7 +32,9 @@ OPERATIONS = (
 """The operations that they become."""
 
 
-_DEFAULTS = {one.name: one.default for one in inspect.signature(nn.functional.batch_norm).parameters.values()}
+_DEFAULTS = {
+    parameter.name: parameter.default for parameter in inspect.signature(nn.functional.batch_norm).parameters.values()
+}
 _NAMES = tuple(_DEFAULTS)
 _NATIVE_NAMES = (
     "input",
@@ -56,8 +58,8 @@ def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by name."""
-    named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    return {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
 
 
 def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
@@ -94,7 +96,7 @@ def with_groups(spec: ModelSpec, owners: Mapping[str, int]) -> ModelSpec:
         return spec
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
-        calls = (replace(one, views=owners[one.owner]) for one in layer.batch_norms if one.owner in owners)
+        calls = (replace(call, views=owners[call.owner]) for call in layer.batch_norms if call.owner in owners)
         return replace(layer, batch_norms=tuple(calls))
 
     return replace(spec, layers=tuple(map(layer_with, spec.layers)))

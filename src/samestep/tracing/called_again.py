@@ -29,14 +29,14 @@ def groups_of(model: nn.Module, modules: ForwardCalls) -> Groups:
     """Return the groups of modules with weights that a forward has called several times, in the order of their first calls."""
     weighted = [path for path, part in model.named_modules() if path and any(True for _ in part.parameters())]
     calls = [(modules.of[path], path) for path in weighted if len(modules.of.get(path, ())) > 1]
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     end = 0
     for first, last, path in sorted((some[0].entered, max(call.left for call in some), path) for some, path in calls):
         if first > end:
-            found.append([])
-        found[-1].append(path)
+            groups.append([])
+        groups[-1].append(path)
         end = max(end, last)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, groups))
 
 
 def called_again(
@@ -53,11 +53,11 @@ def called_again(
     return ()
 
 
-def joined(one: Groups, other: Groups) -> Groups:
+def joined(groups: Groups, other: Groups) -> Groups:
     """Return the groups of two forwards, joined where they have a module in common."""
-    found: list[list[str]] = []
-    for group in (*one, *other):
-        alike = [known for known in found if not {*known}.isdisjoint(group)]
-        found = [known for known in found if known not in alike]
-        found.append([*dict.fromkeys(path for part in (*alike, group) for path in part)])
-    return tuple(map(tuple, found))
+    merged: list[list[str]] = []
+    for group in (*groups, *other):
+        alike = [known for known in merged if not {*known}.isdisjoint(group)]
+        merged = [known for known in merged if known not in alike]
+        merged.append([*dict.fromkeys(path for part in (*alike, group) for path in part)])
+    return tuple(map(tuple, merged))

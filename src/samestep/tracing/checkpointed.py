@@ -51,20 +51,20 @@ def replaced_checkpoint(
     """
 
     def starting(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-        def started(*given: Any, **named: Any) -> Iterator[None]:
+        def started(*args: Any, **named: Any) -> Iterator[None]:
             if "context_fn" in named:
                 both = {**named}
-                own = both.pop("context_fn")
-                return generator(lambda around: original(*given, context_fn=around, **both), own)
-            return generator(lambda around: original(*given[:2], around, *given[3:], **named), given[2])
+                contexts = both.pop("context_fn")
+                return generator(lambda around: original(*args, context_fn=around, **both), contexts)
+            return generator(lambda around: original(*args[:2], around, *args[3:], **named), args[2])
 
         return started
 
-    found = Replaced((torch_checkpoint, _GENERATOR, starting))
+    replaced = Replaced((torch_checkpoint, _GENERATOR, starting))
     if reentrant is None:
-        return found
+        return replaced
     called = (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant))
-    return Replaced(*found.attributes, called)
+    return Replaced(*replaced.attributes, called)
 
 
 def without_reentry(function: Callable[..., Any], preserve: bool, *args: Any, detaches: bool = True) -> Any:
@@ -170,13 +170,13 @@ class TracedPlaces:
     def restart(self) -> None:
         """Forget all, since another forward begins."""
         self._time = self._edges = 0
-        for kept in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in, self._repeated, self._held):
-            kept.clear()
+        for table in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in, self._repeated, self._held):
+            table.clear()
 
-    def point(self, made: Any = ()) -> Point:
+    def point(self, outcome: Any = ()) -> Point:
         """Return the point at which the forward is, when it has computed some tensors."""
         self._time += 1
-        nodes = {one.grad_fn._sequence_nr() for one in tensors_in(made) if one.grad_fn is not None}
+        nodes = {tensor.grad_fn._sequence_nr() for tensor in tensors_in(outcome) if tensor.grad_fn is not None}
         return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))
 
     def keep(self, module: str | None) -> None:
@@ -193,8 +193,8 @@ class TracedPlaces:
             self._kept[self._open[-1]] = self._time
         elif module is not None:
             self._kept_by[module] = self._time
-        for one in self._open:
-            self._keepers.setdefault(one, set()).add(autograd_sequence_number() - 1)
+        for number in self._open:
+            self._keepers.setdefault(number, set()).add(autograd_sequence_number() - 1)
 
     @contextmanager
     def checkpoint(self, module: str | None) -> Iterator[None]:
@@ -228,9 +228,13 @@ class TracedPlaces:
         if self.are_alike:
             return NOWHERE
         innermost = point.inside[-1] if point.inside else 0
-        kept = self._kept | {0: max((self._kept_by.get(module, 0) for module in modules), default=0)}
-        behind = (one for one in (0, *point.inside) if kept.get(one, 0) > point.time or (is_kept and one == innermost))
-        again = tuple(one for one in behind if one == 0 or self._is_repeated(one))
+        times = self._kept | {0: max((self._kept_by.get(module, 0) for module in modules), default=0)}
+        behind = (
+            number
+            for number in (0, *point.inside)
+            if times.get(number, 0) > point.time or (is_kept and number == innermost)
+        )
+        again = tuple(number for number in behind if number == 0 or self._is_repeated(number))
         return ForwardPlace(at=point.at, inside=point.inside, again=again)
 
     def _is_repeated(self, checkpoint: int) -> bool:

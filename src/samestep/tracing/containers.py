@@ -31,13 +31,13 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
     A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing. A dictionary of modules counts only
     where there are no lists: most of them hold a model's embeddings and its list of blocks.
     """
-    found = dict(_outermost("", module, _LISTS)) or {
+    containers = dict(_outermost("", module, _LISTS)) or {
         path: part for path, part in _outermost("", module, (nn.ModuleDict,)) if _repeated_elements(part)
     }
-    if not found:
+    if not containers:
         return ()
-    repeated = {path: _repeated_elements(container) for path, container in found.items()}
-    sizes = repeated if any(repeated.values()) else {path: _num_elements(part) for path, part in found.items()}
+    repeated = {path: _repeated_elements(container) for path, container in containers.items()}
+    sizes = repeated if any(repeated.values()) else {path: _num_elements(part) for path, part in containers.items()}
     best = max(sizes, key=sizes.__getitem__)
     return tuple(path for path, size in sizes.items() if size and _depth(path) == _depth(best))
 
@@ -104,7 +104,7 @@ def _open_by_size(module: nn.Module) -> Iterator[str]:
         may = [path for path, part in called.items() if _can_be_opened(part)]
         if not may:
             return
-        path = max(may, key=lambda one: _num_elements(called[one]))
+        path = max(may, key=lambda candidate: _num_elements(called[candidate]))
         yield path
         part = called.pop(path)
         prefix = f"{path}." if path else ""
@@ -127,7 +127,7 @@ def _around(name: str, module: nn.Module, containers: Collection[str]) -> Iterat
     steps = name.split(".")
     for index in range(len(steps)):
         path = ".".join(steps[:index])
-        is_block = any(path != one and is_below(path, one) for one in containers) if path else False
+        is_block = any(path != container and is_below(path, container) for container in containers) if path else False
         if is_block or (path and not _can_be_opened(parts[path])):
             what = "a block" if is_block else type(parts[path]).__name__
             raise ModelError(

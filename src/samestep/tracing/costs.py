@@ -112,11 +112,11 @@ class CutStorages:
         style = self.styles.get(owner, "")
         return "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
 
-    def follow(self, read: Set[int], made: Set[int], product: Product | None) -> bool:
+    def follow(self, read: Set[int], results: Set[int], product: Product | None) -> bool:
         """Follow an operation to the storages that it makes; return whether its work is cut."""
         is_cut = product.cut in ("columns", "count") if product else not self.storages.isdisjoint(read)
         if is_cut and not (product and self.styles.get(product.owner) == "gather"):
-            self.storages |= made
+            self.storages |= results
         return is_cut
 
 
@@ -231,15 +231,15 @@ class MovedElements:
         self._readers = dict[int, list[int]]()
         """The numbers of the operations that read each storage."""
 
-    def ran(self, region: str, given: Elements, written: Elements, kind: WorkKind, *, is_cut: bool) -> None:
+    def ran(self, region: str, read: Elements, written: Elements, kind: WorkKind, *, is_cut: bool) -> None:
         """Add an operation of a region."""
-        depth = max((self._depths.get(key, 0) for key, _ in given), default=0)
-        for key, _ in given:
+        depth = max((self._depths.get(key, 0) for key, _ in read), default=0)
+        for key, _ in read:
             self._readers.setdefault(key, []).append(len(self._operations))
         for key, _ in written:
             self._depths[key] = depth + (kind != "fusible")
         self._operations.append(
-            _Operation(region, given, written, is_cut, kind == "product", depth if kind == "fusible" else -1)
+            _Operation(region, read, written, is_cut, kind == "product", depth if kind == "fusible" else -1)
         )
 
     def of(
@@ -249,36 +249,38 @@ class MovedElements:
 
         `sizes` are the elements of each storage, and `returned` those that the model returns.
         """
-        mine = {number: one for number, one in enumerate(self._operations) if one.region in regions}
-        others = [one for one in mine.values() if not one.is_product]
+        operations = {
+            number: operation for number, operation in enumerate(self._operations) if operation.region in regions
+        }
+        others = [operation for operation in operations.values() if not operation.is_product]
         groups: dict[int, list[int]] = {}
-        for number, group in _groups_of(mine).items():
+        for number, group in _groups_of(operations).items():
             groups.setdefault(group, []).append(number)
         fusible = fusible_cut = 0
         for numbers in groups.values():
-            apart, apart_cut = _moved([mine[number] for number in numbers])
+            apart, apart_cut = _moved([operations[number] for number in numbers])
             fused, fused_cut = self._fused(numbers, sizes, returned)
             fusible, fusible_cut = fusible + apart - fused, fusible_cut + apart_cut - fused_cut
         spared = sum(len(numbers) - 1 for numbers in groups.values())
-        return OtherWork(*_moved(others), len(mine)), OtherWork(fusible, fusible_cut, spared)
+        return OtherWork(*_moved(others), len(operations)), OtherWork(fusible, fusible_cut, spared)
 
     def _fused(self, numbers: list[int], sizes: Mapping[int, int], returned: Collection[int]) -> tuple[int, int]:
         """Return the elements that a group reads and writes as one kernel, and those of them that a tensor cut divides."""
-        inside, made = set(numbers), set[int]()
+        inside, written = set(numbers), set[int]()
         reads, writes, cut = Counter[int](), Counter[int](), dict[int, bool]()
         for number in numbers:
-            one = self._operations[number]
-            read = {key for key, _ in one.given}
-            for key, elements in one.given:
-                if key not in made:
+            operation = self._operations[number]
+            read = {key for key, _ in operation.given}
+            for key, elements in operation.given:
+                if key not in written:
                     reads[key] += elements
-                    cut.setdefault(key, one.is_cut)
-            for key, elements in one.written:
-                is_changed = key in read and key not in made  # in place, and it is there after the group
+                    cut.setdefault(key, operation.is_cut)
+            for key, elements in operation.written:
+                is_changed = key in read and key not in written  # in place, and it is there after the group
                 if is_changed or key in returned or not inside.issuperset(self._readers.get(key, ())):
                     writes[key] = max(writes[key], elements)
-                    cut.setdefault(key, one.is_cut)
-                made.add(key)
+                    cut.setdefault(key, operation.is_cut)
+                written.add(key)
         parts = [
             (key, min(sizes.get(key, elements), elements)) for some in (reads, writes) for key, elements in some.items()
         ]
@@ -287,7 +289,10 @@ class MovedElements:
 
 def _moved(operations: Collection[_Operation]) -> tuple[int, int]:
     """Return the elements that operations read and write one by one, and those of them that a tensor cut divides."""
-    each = [(sum(count for _, count in (*one.given, *one.written)), one.is_cut) for one in operations]
+    each = [
+        (sum(count for _, count in (*operation.given, *operation.written)), operation.is_cut)
+        for operation in operations
+    ]
     return sum(count for count, _ in each), sum(count for count, is_cut in each if is_cut)
 
 
@@ -301,15 +306,15 @@ def _groups_of(operations: Mapping[int, _Operation]) -> dict[int, int]:
         return number
 
     makers: dict[int, int] = {}
-    for number, one in operations.items():
-        if one.depth >= 0:
+    for number, operation in operations.items():
+        if operation.depth >= 0:
             group[number] = number
-            for key, _ in one.given:
+            for key, _ in operation.given:
                 maker = makers.get(key)
-                if maker is not None and operations[maker].depth == one.depth:
+                if maker is not None and operations[maker].depth == operation.depth:
                     joined = sorted((first(maker), first(number)))
                     group[joined[1]] = joined[0]
-        for key, _ in one.written:
+        for key, _ in operation.written:
             makers[key] = number
     return {number: first(number) for number in group}
 
@@ -352,6 +357,6 @@ def exchanges_of(
 def exchanges_behind(exchanges: Sequence[PlacedExchange], point: Point) -> list[PlacedExchange]:
     """Return the exchanges of an attention, which is over at a point: its output is sent there, and its inputs take part in the output."""
     return [
-        (region, key, one, point if one.role == "output" else before._replace(nodes=point.nodes))
-        for region, key, one, before in exchanges
+        (region, key, exchange, point if exchange.role == "output" else start._replace(nodes=point.nodes))
+        for region, key, exchange, start in exchanges
     ]

@@ -75,8 +75,13 @@ def _tensor_hooks(hooked: Hooked) -> Iterator[None]:
             if is_last and is_of_user(function):
                 takes_list = "idx" in seen
                 firsts.setdefault(hook, []).append(tensor)
-                given = [*several] if takes_list else [*firsts[hook]]
-                hooked(SEVERAL, lambda *own: (function([*own] if takes_list else own[0]), own)[1], given, given)
+                tensors = [*several] if takes_list else [*firsts[hook]]
+                hooked(
+                    SEVERAL,
+                    lambda *gradients: (function([*gradients] if takes_list else gradients[0]), gradients)[1],
+                    tensors,
+                    tensors,
+                )
             if is_last:
                 several.clear()
         elif is_of_user(hook):
@@ -115,9 +120,9 @@ def _refuse_to_run(*_: Any) -> Any:
     raise NeedsValuesError
 
 
-def report_module_hooks(part: nn.Module, given: tuple[Any, ...], output: Any, hooked: Hooked) -> None:
+def report_module_hooks(part: nn.Module, args: tuple[Any, ...], output: Any, hooked: Hooked) -> None:
     """Report the hooks that a module has on the gradients of its inputs and outputs."""
-    inputs = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+    inputs = [value for value in args if isinstance(value, Tensor) and value.requires_grad]
     outputs = operands(output)
     for hook in part._backward_pre_hooks.values():
         hooked("a backward hook", functools.partial(_above, hook, part), outputs, outputs)
@@ -131,8 +136,8 @@ def _above(hook: Callable[..., Any], part: nn.Module, *above: Tensor) -> Any:
 
 
 def _both(hook: Callable[..., Any], part: nn.Module, num_inputs: int, *gradients: Tensor) -> Any:
-    own, above = gradients[:num_inputs], gradients[num_inputs:]
-    return _or_given(hook(part, own, above), own)
+    of_inputs, above = gradients[:num_inputs], gradients[num_inputs:]
+    return _or_given(hook(part, of_inputs, above), of_inputs)
 
 
 class FollowedCalls(DispatchMode):
@@ -146,15 +151,15 @@ class FollowedCalls(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = operands(*args, *kwargs.values())
+        tensors = operands(*args, *kwargs.values())
         moved = args, kwargs
-        if any(one.is_meta for one in given):
+        if any(tensor.is_meta for tensor in tensors):
             if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, torch.device("meta")):
                 raise NeedsValuesError
-            if not all(one.is_meta for one in given):
-                moved = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+            if not all(tensor.is_meta for tensor in tensors):
+                moved = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         outcome = run_on_meta(func, *moved)
-        if any(one.is_meta for one in (*given, *operands(outcome))):
+        if any(tensor.is_meta for tensor in (*tensors, *operands(outcome))):
             self._ran(func, args, kwargs, outcome)
         return outcome
 
@@ -178,28 +183,31 @@ _MOST_NUMBERS = 8
 
 def _left_alone(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> list[Tensor] | None:
     """Return the gradients that a hook leaves as they are, of whatever size, as one that logs them does; None if it changes some."""
-    drawn = [torch.randn(one.shape, dtype=one.dtype, generator=torch.Generator().manual_seed(0)) for one in gradients]
-    largest = max((float(one.norm()) for one in drawn), default=0.0) or 1.0
+    drawn = [
+        torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(0))
+        for tensor in gradients
+    ]
+    largest = max((float(tensor.norm()) for tensor in drawn), default=0.0) or 1.0
     results: list[Tensor] = []
-    with disable_current_modes(), torch.no_grad(), preserve_function(hook) as before:
-        near = [number * by / largest for number in sorted(before.before.numbers)[-_MOST_NUMBERS:] for by in (0.9, 1.1)]
+    with disable_current_modes(), torch.no_grad(), preserve_function(hook) as state:
+        near = [number * by / largest for number in sorted(state.before.numbers)[-_MOST_NUMBERS:] for by in (0.9, 1.1)]
         for size in (*_SIZES, *near):
-            whole = [one * size for one in drawn]
-            seen = [one.clone() for one in whole]
+            scaled = [tensor * size for tensor in drawn]
+            seen = [tensor.clone() for tensor in scaled]
             try:
                 results = operands(hook(*seen))
             except Exception:  # of the user's own code, which may be a check of finite gradients
                 if math.isfinite(size):
                     return None
                 continue
-            if not all(map(have_same_values, (*results, *seen), (*whole[: len(results)], *whole))):
+            if not all(map(have_same_values, (*results, *seen), (*scaled[: len(results)], *scaled))):
                 return None
     return [*gradients[: len(results)]]
 
 
-def _or_given(returned: Any, given: Any) -> Any:
+def _or_given(returned: Any, gradients: Any) -> Any:
     """Return what a hook returns, or else the gradients that it was given, which then stay as they are."""
-    return given if returned is None else returned
+    return gradients if returned is None else returned
 
 
 @contextmanager

@@ -42,38 +42,38 @@ def experts_of(model: nn.Module) -> ExpertModules:
     switchable = tuple(path for path, part in modules.items() if facts.expert_configuration(part) is not None)
     if plan is None:
         return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
-    found = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
-    if not found:
+    experts = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
+    if not experts:
         raise ModelError("expert-plan-form", f"expert_plan names no module: {', '.join(plan)}")
-    for path, part in found.items():
+    for path, part in experts.items():
         if not facts.experts_in(part):
             raise ModelError(
                 "expert-plan-form",
                 f"expert_plan: {path} must have an attribute `{facts.expert_count}`, and so many experts along dimension 0 "
                 "of each weight",
             )
-    return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
+    return ExpertModules({path: facts.experts_in(part) for path, part in experts.items()}, switchable)
 
 
 def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
     """Set how transformers computes all experts of a model; return each configuration with its earlier value."""
     facts = facts_of(model)
-    found = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
-    configs = {id(config): config for config in found}
-    before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
+    configurations = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
+    configs = {id(config): config for config in configurations}
+    ways_before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
     for config in configs.values():
         setattr(config, facts.expert_way, way)
-    return before
+    return ways_before
 
 
 @contextmanager
 def compute_by_groups(model: nn.Module, experts: ExpertModules) -> Iterator[None]:
     """Compute experts inside by grouped products, whose shapes do not depend on the choice: what a trace can follow."""
-    before = _compute(model, experts, facts_of(model).grouped_way)
+    ways_before = _compute(model, experts, facts_of(model).grouped_way)
     try:
         yield
     finally:
-        for config, way in before.values():
+        for config, way in ways_before.values():
             setattr(config, facts_of(model).expert_way, way)
 
 
@@ -142,10 +142,10 @@ def call_again(
     weights: Tensor,
 ) -> Tensor:
     """Call a module of experts in the way of an earlier call, with other rows, choices and weights."""
-    given = dict(zip(_places(args, named), (rows, chosen, weights), strict=True))
+    tensors = dict(zip(_places(args, named), (rows, chosen, weights), strict=True))
     return forward(
-        *(given.get(index, value) for index, value in enumerate(args)),
-        **{name: given.get(name, value) for name, value in named.items()},
+        *(tensors.get(index, value) for index, value in enumerate(args)),
+        **{name: tensors.get(name, value) for name, value in named.items()},
     )
 
 
@@ -190,11 +190,13 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
         return replace(param, experts=sizes.get(owner_of(param.name), 0))
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
-        mine = [exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)]
-        if not mine:
+        exchanges = [
+            exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)
+        ]
+        if not exchanges:
             return layer
         # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
-        return replace(layer, dispatches=tuple(mine), fusible=OtherWork())
+        return replace(layer, dispatches=tuple(exchanges), fusible=OtherWork())
 
     asks = balanced is not None and facts_of(balanced).balance_of(balanced)
     return replace(
@@ -278,19 +280,19 @@ def _real(
     drawn: Callable[..., Tensor],
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
-    made = copy_module(module).eval()
-    facts.set_experts(made, some)
-    for name, param in list(made.named_parameters()):
+    copied = copy_module(module).eval()
+    facts.set_experts(copied, some)
+    for name, param in list(copied.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         shape = (some, *param.shape[1:])
         value = drawn(*shape) / math.sqrt(max(1, shape[-1]))
-        setattr(made.get_submodule(owner), leaf, nn.Parameter(value))
-    for name, buffer in list(made.named_buffers()):
+        setattr(copied.get_submodule(owner), leaf, nn.Parameter(value))
+    for name, buffer in list(copied.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         value = value_of(f"{path}.{name}" if path else name)
         if value.is_floating_point():
             value = value.double()
         if buffer.dim() and buffer.shape[0] == count:
             value = value[:some]
-        setattr(made.get_submodule(owner), leaf, value)
-    return made
+        setattr(copied.get_submodule(owner), leaf, value)
+    return copied

@@ -67,20 +67,20 @@ class Change:
 
 def containers_in(value: Any) -> list[Container]:
     """Return the lists and dictionaries in nested ones and in tuples, each once."""
-    found: dict[int, Container] = {}
-    for one in _walk(value, found):
-        found[id(one)] = one
-    return list(found.values())
+    containers: dict[int, Container] = {}
+    for container in _walk(value, containers):
+        containers[id(container)] = container
+    return list(containers.values())
 
 
-def _walk(value: Any, found: dict[int, Container]) -> Iterator[Container]:
+def _walk(value: Any, containers: dict[int, Container]) -> Iterator[Container]:
     if isinstance(value, dict | list):
-        if id(value) in found:
+        if id(value) in containers:
             return
         yield value
     if isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _walk(item, found)
+            yield from _walk(item, containers)
 
 
 Contents = list[dict[Any, Any]]
@@ -91,15 +91,15 @@ def contents_of(containers: Sequence[Container]) -> Contents:
     return [_items(container) for container in containers]
 
 
-def changes_of(containers: Sequence[Container], before: Contents) -> tuple[Change, ...]:
+def changes_of(containers: Sequence[Container], contents: Contents) -> tuple[Change, ...]:
     """Return how containers have changed."""
-    found = []
-    for place, (container, old) in enumerate(zip(containers, before, strict=True)):
+    changes = []
+    for place, (container, old) in enumerate(zip(containers, contents, strict=True)):
         now = _items(container)
         items = {key: value for key, value in now.items() if key not in old or old[key] is not value}
         if items or now.keys() != old.keys():
-            found.append(Change(place, tuple(now), items))
-    return tuple(found)
+            changes.append(Change(place, tuple(now), items))
+    return tuple(changes)
 
 
 def _items(container: Container) -> dict[Any, Any]:
@@ -208,7 +208,7 @@ class Flow:
         Raises:
             CannotPassError: a tensor is not.
         """
-        text = next((text for made, read, text in self.hidden if is_before(made) and not is_before(read)), None)
+        text = next((text for maker, reader, text in self.hidden if is_before(maker) and not is_before(reader)), None)
         if text is not None:
             raise CannotPassError(text)
         if self.picks_from is not None and is_before(self.picks_from):

@@ -240,17 +240,17 @@ class FlowRecorder(TorchFunctionMode):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
             return func(*args, **kwargs)
-        given = given_to(func, args, kwargs)
-        self._note_untracked(given, name_of(func))
-        if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in given):
+        tensors = given_to(func, args, kwargs)
+        self._note_untracked(tensors, name_of(func))
+        if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in tensors):
             return func(*args, **kwargs)
-        versions = [tensor._version for tensor in given]
+        versions = [tensor._version for tensor in tensors]
         number = -1 if reads_shape_alone(func) else len(self._events)
-        self._begin(number, name_of(func), given)
+        self._begin(number, name_of(func), tensors)
         try:
             outcome = func(*args, **kwargs)
-            if number >= 0 and (tensors_in(outcome) or [tensor._version for tensor in given] != versions):
-                self._append(name_of(func), given, versions, outcome, is_call=False)
+            if number >= 0 and (tensors_in(outcome) or [tensor._version for tensor in tensors] != versions):
+                self._append(name_of(func), tensors, versions, outcome, is_call=False)
         finally:
             self._running = None
         return outcome
@@ -260,11 +260,11 @@ class FlowRecorder(TorchFunctionMode):
         self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
         if self._depth == 0 and self._running is None:
             numbers = [self._numbers.get(tensor) for tensor in tensors_in(inputs)]
-            made = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
+            maker = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
             end = (
                 len(self._events) if inputs is not None else sys.maxsize
             )  # what backward() leaves in x.grad, no event passes on
-            self._hidden.setdefault((made, end), "the model's own code takes gradients across blocks")
+            self._hidden.setdefault((maker, end), "the model's own code takes gradients across blocks")
 
     def note_several(self, tensors: Sequence[Tensor]) -> None:
         """Note that one hook is given the gradients of several tensors, which one stage must compute."""
@@ -272,16 +272,16 @@ class FlowRecorder(TorchFunctionMode):
         if events and min(events) < max(events):
             self._hidden.setdefault((min(events), max(events)), "one hook is given gradients of both sides")
 
-    def _begin(self, number: int, name: str, given: Sequence[Tensor], *, is_call: bool = False) -> None:
-        self._running = _Running(number, name, {self._key(tensor) for tensor in given}, is_call)
+    def _begin(self, number: int, name: str, tensors: Sequence[Tensor], *, is_call: bool = False) -> None:
+        self._running = _Running(number, name, {self._key(tensor) for tensor in tensors}, is_call)
         self.is_random = False
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._key(tensor) in self._weights
 
-    def _note_untracked(self, given: Sequence[Tensor], name: str) -> None:
+    def _note_untracked(self, tensors: Sequence[Tensor], name: str) -> None:
         """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
-        for tensor in given:
+        for tensor in tensors:
             maker = None if tensor in self._numbers else self._maker(tensor)
             if maker is not None and not name.endswith("__get__"):
                 self._note_hidden(maker, len(self._events), name)
@@ -291,20 +291,20 @@ class FlowRecorder(TorchFunctionMode):
 
     def _note_hidden(self, maker: int | None, reader: int, name: str) -> None:
         assert maker is not None
-        made = self._events[maker].name if 0 <= maker < len(self._events) else name
-        text = f"{name} reads a tensor of {made} that is not passed on by arguments and results"
+        maker_name = self._events[maker].name if 0 <= maker < len(self._events) else name
+        text = f"{name} reads a tensor of {maker_name} that is not passed on by arguments and results"
         self._hidden.setdefault((maker, reader), text)
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._depth += 1
             if self._depth == 1 and self._running is None:
-                given = tensors_in((args, kwargs))
-                self._note_untracked(given, path)
+                tensors = tensors_in((args, kwargs))
+                self._note_untracked(tensors, path)
                 containers = containers_in((args, kwargs))
-                versions = [tensor._version for tensor in given]
-                self._entered.append(_CallArguments(given, versions, containers, contents_of(containers)))
-                self._begin(len(self._events), path, given, is_call=True)
+                versions = [tensor._version for tensor in tensors]
+                self._entered.append(_CallArguments(tensors, versions, containers, contents_of(containers)))
+                self._begin(len(self._events), path, tensors, is_call=True)
 
         return hook
 
@@ -312,10 +312,10 @@ class FlowRecorder(TorchFunctionMode):
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and self._entered:
-                given, versions, containers, contents = self._entered.pop()
+                tensors, versions, containers, contents = self._entered.pop()
                 first = first_input_of(args, kwargs, facts)
                 changes = changes_of(containers, contents)
-                self._append(path, given, versions, outcome, is_call=True, first=first, changes=changes)
+                self._append(path, tensors, versions, outcome, is_call=True, first=first, changes=changes)
                 self._running, self._last_call = None, path
 
         return hook
@@ -323,7 +323,7 @@ class FlowRecorder(TorchFunctionMode):
     def _append(
         self,
         name: str,
-        given: list[Tensor],
+        tensors: list[Tensor],
         versions: list[int],
         outcome: Any,
         *,
@@ -334,34 +334,34 @@ class FlowRecorder(TorchFunctionMode):
         """Add the event that has just run."""
         number, running = len(self._events), self._running
         assert running is not None
-        for tensor in given:
+        for tensor in tensors:
             if tensor not in self._numbers and self._is_weight(tensor):
                 name_of_weight = self._weights[self._key(tensor)].names[0]
                 self._new_value(tensor, number, f"the weight {name_of_weight}")
-        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+        reads = tuple(self._numbers[tensor] for tensor in tensors if tensor in self._numbers)
         for value in reads:
             self._last_reads[value] = number
         maker = name if is_call else f"the code after {self._last_call or 'the start'}"
         begins_with = None if first is None else self._numbers.get(first)
-        places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
-        views = {self._key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+        views = {self._key(tensor) for tensor in tensors if tensor.is_meta and tensor not in self._numbers}
         writes = []
-        for place, (tensor, version) in enumerate(zip(given, versions, strict=True)):
+        for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if tensor._version != version and places[id(tensor)] == place:
                 self._note_views(tensor, number)
                 writes.append((place, self._new_value(tensor, number, maker)))
         makes: list[int | None] = []
         aliases: list[int] = []
-        made: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for tensor in tensors_made_by(outcome, changes):
             aliases.append(places.get(id(tensor), -1))
-            if aliases[-1] < 0 and id(tensor) not in made:
-                made[id(tensor)] = self._new_value(tensor, number, maker, views)
-            makes.append(None if aliases[-1] >= 0 else made[id(tensor)])
+            if aliases[-1] < 0 and id(tensor) not in numbers:
+                numbers[id(tensor)] = self._new_value(tensor, number, maker, views)
+            makes.append(None if aliases[-1] >= 0 else numbers[id(tensor)])
         self._events.append(
             Event(
                 name=name, is_call=is_call, reads=reads, outcome=_without_data(outcome), makes=tuple(makes),
-                changes=tuple(replace(one, items=_without_data(one.items)) for one in changes), given=tuple(aliases), writes=tuple(writes), is_random=self.is_random, first=begins_with,
+                changes=tuple(replace(change, items=_without_data(change.items)) for change in changes), given=tuple(aliases), writes=tuple(writes), is_random=self.is_random, first=begins_with,
             )
         )  # fmt: skip
 
@@ -383,9 +383,9 @@ class FlowRecorder(TorchFunctionMode):
         key = self._key(tensor)
         for other, number in list(self._numbers.items()):
             if other is not tensor and self._key(other) == key and self._values[number].event < event:
-                made = self._values[number].event
+                maker = self._values[number].event
                 text = f"{self._running.name if self._running else ''} writes into a view of a tensor of {self._values[number].maker}"
-                self._hidden.setdefault((made, event), text)
+                self._hidden.setdefault((maker, event), text)
 
 
 def _without_data(outcome: Any) -> Any:

@@ -146,11 +146,11 @@ class ForwardTracer(DispatchMode):
         as_given = args, kwargs
         if self.is_analysed:
             self.analysis.begin(func, args, kwargs)
-        given = operands(*args, *kwargs.values())
-        if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
+        inputs = operands(*args, *kwargs.values())
+        if any(t.is_meta for t in inputs) and not all(t.is_meta for t in inputs) and func.overloadpacket not in PACKS:
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
-            given = operands(*args, *kwargs.values())
-        outcome = self._run(func, given, args, kwargs)
+            inputs = operands(*args, *kwargs.values())
+        outcome = self._run(func, inputs, args, kwargs)
         if func.overloadpacket in batch_norms.OPERATIONS:
             call = batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)
             self.events.batch_norms.extend([] if call is None else [(self.modules.region, call)])
@@ -159,22 +159,22 @@ class ForwardTracer(DispatchMode):
         if func._schema.is_mutable:
             self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
-        given = [tensor for tensor in given if tensor.is_meta]
+        inputs = [tensor for tensor in inputs if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.looks.follow(func, map(self.key, given), map(self.key, written))
-        self._follow_picks(func, args, given, written)
+        self.looks.follow(func, map(self.key, inputs), map(self.key, written))
+        self._follow_picks(func, args, inputs, written)
         flops, product, is_fused = None, None, False
         if self.events.costs is not None or self.cut.styles:
             flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
-        self.record(given, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
+        self.record(inputs, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
         return self.analysis.ran(Executed(func, *as_given, args, kwargs, outcome)) if self.is_analysed else outcome
 
     def move(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward has made on the CPU, on the meta device."""
-        made = self.to_meta(constant)
-        self.analysis.moved(made, constant)
-        return made
+        tensor = self.to_meta(constant)
+        self.analysis.moved(tensor, constant)
+        return tensor
 
     def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
         """Describe a matrix product or convolution of the module that was entered last."""
@@ -184,11 +184,11 @@ class ForwardTracer(DispatchMode):
         cut = self.cut.of_product(owner, (left, right), is_pair=kind == "pair")
         return facts.products.product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=owner)
 
-    def _follow_picks(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
+    def _follow_picks(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], results: list[Tensor]) -> None:
         """Note the first event that works on rows which values pick, and whether it passes them on."""
-        if self.picked.follow(func, args, given, made) and self.flow_recorder.picks():
+        if self.picked.follow(func, args, inputs, results) and self.flow_recorder.picks():
             self.picked.path = self.picked.path or self.modules.innermost
-            if any(tensor.numel() == 0 for tensor in made):
+            if any(tensor.numel() == 0 for tensor in results):
                 self.picked.has_none = True
                 self.looks.unseen.setdefault(self.where)
             if not self.modules.is_inside:
@@ -200,7 +200,7 @@ class ForwardTracer(DispatchMode):
         """Path of the module whose code runs; empty for the model itself."""
         return self.modules.where
 
-    def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta device, and on the values where they are known.
 
         Raises:
@@ -211,26 +211,26 @@ class ForwardTracer(DispatchMode):
             return self._pack(func, *args)
         looks = leaves or torch.Tag.data_dependent_output in func.tags
         sizes = torch.Tag.dynamic_output_shape in func.tags
-        if (looks or sizes) and any(tensor.is_meta for tensor in given):
-            self._look(given)
-            find = functools.partial(self.values.found_by, func, given, args, kwargs)
-            seen = seen_by(func, given, args)
+        if (looks or sizes) and any(tensor.is_meta for tensor in inputs):
+            self._look(inputs)
+            find = functools.partial(self.values.found_by, func, inputs, args, kwargs)
+            seen = seen_by(func, inputs, args)
             if looks and self.is_analysed and not self.looks.tokens.isdisjoint(map(self.key, seen)):
                 self.analysis.branches()
-            found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
-            if found is not None:
-                return found if looks else tree_map_only(Tensor, self.to_meta, found)
+            answer = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
+            if answer is not None:
+                return answer if looks else tree_map_only(Tensor, self.to_meta, answer)
         try:
             outcome = run_on_meta(func, args, kwargs)
         except NotImplementedError:
-            return self._run_on_values(func, given, args, kwargs)
-        self.values.follow(func, given, args, kwargs, outcome)
+            return self._run_on_values(func, inputs, args, kwargs)
+        self.values.follow(func, inputs, args, kwargs, outcome)
         return outcome
 
-    def _look(self, given: list[Tensor]) -> None:
+    def _look(self, tensors: list[Tensor]) -> None:
         """Note that code looks at values, and whether it does so between calls of modules."""
         self.looks.has_looked = True
-        if any(self.key(tensor) in self.looks.data for tensor in given if tensor.is_meta):
+        if any(self.key(tensor) in self.looks.data for tensor in tensors if tensor.is_meta):
             self.looks.varies_within &= self.modules.is_inside
 
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
@@ -239,17 +239,17 @@ class ForwardTracer(DispatchMode):
         self.looks.vary_at(self.modules.innermost)
         return self.looks.answer(self.where, find)
 
-    def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_values(self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of an operation of which nobody has said what shape they have without values.
 
         Raises:
             NeedsValuesError: the values are not known.
         """
-        if self.looks.known is None and not self.values.draw(given):
+        if self.looks.known is None and not self.values.draw(inputs):
             raise NeedsValuesError
-        self._look(given)
-        found = self._answered(given, functools.partial(self.values.run, func, args, kwargs))
-        return tree_map_only(Tensor, self.to_meta, found)
+        self._look(inputs)
+        results = self._answered(inputs, functools.partial(self.values.run, func, args, kwargs))
+        return tree_map_only(Tensor, self.to_meta, results)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor that code reads.
@@ -280,16 +280,16 @@ class ForwardTracer(DispatchMode):
         self.looks.varies_within = False
         self.looks.modules.setdefault(self.where)
         is_known = self.values.knows(tensor)
-        given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
-        rows, sizes = func(given, self.values.of(lengths), *rest)
-        made = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=_META)
+        padded = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        rows, sizes = func(padded, self.values.of(lengths), *rest)
+        packed = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=_META)
         if is_known:
-            self.values.learn(made, rows)
-        return made, sizes
+            self.values.learn(packed, rows)
+        return packed, sizes
 
     def record(
         self,
-        given: list[Tensor],
+        inputs: list[Tensor],
         written: list[Tensor],
         flops: int | None,
         product: Product | None = None,
@@ -298,13 +298,13 @@ class ForwardTracer(DispatchMode):
         is_fusible: bool = False,
     ) -> None:
         """Add an operation, which may write into its operands; `flops` is None unless recompute=selective keeps its results."""
-        read, keys = {self.key(tensor) for tensor in given}, {self.key(tensor) for tensor in written}
+        read, keys = {self.key(tensor) for tensor in inputs}, {self.key(tensor) for tensor in written}
         self.flow_recorder.ran(read, keys if writes else keys - read)
         is_cut = self.cut.follow(read, keys - read, product)
         self._note_readers(read)
         if self.events.costs is None:
             return
-        reads, writings = (tuple((self.key(one), one.numel()) for one in some) for some in (given, written))
+        reads, writings = (tuple((self.key(tensor), tensor.numel()) for tensor in some) for some in (inputs, written))
         kind: WorkKind = "product" if product is not None else "fusible" if is_fusible else "other"
         is_view = product is None and keys <= read and not any(tensor._version for tensor in written)
         self.events.costs.append(
@@ -352,11 +352,11 @@ class ForwardTracer(DispatchMode):
 
     def copies_of(self, sample: Any, count: int) -> Any:
         """Return `count` copies of a sample as a batch on the meta device."""
-        copies = map_tensors(sample, lambda one: torch.cat([one] * count) if one.dim() else one)
+        copies = map_tensors(sample, lambda tensor: torch.cat([tensor] * count) if tensor.dim() else tensor)
         self.values.make_room(copies)
         batch = map_tensors(copies, self.to_meta)
-        for one in tensors_in(batch):
-            (self.looks.tokens if is_whole(one) else self.looks.data).add(self.key(one))
+        for tensor in tensors_in(batch):
+            (self.looks.tokens if is_whole(tensor) else self.looks.data).add(self.key(tensor))
         return batch
 
     def to_meta(self, real: Tensor) -> Tensor:
@@ -375,27 +375,27 @@ class ForwardTracer(DispatchMode):
         at = self.modules.where
         return f"the forward at {module_name(at)}" if at else "the forward"
 
-    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
+    def enter(self, path: str, part: nn.Module, outside: bool, arguments: Any) -> None:
         """Record that a module's forward starts."""
         if isinstance(part, nn.Embedding) and path not in self.modules.of:
-            indices = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
+            indices = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
             self.inputs.note_indices(path, indices, self.values)
         if not outside and not self.modules.is_inside:
             self.inputs.note_weights(path, part)
         with DisableTorchFunction():  # no mode need see the shapes that are read
-            self.modules.enter(path, part, *given, is_outside=outside)
-        self.analysis.enter(path, part, given)
+            self.modules.enter(path, part, *arguments, is_outside=outside)
+        self.analysis.enter(path, part, arguments)
 
-    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
-        """Report a hook on gradients, a function of those of `given` tensors that returns those of `results`."""
+    def hooked(self, name: str, hook: Hook, tensors: list[Tensor], results: list[Tensor]) -> None:
+        """Report a hook on gradients, a function of those of `tensors` that returns those of `results`."""
         if name == SEVERAL:
-            self.flow_recorder.note_several(given)
-        self.analysis.hooked(name, hook, given, results)
+            self.flow_recorder.note_several(tensors)
+        self.analysis.hooked(name, hook, tensors, results)
 
-    def leave(self, path: str, part: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
         """Record that a module's forward ends."""
-        self.analysis.leave(path, part, given, output)
-        report_module_hooks(part, given[0], output, self.hooked)
+        self.analysis.leave(path, part, arguments, output)
+        report_module_hooks(part, arguments[0], output, self.hooked)
         with DisableTorchFunction():
             self.modules.leave(output)
         if not self.modules.is_inside and self.picked.holds(output):
@@ -405,13 +405,14 @@ class ForwardTracer(DispatchMode):
     @contextmanager
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
-        for one in tensors_of(module):
-            is_pairs = one.kind == "buffer" and one.tensor.shape[-1:] == one.tensor.shape[-2:-1]  # as a mask of ones
-            is_small = one.tensor.numel() <= self.values.limit
-            is_wanted = self.values.keeps_all or ((is_whole(one.tensor) or is_pairs) and is_small)
+        for entry in tensors_of(module):
+            # Pairs, as of a mask of ones.
+            is_pairs = entry.kind == "buffer" and entry.tensor.shape[-1:] == entry.tensor.shape[-2:-1]
+            is_small = entry.tensor.numel() <= self.values.limit
+            is_wanted = self.values.keeps_all or ((is_whole(entry.tensor) or is_pairs) and is_small)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
-                    self.values.learn(one.tensor, value_of(one.name))
+                    self.values.learn(entry.tensor, value_of(entry.name))
         yield
         self.analysis.end()
         self.values = KnownValues(keeps_all=False)

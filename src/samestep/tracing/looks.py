@@ -59,17 +59,17 @@ class Looks:
         """The modules whose code looks, with those of which a look hides what they do; empty where no code looks."""
         return (*(self.modules | self.unseen),) if self.modules else ()
 
-    def follow(self, func: Any, read: Iterable[int], made: Iterable[int]) -> None:
+    def follow(self, func: Any, read: Iterable[int], written: Iterable[int]) -> None:
         """Record the sources of an operation's results; a tensor of equal elements has none in the tensor that it is
         like."""
         if func.overloadpacket in FILLED_LIKE:
             return
-        given, results = {*read}, {*made}
-        if not given.isdisjoint(self.data):
+        sources, results = {*read}, {*written}
+        if not sources.isdisjoint(self.data):
             self.data |= results
-        if not given.isdisjoint(self.tokens):
+        if not sources.isdisjoint(self.tokens):
             self.tokens |= results
-        if torch.Tag.nondeterministic_seeded in func.tags or not given.isdisjoint(self.random):
+        if torch.Tag.nondeterministic_seeded in func.tags or not sources.isdisjoint(self.random):
             self.random |= results
 
     def vary_at(self, path: str) -> None:
@@ -88,13 +88,13 @@ class Looks:
         """
         self.modules.setdefault(where)
         if self.known is None:
-            found = find()
+            answer = find()
         elif self.known:
-            found = self.known.popleft()
+            answer = self.known.popleft()
         else:
             raise NeedsValuesError
-        self.answers.append(found)
-        return tree_map_only(Tensor, _fresh, found)
+        self.answers.append(answer)
+        return tree_map_only(Tensor, _fresh, answer)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -126,14 +126,18 @@ def _reached(root: nn.Module) -> Iterator[nn.Module]:
         yield part
         rest.extend(part.children())
         for value in set_attributes(part).values():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            rest.extend(one for one in held if isinstance(one, nn.Module))
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            rest.extend(item for item in values if isinstance(item, nn.Module))
 
 
-def tensors_seen_by(root: nn.Module, given: Any) -> tuple[Tensor, ...]:
+def tensors_seen_by(root: nn.Module, inputs: Any) -> tuple[Tensor, ...]:
     """Return the tensors that a module is given, and those that it and the modules below it keep as plain attributes."""
-    kept = [value for part in root.modules() for value in set_attributes(part).values() if isinstance(value, Tensor)]
-    return (*tensors_in(given), *kept)
+    attributes = [
+        value for part in root.modules() for value in set_attributes(part).values() if isinstance(value, Tensor)
+    ]
+    return (*tensors_in(inputs), *attributes)
 
 
 PACKS = frozenset((_aten._pack_padded_sequence,))
@@ -151,18 +155,18 @@ class PickedRows:
         self.has_none = False
         """Whether the sample has no such row, so that what is done to them cannot be seen."""
 
-    def follow(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> bool:
+    def follow(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], results: list[Tensor]) -> bool:
         """Follow an operation to its results; return whether it picks rows, or works on some."""
-        if not _finds(func, args) and not self.holds(given):
+        if not _finds(func, args) and not self.holds(inputs):
             return False
         keeps_shape = func._schema.is_mutable or (func.overloadpacket in _WRITTEN_BACK and not self.holds(args[0]))
         if not keeps_shape:
-            self._storages |= {self._key_of(tensor) for tensor in made if tensor.dim()}
+            self._storages |= {self._key_of(tensor) for tensor in results if tensor.dim()}
         return True
 
     def holds(self, values: Any) -> bool:
         """Return whether the shape of one of nested tensors follows from values."""
-        return any(self._key_of(one) in self._storages for one in tree_leaves(values) if isinstance(one, Tensor))
+        return any(self._key_of(leaf) in self._storages for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _finds(func: Any, args: tuple[Any, ...]) -> bool:

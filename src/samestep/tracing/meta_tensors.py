@@ -37,24 +37,26 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call is None:
         return func(*args, **kwargs)
     if forms := _forms.get(call):
-        made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device=_META) for shape, strides, dtype in forms)
-        return made[0] if len(func._schema.returns) == 1 else made
+        tensors = tuple(
+            torch.empty_strided(shape, strides, dtype=dtype, device=_META) for shape, strides, dtype in forms
+        )
+        return tensors[0] if len(func._schema.returns) == 1 else tensors
     outcome = func(*args, **kwargs)
     if call not in _forms:
         if len(_forms) == _LIMIT:
             _forms.clear()
-        given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
+        leaves = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
         results = outcome if isinstance(outcome, tuple) else (outcome,)
         _forms[call] = None
-        if _are_apart(results, given):
-            _forms[call] = tuple((one.shape, one.stride(), one.dtype) for one in results)
+        if _are_apart(results, leaves):
+            _forms[call] = tuple((result.shape, result.stride(), result.dtype) for result in results)
     return outcome
 
 
 def _describe_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Return all that the shapes of the results follow from; None if there may be more."""
     schema = func._schema
-    if schema.is_mutable or any(one.alias_info or str(one.type) != "Tensor" for one in schema.returns):
+    if schema.is_mutable or any(returned.alias_info or str(returned.type) != "Tensor" for returned in schema.returns):
         return None
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         return None
@@ -86,15 +88,17 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _are_apart(results: Sequence[Any], given: Sequence[Any]) -> bool:
+def _are_apart(results: Sequence[Any], leaves: Sequence[Any]) -> bool:
     """Return whether each result is a plain tensor that fills a separate storage."""
-    if not all(type(one) is Tensor and one.is_meta and one.layout is torch.strided for one in results):
+    if not all(type(result) is Tensor and result.is_meta and result.layout is torch.strided for result in results):
         return False
-    storages = [one.untyped_storage() for one in (*results, *(one for one in given if isinstance(one, Tensor)))]
+    storages = [
+        tensor.untyped_storage() for tensor in (*results, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    ]
     addresses = [storage._cdata for storage in storages]
     return all(
-        addresses.count(address) == 1 and storage.nbytes() == _extent(one) * one.element_size()
-        for one, address, storage in zip(results, addresses, storages, strict=False)
+        addresses.count(address) == 1 and storage.nbytes() == _extent(result) * result.element_size()
+        for result, address, storage in zip(results, addresses, storages, strict=False)
     )
 
 
@@ -180,13 +184,13 @@ class KnownValues:
         twin = self._twins.get(address(tensor))
         return twin is not None and twin.dtype == tensor.dtype
 
-    def found_by(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def found_by(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operation finds of the values; None for `tensor[numbers]`, whose shape is known without values.
 
         Raises:
             NeedsValuesError: the values are not known.
         """
-        if all(map(self.knows, given)) or self.draw(given):
+        if all(map(self.knows, tensors)) or self.draw(tensors):
             return self.run(func, args, kwargs)
         if func.overloadpacket not in _PICKING:
             raise NeedsValuesError
@@ -208,7 +212,7 @@ class KnownValues:
     def draw(self, tensors: list[Tensor]) -> bool:
         """Draw values for those tensors that have none; return whether all have values now, as small ones do if any are drawn."""
         unknown = [tensor for tensor in tensors if not self.knows(tensor)]
-        sizes = [storage_elements(one) for one in unknown]
+        sizes = [storage_elements(tensor) for tensor in unknown]
         if unknown and (self.generator is None or max(sizes) > DRAWN_ELEMENTS or self._num_drawn > DRAWN_IN_ALL):
             return False
         for tensor in unknown:
@@ -233,26 +237,26 @@ class KnownValues:
         return func(*args, **(kwargs | {"device": _CPU} if "device" in kwargs else kwargs))
 
     def follow(
-        self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
+        self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
     ) -> None:
         """Repeat on the values an operation that ran on the meta device."""
-        kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
+        followed = [tensor for tensor in operands(outcome) if self.follows(tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if not kept or (is_random and not self.keeps_all):
+        if not followed or (is_random and not self.keeps_all):
             return
         if func.overloadpacket in FILLED_LIKE and not func._schema.is_mutable:
             self._fill(func, args, kwargs, outcome)
             return
-        makes_numbers = any(map(is_whole, kept)) and not func._schema.is_mutable
-        if not all(map(self.knows, given)) and not (makes_numbers and self.draw(given)):
-            for tensor in kept if func._schema.is_mutable else ():
+        makes_numbers = any(map(is_whole, followed)) and not func._schema.is_mutable
+        if not all(map(self.knows, inputs)) and not (makes_numbers and self.draw(inputs)):
+            for tensor in followed if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
         try:
             with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
                 value = self.run(func, args, kwargs)
         except NotImplementedError:  # an operation of other devices alone, as torch.histc of integers is
-            for tensor in kept:
+            for tensor in followed:
                 self.forget(tensor)
             return
         if not func._schema.is_mutable:
@@ -263,8 +267,10 @@ class KnownValues:
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
         """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
         number = FILLED_LIKE[func.overloadpacket]
-        given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        value = given["fill_value"] if number is None else number
+        arguments = {
+            argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
+        value = arguments["fill_value"] if number is None else number
         if not isinstance(value, Tensor):
             self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
 
@@ -315,8 +321,8 @@ class FunctionCalls(TorchFunctionMode):
             tensor, index, *rest = args
             parts = index if isinstance(index, tuple) else (index,)
             if any(_is_numbers(part) for part in parts):
-                made = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
-                args = tensor, made if isinstance(index, tuple) else made[0], *rest
+                indices = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
+                args = tensor, indices if isinstance(index, tuple) else indices[0], *rest
         elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "meta":
@@ -328,7 +334,7 @@ _READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__for
 
 
 def _is_numbers(part: Any) -> bool:
-    return isinstance(part, list) and bool(part) and all(isinstance(one, bool | int) for one in part)
+    return isinstance(part, list) and bool(part) and all(isinstance(number, bool | int) for number in part)
 
 
 GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
@@ -367,9 +373,14 @@ def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the operands into which an operation writes."""
     if not func._schema.is_mutable:
         return []
-    given = zip(func._schema.arguments, args, strict=False)
-    pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
-    return operands(*(value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write))
+    by_position = zip(func._schema.arguments, args, strict=False)
+    pairs = [
+        *by_position,
+        *((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs),
+    ]
+    return operands(
+        *(value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write)
+    )
 
 
 def storage_elements(tensor: Tensor) -> int:
@@ -382,9 +393,9 @@ def is_whole(tensor: Tensor) -> bool:
     return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
-def seen_by(func: Any, given: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
+def seen_by(func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors whose values say what an operation returns, or of what shape it is."""
-    seen = operands(args[1]) if func.overloadpacket in _PICKING else given
+    seen = operands(args[1]) if func.overloadpacket in _PICKING else tensors
     is_by_number = func.overloadpacket in _PICKING and not any(map(is_mask, seen))
     return [] if is_by_number else [tensor for tensor in seen if tensor.is_meta]
 

@@ -70,17 +70,17 @@ class SeenTensor(NamedTuple):
     """`state_of` it."""
 
 
-def state_of(given: Tensor) -> tuple[int, bool]:
+def state_of(tensor: Tensor) -> tuple[int, bool]:
     """Return what must be the same for one move of a tensor to serve two modules: how often the tensor was written, and
     whether autograd records.
     """
-    return given._version, torch.is_grad_enabled()
+    return tensor._version, torch.is_grad_enabled()
 
 
 def first_input_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
     """Return the first tensor that a module is given."""
-    given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
-    return given if isinstance(given, Tensor) else None
+    value = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+    return value if isinstance(value, Tensor) else None
 
 
 def first_of(output: Any) -> Tensor | None:

@@ -95,11 +95,11 @@ class Storages:
 
     def key(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage, its index in the tables of a trace."""
-        found = address(tensor)
-        if found not in self._alive:
-            self._alive[found] = inner_tensor(tensor).untyped_storage()
-            self.sizes[found] = storage_elements(tensor)
-        return found
+        number = address(tensor)
+        if number not in self._alive:
+            self._alive[number] = inner_tensor(tensor).untyped_storage()
+            self.sizes[number] = storage_elements(tensor)
+        return number
 
 
 Elements = tuple[tuple[int, int], ...]
@@ -197,13 +197,13 @@ class Executed(NamedTuple):
     @property
     def given(self) -> list[Tensor]:
         """The operands on the meta device."""
-        return [one for one in operands(*self.meta_args, *self.meta_kwargs.values()) if one.is_meta]
+        return [tensor for tensor in operands(*self.meta_args, *self.meta_kwargs.values()) if tensor.is_meta]
 
     @property
     def results(self) -> list[Tensor]:
         """The tensors of the meta device that it returns, or else writes into."""
         results = operands(self.outcome) or mutated_operands(self.func, self.args, self.kwargs)
-        return [one for one in results if one.is_meta]
+        return [tensor for tensor in results if tensor.is_meta]
 
 
 class Analysis:
@@ -294,10 +294,10 @@ class Recorder(Analysis):
         args, named = with_views(args), {name: with_views(value) for name, value in kwargs.items()}
         results = tuple(views_in((with_views(outcome),)))
         if not isinstance(func, str) and func.overloadpacket in _UNINITIALISED:
-            results = tuple(one if one.values is None else replace(one, values=()) for one in results)
+            results = tuple(view if view.values is None else replace(view, values=()) for view in results)
         operation = Operation(func, where, args, named, results)
         storages = {view.storage for view in operation.given}
-        if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
+        if isinstance(func, str) or operation.writes or any(view.storage not in storages for view in operation.results):
             self.operations.append(operation)
 
     def ran(self, op: Executed) -> Any:
@@ -342,7 +342,7 @@ class Recorder(Analysis):
         """Record a hook on gradients, and its operations."""
         with disable_current_modes():
             where, key = self.tracer.where, self.tracer.key
-            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
+            gradients = [torch.empty_like(tensor, requires_grad=False) for tensor in given]
             for gradient in gradients:
                 key(gradient)  # alive, so that no other storage has the same number
             self.record("hook", where, tuple(given), {}, tuple(gradients))
@@ -352,11 +352,11 @@ class Recorder(Analysis):
                     key(tensor)
                 self.record(func, where, args, kwargs, outcome)
 
-            made = follow_hook(hook, gradients, ran)
-            if made is None or len(made) != len(results):
+            returned = follow_hook(hook, gradients, ran)
+            if returned is None or len(returned) != len(results):
                 self.record(LOOKED, where, tuple(gradients), {}, ())
             else:
-                self.record("hooked", where, (tuple(results), tuple(made)), {}, ())
+                self.record("hooked", where, (tuple(results), tuple(returned)), {}, ())
 
 
 def with_views(value: Any) -> Any:

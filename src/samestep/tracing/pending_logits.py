@@ -58,17 +58,17 @@ class PendingLogits(Tensor):
     made: _Made
 
     @staticmethod
-    def of(made: _Made, dtype: torch.dtype, hooks: Sequence[Callable[..., Any]] = ()) -> PendingLogits:
+    def of(source: _Made, dtype: torch.dtype, hooks: Sequence[Callable[..., Any]] = ()) -> PendingLogits:
         """Return the logits that a head makes of hidden states."""
-        shape = list(made.hidden.shape)
-        shape[made.class_dim] = made.weight.shape[0] * made.head.chunking.num_ranks
-        given = (made.hidden, made.weight, *([] if made.bias is None else [made.bias]), *made.others)
-        takes_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        found: PendingLogits = Tensor._make_wrapper_subclass(
-            PendingLogits, shape, dtype=dtype, device=made.hidden.device, requires_grad=takes_gradient
+        shape = list(source.hidden.shape)
+        shape[source.class_dim] = source.weight.shape[0] * source.head.chunking.num_ranks
+        tensors = (source.hidden, source.weight, *([] if source.bias is None else [source.bias]), *source.others)
+        takes_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        logits: PendingLogits = Tensor._make_wrapper_subclass(
+            PendingLogits, shape, dtype=dtype, device=source.hidden.device, requires_grad=takes_gradient
         )
-        found.made, found.hooks = made, list(hooks)
-        return found
+        logits.made, logits.hooks = source, list(hooks)
+        return logits
 
     hooks: list[Callable[..., Any]]
     """What is called with the gradient before a backward comes to the head."""
@@ -132,16 +132,18 @@ class PendingLogits(Tensor):
 
         Collective over the ranks that cut the vocabulary: if one does not call it, the others wait until the time limit.
         """
-        made = self.made
-        hidden = made.hidden.movedim(made.class_dim, -1)
+        source = self.made
+        hidden = source.hidden.movedim(source.class_dim, -1)
         flat = None if labels is None else labels.reshape(-1)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        found = row_losses(made.head, rows, made.weight, made.bias, made.others, flat, smoothing, has_means=has_means)
-        for result in found:
+        results = row_losses(
+            source.head, rows, source.weight, source.bias, source.others, flat, smoothing, has_means=has_means
+        )
+        for result in results:
             if result.requires_grad:
                 for hook in self.hooks:
                     result.register_hook(hook)
-        losses, log_sums, means = (one.view(hidden.shape[:-1]) for one in found)
+        losses, log_sums, means = (result.view(hidden.shape[:-1]) for result in results)
         return losses, log_sums, means
 
 
@@ -205,10 +207,10 @@ def _register_hook(logits: PendingLogits, hook: Callable[..., Any]) -> None:
 
 def detach_logits(logits: PendingLogits) -> PendingLogits:
     """Return the same logits without a graph."""
-    made = logits.made
-    bias = None if made.bias is None else made.bias.detach()
-    others = tuple(one.detach() for one in made.others)
-    detached = made._replace(hidden=made.hidden.detach(), weight=made.weight.detach(), bias=bias, others=others)
+    source = logits.made
+    bias = None if source.bias is None else source.bias.detach()
+    others = tuple(tensor.detach() for tensor in source.others)
+    detached = source._replace(hidden=source.hidden.detach(), weight=source.weight.detach(), bias=bias, others=others)
     return PendingLogits.of(detached, logits.dtype)
 
 
@@ -232,11 +234,11 @@ def _apply_to_hidden(
     name: str, func: Callable[..., Any], logits: PendingLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PendingLogits:
     """Do to the hidden states what a function does to the rows of logits."""
-    made, size = logits.made, logits.shape[logits.made.class_dim]
+    source, size = logits.made, logits.shape[logits.made.class_dim]
 
     def probe(classes: int) -> Tensor:
         shape = list(logits.shape)
-        shape[made.class_dim] = classes
+        shape[source.class_dim] = classes
         return torch.empty(shape, device="meta")
 
     with disable_current_modes():
@@ -244,14 +246,14 @@ def _apply_to_hidden(
         if name not in _RESHAPING:
             longer = func(probe(size + 1), *args, **kwargs)
     if longer is None:
-        if made.class_dim != -1 or not result.dim() or result.shape[-1] != size:
+        if source.class_dim != -1 or not result.dim() or result.shape[-1] != size:
             raise _refusal(f"{name} to {list(result.shape)}")
-        return logits.with_hidden(made.hidden.reshape(*result.shape[:-1], made.hidden.shape[-1]))
+        return logits.with_hidden(source.hidden.reshape(*result.shape[:-1], source.hidden.shape[-1]))
     # A dimension that follows the number of classes is that of the classes.
-    follows = [at for at, (one, more) in enumerate(zip(result.shape, longer.shape, strict=True)) if one != more]
+    follows = [at for at, (count, more) in enumerate(zip(result.shape, longer.shape, strict=True)) if count != more]
     if len(follows) != 1 or result.shape[follows[0]] != size:
         raise _refusal(f"{name}, which takes some classes,")
-    moved = made._replace(hidden=func(made.hidden, *args, **kwargs), class_dim=follows[0] - result.dim())
+    moved = source._replace(hidden=func(source.hidden, *args, **kwargs), class_dim=follows[0] - result.dim())
     return PendingLogits.of(moved, logits.dtype, logits.hooks)
 
 
@@ -273,14 +275,14 @@ def _elementwise(
 
     It is tried on a tensor of their shape on the meta device.
     """
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not logits]
-    if any(one.numel() != 1 or one.dim() > 1 for one in given):
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not logits]
+    if any(leaf.numel() != 1 or leaf.dim() > 1 for leaf in leaves):
         return None
     operations: list[Any] = []
     try:
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             probe = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
-            tried = tree_map(lambda one: probe if one is logits else _on_meta(one), (args, kwargs))
+            tried = tree_map(lambda value: probe if value is logits else _on_meta(value), (args, kwargs))
             with FollowedCalls(lambda operation, *_: operations.append(operation)):
                 result = func(*tried[0], **tried[1])
     except Exception:  # the call itself is wrong, and says so on the logits
@@ -292,24 +294,24 @@ def _elementwise(
     writes = any(operation._schema.is_mutable for operation in operations)
     if result is probe and not writes:
         return logits  # as .float() of float32
-    made = logits.made
-    others = [*made.others]
+    source = logits.made
+    others = [*source.others]
 
-    def placed(one: Any) -> Any:
-        if one is logits:
+    def placed(value: Any) -> Any:
+        if value is logits:
             return LOGITS
-        if not isinstance(one, Tensor):
-            return one
-        others.append(one)
+        if not isinstance(value, Tensor):
+            return value
+        others.append(value)
         return Place(len(others) - 1)
 
     args, kwargs = tree_map(placed, (args, kwargs))
     noted = Elementwise(func, args, kwargs, writes=writes)
-    head = Head(made.head.chunking, (*made.head.functions, noted))
-    found = PendingLogits.of(made._replace(head=head, others=tuple(others)), result.dtype, logits.hooks)
+    head = Head(source.head.chunking, (*source.head.functions, noted))
+    pending = PendingLogits.of(source._replace(head=head, others=tuple(others)), result.dtype, logits.hooks)
     if not writes:
-        return found
-    logits.made = found.made
+        return pending
+    logits.made = pending.made
     return logits
 
 
@@ -331,21 +333,21 @@ class PendingHead:
         self._is_pending = False
         module.forward = self._call  # type: ignore[method-assign, assignment]
 
-    def _call(self, given: Tensor) -> Tensor:
+    def _call(self, hidden: Tensor) -> Tensor:
         if not self._is_pending:
-            return self._forward(given)
+            return self._forward(hidden)
         module = self._module
-        made = _Made(given, module.weight, module.bias, Head(self._chunking))
-        return PendingLogits.of(made, given.dtype)
+        source = _Made(hidden, module.weight, module.bias, Head(self._chunking))
+        return PendingLogits.of(source, hidden.dtype)
 
     @contextmanager
     def pending(self) -> Iterator[None]:
         """Let forwards inside return logits without elements."""
-        before, self._is_pending = self._is_pending, True
+        was_pending, self._is_pending = self._is_pending, True
         try:
             yield
         finally:
-            self._is_pending = before
+            self._is_pending = was_pending
 
     def remove(self) -> None:
         """Restore the module's forward."""
@@ -379,7 +381,7 @@ def find_chunks(
             f"{last.head.owner}, which makes the logits, is a {type(module).__name__}, and no plain nn.Linear"
         )
     reduced: list[tuple[str, int]] = []
-    chunking = Chunking(_TRIED, reduce=lambda values, held: reduced.append((held, values.numel())))
+    chunking = Chunking(_TRIED, reduce=lambda values, kind: reduced.append((kind, values.numel())))
     head = PendingHead(module, chunking)
     try:
         with head.pending():

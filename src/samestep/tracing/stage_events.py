@@ -52,8 +52,8 @@ class StageEvents:
                 range(start, end + 1 if is_last else boundary_before(layers, chunk.stop, flow)), incoming, outgoing
             )
         places = _layers_of_events(layers, flow)
-        mine = {number for number, place in enumerate(places) if place in chunk}
-        return cls(frozenset(mine | {end} if is_last else mine), incoming, outgoing)
+        numbers = {number for number, place in enumerate(places) if place in chunk}
+        return cls(frozenset(numbers | {end} if is_last else numbers), incoming, outgoing)
 
     @property
     def start(self) -> int:
@@ -83,12 +83,12 @@ def passed_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> Passed
     for place, event in zip(places, flow.events, strict=True):
         for value in event.reads:
             furthest[value] = max(place, furthest.get(value, 0))
-    found: dict[object, list[int]] = {}
-    for number, one in flow.passed.items():
+    groups: dict[object, list[int]] = {}
+    for number, passed in flow.passed.items():
         is_read = flow.last_reads[number] == end or furthest.get(number, -1) >= index
-        if is_read and places[one.event] < index:
-            found.setdefault((one.maker, one.dtype, one.takes_gradient), []).append(number)
-    return tuple(map(tuple, found.values()))
+        if is_read and places[passed.event] < index:
+            groups.setdefault((passed.maker, passed.dtype, passed.takes_gradient), []).append(number)
+    return tuple(map(tuple, groups.values()))
 
 
 def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
@@ -97,24 +97,24 @@ def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
     Raises:
         CannotPassError: none can.
     """
-    found = beginnings(layers, flow)[index]
-    if found is None:
+    begin = beginnings(layers, flow)[index]
+    if begin is None:
         raise CannotPassError("the calls of the model's modules are others than in the trace")
-    flow.check_passed(lambda event: event < found)
-    return found
+    flow.check_passed(lambda event: event < begin)
+    return begin
 
 
 def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
     """Return the event at which each layer begins; None after a call that differs from the trace."""
     calls = flow.calls
-    found: list[int | None] = []
+    begins: list[int | None] = []
     count, is_known = 0, True
     for layer in layers:
-        mine = [flow.events[call].name for call in calls[count : count + layer.calls]]
-        is_known = is_known and len(mine) == layer.calls and {*mine} <= {*layer.called}
-        found.append(calls[count] if is_known and layer.calls else None)
+        names = [flow.events[call].name for call in calls[count : count + layer.calls]]
+        is_known = is_known and len(names) == layer.calls and {*names} <= {*layer.called}
+        begins.append(calls[count] if is_known and layer.calls else None)
         count += layer.calls
-    return tuple(found)
+    return tuple(begins)
 
 
 def _is_item_by_item(layers: Sequence[LayerSpec], flow: Flow) -> bool:
@@ -133,35 +133,35 @@ def _layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int, ...
         for path in layer.called:
             if of_modules.setdefault(path, index) != index:
                 raise CannotPassError(f"the forward calls {path} several times for each item of a batch")
-    made = {value: 0 for _, value in flow.weights}
+    layer_of = {value: 0 for _, value in flow.weights}
     earliest = _earliest_readers(flow, of_modules)
-    found: list[int] = []
+    places: list[int] = []
     called = 0
-    for event, before in zip(flow.events, earliest, strict=True):
-        latest = max((made[value] for value in event.reads), default=0)
+    for event, first_reader in zip(flow.events, earliest, strict=True):
+        latest = max((layer_of[value] for value in event.reads), default=0)
         # A function stays behind the call before it, as it does for one item, unless an earlier layer of the next item needs it.
-        place = of_modules.get(event.name, -1) if event.is_call else max(latest, min(called, before))
+        place = of_modules.get(event.name, -1) if event.is_call else max(latest, min(called, first_reader))
         called = place if event.is_call else called
         if place < latest:
             raise CannotPassError(f"{event.name} reads what a later layer has computed for another item of the batch")
-        found.append(place)
+        places.append(place)
         values = (*event.makes, *(value for _, value in event.writes))
-        made.update({value: place for value in values if value is not None and value not in made})
-    return tuple(found)
+        layer_of.update({value: place for value in values if value is not None and value not in layer_of})
+    return tuple(places)
 
 
 def _earliest_readers(flow: Flow, of_modules: Mapping[str, int]) -> list[int]:
     """Return for each event the first layer that needs its results, directly or through functions."""
     needed: dict[int, int] = {}
-    found: list[int] = []
+    readers: list[int] = []
     for event in reversed(flow.events):
-        made = (*event.makes, *(value for _, value in event.writes))
-        first = min((needed[value] for value in made if value in needed), default=len(of_modules))
-        found.append(first)
+        values = (*event.makes, *(value for _, value in event.writes))
+        first = min((needed[value] for value in values if value in needed), default=len(of_modules))
+        readers.append(first)
         by = of_modules.get(event.name, -1) if event.is_call else first
         for value in event.reads:
             needed[value] = min(by, needed.get(value, by))
-    return found[::-1]
+    return readers[::-1]
 
 
 Sized = tuple[Flow, int]
@@ -182,21 +182,21 @@ def with_crossings(
 
 
 def with_exact_crossings(
-    layers: Sequence[LayerSpec], one: Sized, more: Sized, compute: torch.dtype
+    layers: Sequence[LayerSpec], fewer: Sized, more: Sized, compute: torch.dtype
 ) -> tuple[LayerSpec, ...]:
     """Return layers with the tensors that cross each boundary, from flows of two numbers of samples in a run's
     dtypes."""
-    return _add_crossings(layers, one, more, compute)
+    return _add_crossings(layers, fewer, more, compute)
 
 
 def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
     """Return layers with the maker of what a tensor cut leaves in parts where it crosses a boundary; `cut` are such values."""
-    found = []
+    specs = []
     for layer, begin in zip(layers, beginnings(layers, flow), strict=True):
         crossing = flow.crossing(begin) if begin is not None and layer.is_beginning else ()
         maker = next((flow.values[value].maker for value in crossing if value in cut), "")
-        found.append(replace(layer, cut_crossing=maker))
-    return tuple(found)
+        specs.append(replace(layer, cut_crossing=maker))
+    return tuple(specs)
 
 
 def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tuple[LayerSpec, ...]:
@@ -207,7 +207,7 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
     Raises:
         CannotPassError: other tensors cross a boundary where sequences are sliced.
     """
-    found = []
+    specs = []
     for index, layer in enumerate(layers):
         if layer.crossings:
             of_whole, of_slices = (crossing_values(layers, index, flow) for flow in (whole, sliced))
@@ -217,28 +217,28 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
                 )
             values = zip(layer.crossings, of_whole, of_slices, strict=True)
             parts = [
-                replace(crossing, is_sliced=whole.values[one[0]].shape != sliced.values[other[0]].shape)
-                for crossing, one, other in values
+                replace(crossing, is_sliced=whole.values[group[0]].shape != sliced.values[other[0]].shape)
+                for crossing, group, other in values
             ]
             layer = replace(layer, crossings=tuple(parts))
-        found.append(layer)
-    return tuple(found)
+        specs.append(layer)
+    return tuple(specs)
 
 
 def _add_crossings(
-    layers: Sequence[LayerSpec], one: Sized, more: Sized | None, compute: torch.dtype | None
+    layers: Sequence[LayerSpec], fewer: Sized, more: Sized | None, compute: torch.dtype | None
 ) -> tuple[LayerSpec, ...]:
-    found: list[LayerSpec] = []
+    specs: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         crossings: tuple[Crossing, ...] = ()
         refusal = ""
-        if layer.is_beginning and any(before.is_beginning for before in found):
+        if layer.is_beginning and any(spec.is_beginning for spec in specs):
             try:
-                crossings = _crossings(layers, index, one, more, compute)
+                crossings = _crossings(layers, index, fewer, more, compute)
             except CannotPassError as reason:
                 refusal = str(reason)
-        found.append(replace(layer, crossings=crossings, crossing_refusal=refusal))
-    return tuple(found)
+        specs.append(replace(layer, crossings=crossings, crossing_refusal=refusal))
+    return tuple(specs)
 
 
 def crossing_values(layers: Sequence[LayerSpec], index: int, flow: Flow) -> Passed:
@@ -254,14 +254,14 @@ def crossing_values(layers: Sequence[LayerSpec], index: int, flow: Flow) -> Pass
 
 
 def _crossings(
-    layers: Sequence[LayerSpec], index: int, one: Sized, more: Sized | None, compute: torch.dtype | None
+    layers: Sequence[LayerSpec], index: int, fewer: Sized, more: Sized | None, compute: torch.dtype | None
 ) -> tuple[Crossing, ...]:
     """Describe the tensors that cross the boundary before a layer; a single one is named as the layer before it.
 
     Raises:
         CannotPassError: no stage can begin there, or what crosses depends on the number of samples.
     """
-    before, (flow, few) = layers[index - 1].name, one
+    previous, (flow, few) = layers[index - 1].name, fewer
     numbers = crossing_values(layers, index, flow)
     values = [flow.values[first] for first, *_ in numbers]
     sizes = [_numel(flow, group) for group in numbers]
@@ -276,19 +276,19 @@ def _crossings(
             (_numel(more[0], group) - size) // (more[1] - few) for group, size in zip(more_numbers, sizes, strict=True)
         ]
         fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
-    found = []
+    crossings = []
     for number, value in enumerate(values):
-        name = before if len(values) == 1 else f"{before}+{value.maker.rpartition(' ')[2]}.{number}"
+        name = previous if len(values) == 1 else f"{previous}+{value.maker.rpartition(' ')[2]}.{number}"
         dtype = "" if compute in (None, value.dtype) else str(value.dtype).removeprefix("torch.")
         if dtype and dtype not in BYTES_OF:
             raise CannotPassError(f"{value.maker} makes a tensor of {dtype}, which is read there or later")
-        found.append(
+        crossings.append(
             Crossing(
                 owner=name, elements=each[number], fixed_elements=fixed[number], dtype=dtype,
                 takes_gradient=value.takes_gradient,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(crossings)
 
 
 def _numel(flow: Flow, values: Sequence[int]) -> int:
@@ -331,28 +331,28 @@ def _keeps_shape(event: Event, flow: Flow) -> bool:
     """Return whether a call makes one tensor, as large as its first argument."""
     if event.first is None or not isinstance(event.outcome, Tensor) or event.makes[0] is None or event.changes:
         return False
-    given, made = flow.values[event.first], flow.values[event.makes[0]]
-    return given.shape == made.shape and given.dtype == made.dtype and made.takes_gradient
+    first, result = flow.values[event.first], flow.values[event.makes[0]]
+    return first.shape == result.shape and first.dtype == result.dtype and result.takes_gradient
 
 
 def _can_be_left_out(event: Event, flow: Flow) -> bool:
     """Return whether the code after a call would run on the call's first argument too: it returns one tensor, of that
     shape,
     or of another one, such as logits, of which code makes tensors of that other shape alone, element by element."""
-    given = event.reads[0] if event.first is None and len(event.reads) == 1 else event.first  # a cast copy of it, say
-    if not isinstance(event.outcome, Tensor) or given is None:
+    first = event.reads[0] if event.first is None and len(event.reads) == 1 else event.first  # a cast copy of it, say
+    if not isinstance(event.outcome, Tensor) or first is None:
         return False
     shape = tuple(event.outcome.shape)
-    if shape == flow.values[given].shape:
+    if shape == flow.values[first].shape:
         return True
-    made = {value for value in event.makes if value is not None}
+    outputs = {value for value in event.makes if value is not None}
     for later in flow.events:
-        if made.isdisjoint(later.reads):
+        if outputs.isdisjoint(later.reads):
             continue
         results = {value for value in later.makes if value is not None}
         if later.is_call or any(flow.values[value].shape != shape for value in results):
             return False
-        made |= results
+        outputs |= results
     return True
 
 

@@ -113,14 +113,14 @@ def trace(
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
     watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
-    before, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
+    snapshot, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
     except NeedsValuesError:
         if value_of is None or keeps_all:
             raise _unseen(name, watch) from None
         looked = watch.modules.innermost or name
-        before.restore()  # caches that the first attempt has filled hold no values
+        snapshot.restore()  # caches that the first attempt has filled hold no values
         watch.places.restart()
         events.restart()
         watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
@@ -258,7 +258,7 @@ def _layer_specs(
     outside = _kept_outside(module, layers, watch)
     for index, layer in enumerate(layers):
         regions = [costs.regions[path] for path in layer.regions]
-        kept = inputs[index].union(*(region.results for region in regions))
+        selective = inputs[index].union(*(region.results for region in regions))
         moved, fusible = costs.moved.of({*layer.regions}, sizes, watch.events.returned)
         spec = LayerSpec(
             name=layer.name,
@@ -276,9 +276,9 @@ def _layer_specs(
             saved_pair_elements=elements(saved[index] & watch.events.pairs),
             saved_norm_elements=elements(norms := saved[index] & norm_savers) + elements(norms & costs.savers.keys()),
             input_norm_elements=elements((inputs[index] & norm_savers) - costs.savers.keys()),
-            saved_selective_elements=elements(kept),
+            saved_selective_elements=elements(selective),
             saved_cut_elements=elements(saved[index] & divided),
-            saved_selective_cut_elements=elements(kept & divided),
+            saved_selective_cut_elements=elements(selective & divided),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, costs, num_samples),
@@ -360,7 +360,7 @@ def _storages_of(
 
 def _head_of(last: LayerSpec, sizes: Collection[int]) -> HeadSpec | None:
     """Return the module that makes the logits: that of the last product with a weight, if they are as large; else None."""
-    product = next((one for one in reversed(last.products) if one.factors in ("weight", "frozen")), None)
+    product = next((product for product in reversed(last.products) if product.factors in ("weight", "frozen")), None)
     if product is None or product.groups * product.count * product.taps > 1 or not product.owner:
         return None
     if product.rows * product.columns not in sizes:
@@ -414,17 +414,19 @@ def _param_specs(
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {owner_of(alias) for alias in alike}
-        own = _layer_of(owner_of(name), layer_of, opened)
+        layer_of_owner = _layer_of(owner_of(name), layer_of, opened)
         uses = uses_of(name, owners)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[own].modules if is_below(owner_of(name), root)}
+        roots = (
+            owners if shared else {root for root in layers[layer_of_owner].modules if is_below(owner_of(name), root)}
+        )
         entered = [path for path in calls if path in roots]
         is_replaced = not watch.inputs.replaced.isdisjoint(alike)
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
-            layer=uses[0].layer if uses else own,
+            layer=uses[0].layer if uses else layer_of_owner,
             aliases=tuple(alike[1:]),
             shared=shared,
             called=(

@@ -81,18 +81,18 @@ class _Attention(torch.autograd.Function):
             within=1.0 if call.dropout_p else _within_documents(watch, mask),
             owner=watch.modules.innermost, cut="count" if watch.key(query) in watch.cut.storages else "",
         )  # fmt: skip
-        given = [query, key, value, *([] if mask is None else [mask])]
-        watch.record(given, [output, log_sum_exp], flops, product)
+        tensors = [query, key, value, *([] if mask is None else [mask])]
+        watch.record(tensors, [output, log_sum_exp], flops, product)
         watch.attend(query, key, value, output, mask)
-        watch.events.pairs |= {watch.key(one) for one in masks}
+        watch.events.pairs |= {watch.key(tensor) for tensor in masks}
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
+        results = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
         for read in (*ctx.saved_tensors, *gradients):
             read.detach()
-        return None, None, *found, None
+        return None, None, *results, None
 
 
 def _within_documents(watch: ForwardTracer, mask: Tensor | None) -> float:
@@ -127,14 +127,14 @@ def _check_mask(call: AttentionCall) -> None:
 @contextmanager
 def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
-    held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
+    reference = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
 
     def attention(*args: Any, **named: Any) -> Tensor:
         call = AttentionCall(*args, **named)
         query, key, value, mask = call[:4]
         if not num_dispatch_modes():  # called outside the trace, as for the shape of a dropout mask
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
-        watch = held()
+        watch = reference()
         assert watch is not None, "it watches this forward"
         _check_mask(call)
         watch.analysis.check_attention(call)
@@ -209,8 +209,8 @@ def watch_forward(
     """
     containers = containers_of(module) if containers is None else containers
     batch = watch.copies_of(sample, num_samples)
-    for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = tensors_in(held)
+    for key, part in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
+        tensors = tensors_in(part)
         watch.inputs.of_sample |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }
@@ -250,17 +250,17 @@ def answer_alike(watches: Iterable[ForwardTracer], module: nn.Module, sample: An
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that are not known.
     """
-    found = ForwardTracer(module, {}, keeps_all=True, has_backward=False)
+    tracer = ForwardTracer(module, {}, keeps_all=True, has_backward=False)
     with snapshot.preserve_modules(module):
-        watch_forward(module, sample, 1, found, value_of)
+        watch_forward(module, sample, 1, tracer, value_of)
     for watch in watches:
-        watch.looks.known = deque(found.looks.answers)
+        watch.looks.known = deque(tracer.looks.answers)
 
 
-def _checkpoint(watch: ForwardTracer, begin: Begin, own: ContextFn) -> Iterator[None]:
+def _checkpoint(watch: ForwardTracer, begin: Begin, contexts: ContextFn) -> Iterator[None]:
     """Report a checkpoint of the model's code to `watch`; without gradients it keeps nothing."""
     with watch.places.checkpoint(watch.modules.top_most) if torch.is_grad_enabled() else nullcontext():
-        yield from begin(own)
+        yield from begin(contexts)
 
 
 def _unpack_saved(tensor: Tensor | None) -> Tensor:
@@ -268,8 +268,8 @@ def _unpack_saved(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _enter(watch: ForwardTracer, path: str, outside: bool, part: nn.Module, *given: Any) -> None:
-    watch.enter(path, part, outside, given)
+def _enter(watch: ForwardTracer, path: str, outside: bool, part: nn.Module, *arguments: Any) -> None:
+    watch.enter(path, part, outside, arguments)
 
 
 def _leave(watch: ForwardTracer, path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -186,16 +186,16 @@ def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tupl
     job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
     states = states_per_param(job)
-    found = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
-    reason = found.nearest
-    for best in (*([found.safe] if found.safe else []), *found.best):
+    layouts = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
+    reason = layouts.nearest
+    for best in (*([layouts.safe] if layouts.safe else []), *layouts.best):
         try:
             check_optimizer(workload.source.optimizer, workload.spec, best.layout)
         except LayoutError as error:
             reason = str(error)
             continue
         choice = (
-            f'layout "{best.layout}", the fastest{" that is likely to fit" * (best is found.safe)} of {found.considered} on {count} devices of {machine.name}: '
+            f'layout "{best.layout}", the fastest{" that is likely to fit" * (best is layouts.safe)} of {layouts.considered} on {count} devices of {machine.name}: '
             f"predicted {best.step_s:.3g} s a step, bound by {prediction.binds(best)}"
         )
         return str(best.layout), "\n".join([choice, *hardware.cautions_here(machine, count)])
@@ -211,19 +211,19 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
         LayoutError: the layout and the number of ranks contradict each other.
     """
     ranks = ranks or job.run.ranks
-    given = Layout(layout) if isinstance(layout, str) else layout
-    if given is None and job.layout:
-        given = Layout(**job.layout)
-    if given is None:
-        given = Layout(dp_replicate=ranks or num_hosts * workers.default_ranks(job.run.device))
-    if ranks is not None and ranks != given.world_size:
-        words = str(given)
+    of_run = Layout(layout) if isinstance(layout, str) else layout
+    if of_run is None and job.layout:
+        of_run = Layout(**job.layout)
+    if of_run is None:
+        of_run = Layout(dp_replicate=ranks or num_hosts * workers.default_ranks(job.run.device))
+    if ranks is not None and ranks != of_run.world_size:
+        words = str(of_run)
         raise LayoutError(
             "devices-and-ranks",
-            f"layout {words!r} has {given.world_size} rank{'s' if given.world_size > 1 else ''}, not {ranks}. Use "
-            f"--ranks {given.world_size}, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
+            f"layout {words!r} has {of_run.world_size} rank{'s' if of_run.world_size > 1 else ''}, not {ranks}. Use "
+            f"--ranks {of_run.world_size}, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
         )
-    return given, given.world_size
+    return of_run, of_run.world_size
 
 
 def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:
@@ -248,10 +248,10 @@ def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:
 
 def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
     """Return the newest undamaged checkpoint of a run folder, if there is one, and the damage of newer ones."""
-    whole, wrong = manifests.newest_whole(folder / run_folder.CHECKPOINTS)
-    if whole is not None:
-        _check_resumable(whole, job, until)
-    return whole, tuple(wrong)
+    newest, wrong = manifests.newest_whole(folder / run_folder.CHECKPOINTS)
+    if newest is not None:
+        _check_resumable(newest, job, until)
+    return newest, tuple(wrong)
 
 
 def _resume_from(folder: Path, job: Job, until: int) -> Path:

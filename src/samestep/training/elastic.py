@@ -100,13 +100,13 @@ class Elasticity:
                 world_size = checked.layout.world_size
                 print(f"goes on with {layout.world_size} of {world_size} ranks, layout {str(layout)!r}", flush=True)
                 return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
-        given, together = checked.layout, checked.layout.world_size // checked.layout.dp
+        of_run, together = checked.layout, checked.layout.world_size // checked.layout.dp
         works = f"Use a number of ranks that {together} divides, or --layout auto, which plans again"
         if self.plans_anew:
             works = "Use a smaller minimum of --ranks"
         raise WorkerError(
             "no-layout-fits",
-            f"{error}\n{left} ranks are left, and no layout of {least} to {left} ranks is {str(given)!r} with smaller data "
+            f"{error}\n{left} ranks are left, and no layout of {least} to {left} ranks is {str(of_run)!r} with smaller data "
             f"degrees{refused}. {works}",
         )
 
@@ -140,15 +140,15 @@ def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | Non
     """
     if layout is None or layout == "auto":
         return layout
-    given = Layout(layout) if isinstance(layout, str) else layout
-    if given.world_size == world:
-        return given
-    for fewer in shrunk(given, world) if world < given.world_size else ():
+    of_run = Layout(layout) if isinstance(layout, str) else layout
+    if of_run.world_size == world:
+        return of_run
+    for fewer in shrunk(of_run, world) if world < of_run.world_size else ():
         return fewer
     raise LayoutError(
         "devices-and-ranks",
-        f"layout {str(given)!r} has {given.world_size} ranks, and the launcher started {world}: its data degrees shrink to numbers of "
-        f"ranks that {given.world_size // given.dp} divides",
+        f"layout {str(of_run)!r} has {of_run.world_size} ranks, and the launcher started {world}: its data degrees shrink to numbers of "
+        f"ranks that {of_run.world_size // of_run.dp} divides",
     )
 
 
@@ -180,11 +180,11 @@ def restarting(
                 ) from None
             seen.add((first, step))
             checked = fewer or checked
-        whole, wrong = manifests.newest_whole(checked.folder / run_folder.CHECKPOINTS)
+        newest, wrong = manifests.newest_whole(checked.folder / run_folder.CHECKPOINTS)
         run_folder.set_aside([path for path, _ in wrong])
-        begin = f"from {whole}" if whole else "from the beginning, as there is no checkpoint"
+        begin = f"from {newest}" if newest else "from the beginning, as there is no checkpoint"
         print(f"{first}\nrestart {number} of {most} in {pause_s:g} s, {begin}", flush=True)
         pause(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        checked = dataclasses.replace(checked, resume_from=whole, first_weights=None if whole else first_weights)
+        checked = dataclasses.replace(checked, resume_from=newest, first_weights=None if newest else first_weights)
     return work(checked)

@@ -140,9 +140,9 @@ class EvaluationRule:
             keep_best=job.checkpoint.keep_best,
         )
 
-    def is_better(self, one: float, other: float) -> bool:
+    def is_better(self, mean: float, other: float) -> bool:
         """Return whether a mean is better than another one."""
-        return one > other if self.largest else one < other
+        return mean > other if self.largest else mean < other
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class EarlyStopping:
 
     def rule(self) -> EvaluationRule:
         """Return it as the rule that decides."""
-        is_named = isinstance(self.sets, Mapping) and not any(isinstance(one, Tensor) for one in self.sets.values())
+        is_named = isinstance(self.sets, Mapping) and not any(isinstance(value, Tensor) for value in self.sets.values())
         sets = self.sets if is_named else {HELD_OUT: self.sets}
         judge = self.monitor or next(iter(sets))
         if len(sets) == 1 and self.metrics is not None and judge not in sets and "/" not in judge:
@@ -209,18 +209,18 @@ class EarlyStopping:
             )
 
         def losses(run: Run) -> Mapping[str, float]:
-            found: dict[str, float] = {}
+            by_name: dict[str, float] = {}
             for name, dataset in sets.items():
                 means = run.evaluate(dataset, self.metrics)
-                found |= {name if key == "loss" else f"{name}/{key}": mean for key, mean in means.items()}
-            refuse_other(found)
-            return found
+                by_name |= {name if key == "loss" else f"{name}/{key}": mean for key, mean in means.items()}
+            refuse_other(by_name)
+            return by_name
 
-        def refuse_other(found: Mapping[str, float]) -> None:
-            if judge not in found:
+        def refuse_other(means: Mapping[str, float]) -> None:
+            if judge not in means:
                 raise JobError(
                     "held-out-rule",
-                    f"EarlyStopping(monitor={judge!r}) must be one of the means {', '.join(found)}{did_you_mean(judge, found)}",
+                    f"EarlyStopping(monitor={judge!r}) must be one of the means {', '.join(means)}{did_you_mean(judge, means)}",
                 )
 
         def check(run: Run) -> None:
@@ -249,8 +249,8 @@ def _names_of(measure: Measure, run: Run, dataset: Any) -> tuple[str, ...]:
     """
     if not hasattr(dataset, "__len__"):
         return ()
-    given = batch_to_evaluate(dataset, "run.evaluate", run.job.train.global_batch, {})
-    batch = run.labelled(run.batch_of(given, "run.evaluate"))
+    to_evaluate = batch_to_evaluate(dataset, "run.evaluate", run.job.train.global_batch, {})
+    batch = run.labelled(run.batch_of(to_evaluate, "run.evaluate"))
     first, error = batch.shares(0, 1, 1)[0], None
     for count in (1, _FEW):
         try:
@@ -298,13 +298,13 @@ class Evaluations:
         if reason:
             raise SaveError("checkpoint-unwritable", reason)
         step = int(newest)
-        held = next((row for row in self.rows if row.step == min(step, first)), None)
+        best = next((row for row in self.rows if row.step == min(step, first)), None)
         if step <= first:
-            self.kept = held
+            self.kept = best
             return ""
-        if held is not None and run.steps_taken == first:  # a loop of one's own has taken a step by now
+        if best is not None and run.steps_taken == first:  # a loop of one's own has taken a step by now
             checkpoint.save(run, self.folder / BEST, 1)
-            self.kept = held
+            self.kept = best
         return f"{BEST} held the weights of step {step}, which is dropped as the run goes on after step {first}: they are in {DROPPED}"
 
     @property
@@ -350,8 +350,8 @@ class Evaluations:
 
 def evaluations_before(run: Run, rule: EvaluationRule, folder: Path, first: int) -> Evaluations:
     """Return the evaluations of a run up to its step `first`, as its folder has them; every rank must call it."""
-    mine = read(folder, first) if run.place.rank == 0 else []
-    plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
+    evaluated = read(folder, first) if run.place.rank == 0 else []
+    plain = [(row.step, row.loss, dict(row.losses)) for row in evaluated]
     rows = gather_values(plain, run.layout.world_size)[0]
     return Evaluations(run, rule, folder, [EvaluatedStep(*row) for row in rows])
 

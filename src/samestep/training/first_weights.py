@@ -113,11 +113,11 @@ class FirstWeights:
         bare = blueprint_of(without_adaptation(job)).module
         tensors, params = bare.state_dict(), dict(bare.named_parameters())
         torch_entries = torch_checkpoint.entries(path, params)
-        held = {
+        stored = {
             name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in torch_entries.items()
         }
-        weights = {name: tensor for name, tensor in held.items() if name in params or name not in tensors}
-        names = _match_names(blueprint_of(job), held, weights, path)
+        weights = {name: tensor for name, tensor in stored.items() if name in params or name not in tensors}
+        names = _match_names(blueprint_of(job), stored, weights, path)
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         return cls(path, job, str(path), names, functools.partial(_torch_reader, torch_entries, dtypes))
 
@@ -135,8 +135,8 @@ class FirstWeights:
             def first(name: str) -> Tensor | None:
                 if name not in self.names:
                     return None
-                found = value(self.names[name])
-                return format_of(packed[name]).round_weight(found) if name in packed else found
+                weight = value(self.names[name])
+                return format_of(packed[name]).round_weight(weight) if name in packed else weight
 
             checkpoint.set_weights(run, first)
 
@@ -146,15 +146,15 @@ def _tensors_held_for(new: Blueprint, stored: StoredRun) -> dict[str, Tensor]:
 
     They lack weights that were frozen and have not changed: those are first values of the old job, which must be built for them.
     """
-    held = {name: torch.empty(shape, device="meta") for name, shape in stored.shapes.items()}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.shapes.items()}
     with ExitStack() as stack:
         files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack)
         for name, file in files.buffers.items():
-            held[name] = torch.empty(file.get_slice(f"buffer/{name}").get_shape(), device="meta")
-    aliases = {name: first for name, first in new.canonical.items() if name not in held and first in held}
-    held |= {name: held[first] for name, first in aliases.items()}
+            tensors[name] = torch.empty(file.get_slice(f"buffer/{name}").get_shape(), device="meta")
+    aliases = {name: first for name, first in new.canonical.items() if name not in tensors and first in tensors}
+    tensors |= {name: tensors[first] for name, first in aliases.items()}
     wanted = {base for name in new.module.state_dict() if (base := name_without_adapters(name)) is not None}
-    return held if wanted <= held.keys() else {}
+    return tensors if wanted <= tensors.keys() else {}
 
 
 def _stored_reader(stored: StoredRun, new: Blueprint, stack: ExitStack) -> Callable[[str], Tensor]:
@@ -191,8 +191,8 @@ def _match_names(
     Raises:
         CheckpointError: a weight is missing, is left over, or has another shape.
     """
-    mine = new.module.state_dict()
-    names = {name: base for name in mine if (base := name_without_adapters(name)) is not None}
+    state = new.module.state_dict()
+    names = {name: base for name in state if (base := name_without_adapters(name)) is not None}
     params = dict(new.module.named_parameters())
     differs = [
         f"{base} {list(tensors[base].shape) if base in tensors else 'missing'}, here {list(params[name].shape)}"
@@ -210,7 +210,7 @@ def _match_names(
             "checkpoint-other-model",
             f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}",
         )
-    return {name: base for name, base in names.items() if base in tensors and tensors[base].shape == mine[name].shape}
+    return {name: base for name, base in names.items() if base in tensors and tensors[base].shape == state[name].shape}
 
 
 def refuse_resumed(init_from: str | Path | None, resume: bool) -> None:

@@ -76,12 +76,12 @@ def _code_in(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
         if _FORM.fullmatch(value) and value.partition(":")[0] not in _SCHEMES:
             yield value
     elif isinstance(value, Mapping):
-        for key, held in value.items():
+        for key, item in value.items():
             yield from _code_in(key, ())
-            yield from _code_in(held, (*keys, key))
+            yield from _code_in(item, (*keys, key))
     elif isinstance(value, (list, tuple)):
-        for held in value:
-            yield from _code_in(held, keys)
+        for item in value:
+            yield from _code_in(item, keys)
 
 
 def _is_noted(word: str, folder: str | None) -> bool:
@@ -100,8 +100,8 @@ def _file_of(word: str, folder: str | None) -> str:
     """Return the file of the outermost package of a function, without running it; empty where there is none."""
     root = word.partition(":")[0].partition(".")[0]
     if root in sys.modules:
-        found = getattr(sys.modules[root], "__file__", None)
-        return str(Path(found).resolve()) if found else ""
+        file = getattr(sys.modules[root], "__file__", None)
+        return str(Path(file).resolve()) if file else ""
     with contextlib.suppress(ImportError, ValueError, AttributeError):
         spec = imported.spec_of(root, folder)
         if spec is not None and spec.origin:

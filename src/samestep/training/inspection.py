@@ -111,29 +111,29 @@ class Inspection:
 
     def _weights(self) -> Iterator[dict[str, Any]]:
         """Yield a row for the weights of all blocks that have one shape and one cut."""
-        found: dict[tuple[str, tuple[int, ...], str], int] = {}
+        counts: dict[tuple[str, tuple[int, ...], str], int] = {}
         for param in self.spec.params:
             key = (re.sub(r"\b\d+\b", "*", param.name), param.shape, self._cut(param))
-            found[key] = found.get(key, 0) + 1
-        for (name, shape, cut), number in found.items():
+            counts[key] = counts.get(key, 0) + 1
+        for (name, shape, cut), number in counts.items():
             yield {"weight": name, "shape": list(shape), "number": number, "tp": cut}
 
     def _cut(self, param: ParamSpec) -> str:
         """Return how a weight is cut, or why it is not."""
         path, cut = param.name.rpartition(".")[0], param.cut
-        held = "" if param.trainable else "frozen in 4 bits, " if param.held_as else "frozen, "
+        prefix = "" if param.trainable else "frozen in 4 bits, " if param.held_as else "frozen, "
         if cut is not None:
             shared = ", shared by ranks beyond that" if cut.is_shareable else ""
             fused = f" of {cut.parts} weights in one" if cut.parts > 1 else ""
             why = f" ({self.gathered[path]})" if path in self.gathered else ""
-            return f"{held}{_STYLES[cut.style]}{fused}: dimension {cut.dim} in up to {cut.groups} parts{shared}{why}"
+            return f"{prefix}{_STYLES[cut.style]}{fused}: dimension {cut.dim} in up to {cut.groups} parts{shared}{why}"
         if path in self.gathered:
-            return f"{held}replicated: {self.gathered[path]}"
+            return f"{prefix}replicated: {self.gathered[path]}"
         if param.experts:
-            return f"{held}replicated over tp: ep distributes its {param.experts} experts"
+            return f"{prefix}replicated over tp: ep distributes its {param.experts} experts"
         if param.partial == "cut":
-            return f"{held}replicated, and applied to sharded activations: its gradient is summed"
-        return f"{held}replicated" + ("" if self.spec.cut_refusal else ": applied to full activations")
+            return f"{prefix}replicated, and applied to sharded activations: its gradient is summed"
+        return f"{prefix}replicated" + ("" if self.spec.cut_refusal else ": applied to full activations")
 
     def _experts(self) -> Iterator[str]:
         spec = self.spec
@@ -216,11 +216,11 @@ def _without_names(row: tuple[LayerSpec, int, str]) -> tuple[object, ...]:
 
 def _argument(place: str) -> str:
     """Return a place among the arguments of a block, positional ones and those with names, for a reader."""
-    found = re.fullmatch(r"\[([01])\]\[([^]]*)\](.*)", place, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"\[([01])\]\[([^]]*)\](.*)", place, re.DOTALL)
+    if match is None:
         return place
-    word = f"argument {int(found[2]) + 1}" if found[1] == "0" else found[2].strip("'")
-    return word + found[3]
+    word = f"argument {int(match[2]) + 1}" if match[1] == "0" else match[2].strip("'")
+    return word + match[3]
 
 
 def _format_cell(cell: Any) -> str:

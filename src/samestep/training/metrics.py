@@ -323,7 +323,7 @@ def _cut_after(path: Path, step: int) -> float | None:
     """Remove the lines after `step` and an incomplete last line; return the last loss that remains."""
     if not path.exists():
         return None
-    kept: list[str] = []
+    lines: list[str] = []
     loss = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -332,7 +332,7 @@ def _cut_after(path: Path, step: int) -> float | None:
         except (ValueError, TypeError, KeyError):
             break
         if is_kept:
-            kept.append(line)
+            lines.append(line)
             loss = row.get("loss")
-    write_whole(path, "".join(f"{line}\n" for line in kept))
+    write_whole(path, "".join(f"{line}\n" for line in lines))
     return loss

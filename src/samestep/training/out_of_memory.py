@@ -49,8 +49,8 @@ def is_shortage(error: BaseException) -> bool:
 def shortage(error: BaseException, run: Run) -> str:
     """Return two lines of text: the rank's task when memory ran out, and the bytes that it held."""
     place = run.place
-    held, most = held_bytes(run), most_bytes(place.device)
-    parts = parts_text({**held, REST: max(0, most - sum(held.values()))})
+    sizes, most = held_bytes(run), most_bytes(place.device)
+    parts = parts_text({**sizes, REST: max(0, most - sum(sizes.values()))})
     where = where_of(error, run)
     return (
         f"rank {place.rank} of {place.world_size} ran out of memory {where}: {_first_line(error)}\n"

@@ -307,8 +307,8 @@ def collect_after_steps(steps: Iterable[T]) -> Iterator[T]:
     user's loop may drop a model that it has trained before, and would keep its memory. If a user's code calls `gc.enable`,
     `gc.disable` or `gc.set_threshold` in a step, that decides from then on.
     """
-    before = (gc.isenabled(), gc.get_threshold())
-    ours = (gc.isenabled(), (THRESHOLD, *before[1][1:]))
+    settings_before = (gc.isenabled(), gc.get_threshold())
+    ours = (gc.isenabled(), (THRESHOLD, *settings_before[1][1:]))
     is_frozen = False
     try:
         for number, step in enumerate(steps):
@@ -317,7 +317,7 @@ def collect_after_steps(steps: Iterable[T]) -> Iterator[T]:
                 gc.collect()
                 gc.freeze()
                 is_frozen = True
-                if before == (True, gc.get_threshold()):
+                if settings_before == (True, gc.get_threshold()):
                     gc.set_threshold(*ours[1])
             elif is_frozen and number % EVERY == 0 and ours == (gc.isenabled(), gc.get_threshold()):
                 gc.collect(1)
@@ -325,7 +325,7 @@ def collect_after_steps(steps: Iterable[T]) -> Iterator[T]:
         if is_frozen:
             gc.unfreeze()
         if is_frozen and ours == (gc.isenabled(), gc.get_threshold()):
-            gc.set_threshold(*before[1])
+            gc.set_threshold(*settings_before[1])
 
 
 _MOST_ALLOCATIONS = 1_000_000

@@ -93,13 +93,13 @@ def newest(purpose: str = "to resume") -> Path:
     Raises:
         CheckpointError: there is no run.
     """
-    found = [(path.stat().st_mtime, path.parent) for path in RUNS.glob(f"*/{JOB}")]
-    if not found:
+    runs = [(path.stat().st_mtime, path.parent) for path in RUNS.glob(f"*/{JOB}")]
+    if not runs:
         raise CheckpointError(
             "run-folder-missing",
             f"there is no run below {RUNS}/ {purpose}; {'--out' if purpose == 'to resume' else 'an argument'} names another folder",
         )
-    return max(found)[1]
+    return max(runs)[1]
 
 
 def _new() -> Path:
@@ -226,8 +226,8 @@ def is_left_behind(folder: Path, lock: str, patience_s: float) -> bool:
 def _holder(path: Path) -> str:
     """Return who holds a lock, as text."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {held['pid']} on {held['host']}"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
 

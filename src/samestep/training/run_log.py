@@ -69,7 +69,7 @@ class NoLog:
     def rolled_back(self) -> None:
         """Do nothing."""
 
-    def straggler(self, found: Mapping[str, Any]) -> None:
+    def straggler(self, straggler: Mapping[str, Any]) -> None:
         """Do nothing."""
 
 
@@ -117,11 +117,11 @@ class RunLog:
         """Note that all steps up to this one are in a checkpoint."""
         self.goodput.save(step)
 
-    def straggler(self, found: Mapping[str, Any]) -> None:
+    def straggler(self, straggler: Mapping[str, Any]) -> None:
         """Print that a rank is slow, on the terminal and in the next line of the metrics."""
-        if found:
-            self._metrics.straggler = dict(found)
-            self.say(describe_stragglers(found))
+        if straggler:
+            self._metrics.straggler = dict(straggler)
+            self.say(describe_stragglers(straggler))
 
     def rolled_back(self) -> None:
         """Note that the steps since the last checkpoint are undone."""
@@ -192,17 +192,17 @@ class Goodput:
     @classmethod
     def of(cls, folder: Path, first: int, clock: Callable[[], float] = time.time) -> Goodput:
         """Return the times of a run that goes on after step `first`, from its folder; of a new run all are 0."""
-        found = cls(folder / TIMES_FILE, clock, _last=clock())
+        goodput = cls(folder / TIMES_FILE, clock, _last=clock())
         if first == 0:
-            found.path.unlink(missing_ok=True)
-        every = _rows(found.path)
+            goodput.path.unlink(missing_ok=True)
+        every = _rows(goodput.path)
         if rows := [row for row in every if row["step"] <= first]:
-            found.seconds |= rows[-1]["seconds"]
-            found._saved_steps_s = found.seconds["steps"]
+            goodput.seconds |= rows[-1]["seconds"]
+            goodput._saved_steps_s = goodput.seconds["steps"]
             if not rows[-1]["ended"] or rows[-1]["step"] != max(row["step"] for row in every):
-                found.seconds["restarts"] += max(0.0, found._last - rows[-1]["unix_s"])
-        found._before = dict(found.seconds)
-        return found
+                goodput.seconds["restarts"] += max(0.0, goodput._last - rows[-1]["unix_s"])
+        goodput._before = dict(goodput.seconds)
+        return goodput
 
     def give(self, to: _Spent) -> None:
         """Give the time since the last call to one kind of work."""
@@ -244,7 +244,7 @@ class Goodput:
     def to_line(self) -> str:
         """Return what a person reads of it, one line."""
         others = {name: value for name, value in self.seconds.items() if name != "steps" and value >= 0.05}
-        rest = ", ".join(f"{name} {value:,.1f} s" for name, value in sorted(others.items(), key=lambda one: -one[1]))
+        rest = ", ".join(f"{name} {value:,.1f} s" for name, value in sorted(others.items(), key=lambda item: -item[1]))
         total_s = sum(self.seconds.values())
         text = f"goodput {self.fraction:.1%}: {self.seconds['steps']:,.1f} of {total_s:,.1f} s were training steps"
         return f"{text}; {rest}" if rest else text

@@ -73,8 +73,8 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
             "held-out-rule",
             f"samestep.track was given {len(held_out)} samestep.EarlyStopping, and their decisions could differ. Use one with a dict of data sets",
         )
-    for held in held_out:
-        held.rule()  # which refuses a mean that is none
+    for stopping in held_out:
+        stopping.rule()  # which refuses a mean that is none
     tracking = Tracking(run, others, held_out[0] if held_out else None, Path(folder))
     run.receivers.append(tracking.receive)
     if held_out:
@@ -144,10 +144,10 @@ class Tracking:
             return None
         self._has_asked, rule = True, held_out.rule()
         rule.check(run)
-        before = evaluations.evaluations_before(run, rule, self._folder, first)
-        if not before.is_over:
+        evaluated = evaluations.evaluations_before(run, rule, self._folder, first)
+        if not evaluated.is_over:
             return None
-        self._evaluated, self._is_closed = before, True
+        self._evaluated, self._is_closed = evaluated, True
         batch.end_stream()
         if run.place.rank == 0:
             print(
@@ -156,7 +156,7 @@ class Tracking:
             )
         self._ended = StepReport(
             step=first, loss=math.nan, grad_norm=math.nan, lr=math.nan, tokens=0, step_s=0.0, tokens_per_s=0.0, memory_bytes=0,
-            held_out=before.rows[-1].losses, stop=True,
+            held_out=evaluated.rows[-1].losses, stop=True,
         )  # fmt: skip
         return self._ended
 
@@ -172,8 +172,8 @@ class Tracking:
             JobError: a receiver fails, or cannot be started.
         """
         if is_part and batch is not None and getattr(batch, "stream", None) is not None and not self._is_closed:
-            before = report if self._part is None else self._part[0]
-            terms, values = {**before.terms, **report.terms}, {**before.values, **report.values}
+            previous = report if self._part is None else self._part[0]
+            terms, values = {**previous.terms, **report.terms}, {**previous.values, **report.values}
             self._part = dataclasses.replace(report, terms=terms, values=values), batch
             batch.before_next(self._end_part)
             return report
@@ -181,10 +181,10 @@ class Tracking:
             return dataclasses.replace(report, held_out=self._last.held_out, stop=self._last.stop)
         if self._is_closed:
             return report
-        found = self._given(report)
-        if batch is not None and found.stop and not report.stop:
+        result = self._given(report)
+        if batch is not None and result.stop and not report.stop:
             batch.end_stream()
-        return found
+        return result
 
     def _end_part(self) -> None:
         """Give the report of a step in parts to the receivers."""

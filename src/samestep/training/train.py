@@ -94,16 +94,16 @@ def train(
         InputError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker process died, or under a launcher another rank; the first line of the text says which, and why.
     """
-    given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out, "resume": resume, "init_from": init_from}
-    given |= {"auto_resume": auto_resume, "allow_code": allow_code, "name": name}
+    arguments = {"layout": layout, "ranks": ranks, "steps": steps, "out": out, "resume": resume, "init_from": init_from}
+    arguments |= {"auto_resume": auto_resume, "allow_code": allow_code, "name": name}
     streams = redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr))
     with worker.lost_peers(), streams[0], streams[1]:
-        return _start(job, given, prove, least_ranks, rendezvous, on_step)
+        return _start(job, arguments, prove, least_ranks, rendezvous, on_step)
 
 
 def _start(
     job: Job,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     prove: bool,
     least_ranks: int | None,
     rendezvous: Any,
@@ -118,7 +118,7 @@ def _start(
     if least_ranks is not None and not job.run.restarts and not info.is_engine:
         raise JobError(
             "command-options",
-            f"--ranks {least_ranks}:{given['ranks']} lets a restart continue with fewer ranks, and run.restarts = 0. Use "
+            f"--ranks {least_ranks}:{arguments['ranks']} lets a restart continue with fewer ranks, and run.restarts = 0. Use "
             f"--set run.restarts=3",
         )
     if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
@@ -129,19 +129,19 @@ def _start(
             f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}",
         )
     if info.num_hosts > 1:
-        return _run_share(job, given, info, _rank_of_host)
+        return _run_share(job, arguments, info, _rank_of_host)
     if info.is_engine:
         run = job.run
         given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
         place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
         if least_ranks is not None:  # the launcher starts again with those that are left
-            given = {**given, "layout": _fitted(job, given["layout"], place.world_size, least_ranks)}
+            arguments = {**arguments, "layout": _fitted(job, arguments["layout"], place.world_size, least_ranks)}
     if rendezvous is None:
         workers.say_inside(info)
-        elastic = Elasticity(least_ranks, given["layout"] == AUTO)
-        return lead_workers(job, given, place, prove, elastic, on_step=on_step)
+        elastic = Elasticity(least_ranks, arguments["layout"] == AUTO)
+        return lead_workers(job, arguments, place, prove, elastic, on_step=on_step)
     on_hosts = wings.required("cluster", "hosts.run_on_hosts")
-    return cast(Summary, on_hosts.train_on_hosts(job, given, prove, least_ranks, rendezvous))
+    return cast(Summary, on_hosts.train_on_hosts(job, arguments, prove, least_ranks, rendezvous))
 
 
 def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> Layout | str | None:
@@ -158,14 +158,14 @@ def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> La
     return fitted_layout(layout or (Layout(**job.layout) if job.layout else None), world)
 
 
-def _rank_of_host(place: RankInfo, job: Job, given: Mapping[str, Any]) -> tuple[Summary | None, int]:
+def _rank_of_host(place: RankInfo, job: Job, arguments: Mapping[str, Any]) -> tuple[Summary | None, int]:
     """Do one rank's part as under a launcher of ranks; return its result, and the signal that stopped the run."""
-    return lead_workers(job, given, place, False, Elasticity(None, plans_anew=False)), join.ended_by()
+    return lead_workers(job, arguments, place, False, Elasticity(None, plans_anew=False)), join.ended_by()
 
 
 def lead_workers(
     job: Job,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     place: RankInfo | None,
     prove: bool,
     elastic: Elasticity,
@@ -174,8 +174,8 @@ def lead_workers(
 ) -> Summary | None:
     """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
     hosts = elastic.hosts
-    checked = check(job, **given, place=place, num_hosts=num_hosts)
-    if given["auto_resume"] and checked.is_finished:
+    checked = check(job, **arguments, place=place, num_hosts=num_hosts)
+    if arguments["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
     if hosts and hosts.num_hosts < num_hosts:
@@ -188,7 +188,7 @@ def lead_workers(
         _warn(checked, place, hosts)
     proof = _proven(checked) if prove else None
     with contextlib.ExitStack() as stack:
-        is_new = not (given["resume"] or given["auto_resume"])
+        is_new = not (arguments["resume"] or arguments["auto_resume"])
         decide_on_rank_0(lambda: _claim(checked, stack, is_new=is_new) if is_first else None, place)
         if proof is not None:
             record.keep(proof, checked.folder)
@@ -307,20 +307,20 @@ def _launched_by(rendezvous: object | None) -> LaunchInfo:
 
 
 def _run_share(
-    job: Job, given: Mapping[str, Any], info: LaunchInfo, work: Callable[..., tuple[T | None, int]]
+    job: Job, arguments: Mapping[str, Any], info: LaunchInfo, work: Callable[..., tuple[T | None, int]]
 ) -> T | None:
     """Run this host's ranks of `work`, where another launcher has started one process on each host; return rank 0's result.
 
     Raises:
         SamestepError: a rank raised it; class and text are the same.
     """
-    run, ranks = job.run, given["ranks"] or job.run.ranks
-    if given["layout"] != AUTO and (given["layout"] or job.layout):
-        ranks = resolve_layout(job, given["layout"], ranks, info.num_hosts)[1]
+    run, ranks = job.run, arguments["ranks"] or job.run.ranks
+    if arguments["layout"] != AUTO and (arguments["layout"] or job.layout):
+        ranks = resolve_layout(job, arguments["layout"], ranks, info.num_hosts)[1]
     ranks = ranks or (info.ranks_per_node or workers.default_ranks(run.device)) * info.num_hosts
     result, number = workers.run_workers(
         work,
-        (job, {**given, "ranks": None}),
+        (job, {**arguments, "ranks": None}),
         ranks=ranks,
         device=run.device,
         threads=run.threads,

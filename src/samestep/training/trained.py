@@ -46,12 +46,14 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
     """
     tokenizer = open_tokenizer(run.job)
     tokens = tokenizer.encode(prompt) or [tokenizer.end_id or 0]
-    found = sample_tokens(run, tokens, num_tokens, temperature, run.job.train.seed)
-    return None if found is None else tokenizer.decode(tokens + found)
+    sampled = sample_tokens(run, tokens, num_tokens, temperature, run.job.train.seed)
+    return None if sampled is None else tokenizer.decode(tokens + sampled)
 
 
-def sample_tokens(run: Run, given: list[int], num_tokens: int, temperature: float, seed: int) -> list[int] | None:
-    """Sample `num_tokens` tokens after those that are given; every call with one seed draws the same numbers.
+def sample_tokens(
+    run: Run, prompt_tokens: list[int], num_tokens: int, temperature: float, seed: int
+) -> list[int] | None:
+    """Sample `num_tokens` tokens after those of a prompt; every call with one seed draws the same numbers.
 
     Where no rank holds all weights, the call is collective over the world: every rank must make it, since the forward
     gathers weights and passes activations; if one rank does not, the others wait for it.
@@ -59,7 +61,7 @@ def sample_tokens(run: Run, given: list[int], num_tokens: int, temperature: floa
     Returns:
         The sampled tokens; None where the model gives no logits [batch, sequence, vocabulary].
     """
-    tokens, most = list(given), open_tokenizer(run.job).vocab_size
+    tokens, most = list(prompt_tokens), open_tokenizer(run.job).vocab_size
     generator = torch.Generator().manual_seed(seed)
     window = run.job.data.sequence_length
     # Sequence parallelism divides the tokens evenly among the ranks of tp. What fills up stands behind the last token,
@@ -69,17 +71,17 @@ def sample_tokens(run: Run, given: list[int], num_tokens: int, temperature: floa
         seen = tokens[-window:]
         filled = seen + seen[-1:] * (-len(seen) % multiple)
         outputs = run.outputs({"input_ids": torch.tensor([filled])})
-        found = getattr(outputs, "logits", outputs)
-        if not isinstance(found, Tensor) or found.dim() != 3:
+        batch_logits = getattr(outputs, "logits", outputs)
+        if not isinstance(batch_logits, Tensor) or batch_logits.dim() != 3:
             return None
         # A model may have more embeddings than the tokenizer has tokens: those are never sampled.
-        logits = found[0, len(seen) - 1, :most].double().cpu()
+        logits = batch_logits[0, len(seen) - 1, :most].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue
         chances = torch.softmax(logits / temperature, dim=-1).nan_to_num(1.0)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return tokens[len(given) :]
+    return tokens[len(prompt_tokens) :]
 
 
 def printable(text: str) -> str:
@@ -239,22 +241,26 @@ def sample(
     heat = train.sample_temperature if temperature is None else temperature
     seed = train.seed if seed is None else seed
     tokenizer, text = open_tokenizer(job), prompt or train.prompt
-    given = wings.required("readers", "chat").opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
+    prompt_tokens = (
+        wings.required("readers", "chat").opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
+    )
     averaged = ema or train.evaluate_ema
     model = _generating(stored, averaged=averaged)
     begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a template writes its own
-    if tokens is None and model is not None and (room := _room_behind(model, begin + given)) > 0:
+    if tokens is None and model is not None and (room := _room_behind(model, begin + prompt_tokens)) > 0:
         count = min(count, room)
-    if not given and not begin:
-        given = [tokenizer.end_id or 0]
-    found = (
-        sample_tokens(_prepare_run(stored, Workload(job, Layout()), averaged=averaged), given, count, heat, seed)
+    if not prompt_tokens and not begin:
+        prompt_tokens = [tokenizer.end_id or 0]
+    sampled = (
+        sample_tokens(
+            _prepare_run(stored, Workload(job, Layout()), averaged=averaged), prompt_tokens, count, heat, seed
+        )
         if model is None
-        else _generate_tokens(model, job, begin + given, count, heat, seed)
+        else _generate_tokens(model, job, begin + prompt_tokens, count, heat, seed)
     )
-    if found is None:
+    if sampled is None:
         raise ModelError("no-text-to-sample", f"{job.model.source} gives no logits of tokens, which sampling needs")
-    return tokenizer.decode(found if chat is not None else given + found)
+    return tokenizer.decode(sampled if chat is not None else prompt_tokens + sampled)
 
 
 def _prepare_run(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
@@ -286,12 +292,12 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
     return model.to(resolve_device(job.run.device)).eval()
 
 
-def _room_behind(model: Any, given: list[int]) -> int:
+def _room_behind(model: Any, tokens: list[int]) -> int:
     """Return the number of positions that a model has after the given tokens; 0 where that is unknown, or there is
     none."""
     facts = facts_of(model)
     most = facts.setting(model, facts.positions_field)
-    return most - len(given) if isinstance(most, int) else 0
+    return most - len(tokens) if isinstance(most, int) else 0
 
 
 def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
@@ -316,7 +322,7 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
     read = torch.tensor([tokens], device=device)
     with quiet(), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        found = model.generate(
+        outputs = model.generate(
             read,
             attention_mask=torch.ones_like(read),
             max_new_tokens=count,
@@ -326,7 +332,7 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
             pad_token_id=tokenizer.end_id or 0,
             **settings,
         )
-    return [int(token) for token in found[0, len(tokens) :]]
+    return [int(token) for token in outputs[0, len(tokens) :]]
 
 
 ExportForm = Literal["transformers", "safetensors", "dcp"]
@@ -442,15 +448,15 @@ def write_state(model: nn.Module, value: Callable[[str], Tensor], out: Path, dty
         ModelError: the state dict holds something that is no tensor, or a dtype that the format lacks.
         OSError: the file cannot be written.
     """
-    held = model.state_dict()
-    if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
+    state = model.state_dict()
+    if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ModelError(
             "export-form",
             f"{strange[0]} in the state dict of {type(model).__name__} is no tensor, and a file of safetensors holds tensors alone. Use a "
             "registered buffer in place of get_extra_state",
         )
     tensors = {}
-    for name in held:
+    for name in state:
         tensor = value(name)
         tensors[name] = cast_to(tensor, dtype or tensor.dtype)
     try:

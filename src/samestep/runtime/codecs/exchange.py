@@ -28,9 +28,9 @@ from samestep.wings import required
 class PlainExchange:
     """The sum of one buffer without a codec, through all steps of a run: over a rank's contributions first, then over ranks."""
 
-    def __init__(self, made: Contributions, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, contributions: Contributions, group: dist.ProcessGroup | None) -> None:
         """Make an exchange over `group`, None for a single rank."""
-        self._made, self._group = made, group
+        self._made, self._group = contributions, group
         self.begin_step()
 
     def residuals(self, number: int) -> Iterator[BufferResidual]:
@@ -85,7 +85,7 @@ class CodedExchange:
         self,
         name: str,
         parts: Sequence[CodedPart],
-        made: Contributions,
+        contributions: Contributions,
         group: dist.ProcessGroup | None,
         like: Tensor,
         *,
@@ -100,23 +100,28 @@ class CodedExchange:
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
-        self._codec, self._parts, self._made, self._group = codec_of(name, backend), parts, made, group
+        self._codec, self._parts, self._made, self._group = codec_of(name, backend), parts, contributions, group
         self._index = dist.get_rank(group) if group is not None else 0
-        self._gathers = gathers or made.ranks == 1
+        self._gathers = gathers or contributions.ranks == 1
         sizes = [spec.size_bytes(self._chunk(part), part.block) for part in parts]
         self._windows = [slice(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
 
-        own, size = made.ranks * made.each, sum(sizes)
-        counts = [own, own if made.ranks > 1 else 0, made.ranks if self._gathers else 1]
+        num_sent, size = contributions.ranks * contributions.each, sum(sizes)
+        counts = [num_sent, num_sent if contributions.ranks > 1 else 0, contributions.ranks if self._gathers else 1]
         if scratch is None:
             scratch = torch.zeros(sum(counts) * size, dtype=torch.uint8, device=like.device)
         sent, received, self._sums = scratch[: sum(counts) * size].view(sum(counts), size).split(counts)
-        self._sent = sent.view(made.ranks, made.each, size)
-        self._received = received.view(made.ranks, made.each, size) if made.ranks > 1 else self._sent
+        self._sent = sent.view(contributions.ranks, contributions.each, size)
+        self._received = (
+            received.view(contributions.ranks, contributions.each, size) if contributions.ranks > 1 else self._sent
+        )
         self._lost: list[list[Tensor]] = []
         self._lost_by_sum: list[Tensor] = []
         if spec.feeds_back:
-            self._lost = [[like.new_zeros(made.ranks, self._chunk(part)) for part in parts] for _ in range(made.each)]
+            self._lost = [
+                [like.new_zeros(contributions.ranks, self._chunk(part)) for part in parts]
+                for _ in range(contributions.each)
+            ]
             self._lost_by_sum = [like.new_zeros(1, self._chunk(part)) for part in parts]
         self.begin_step()
 
@@ -129,8 +134,8 @@ class CodedExchange:
         for contribution, lost in enumerate(self._lost, self._index * self._made.each):
             yield BufferResidual(str(contribution), 0, lost[number].view(-1))
         if self._lost_by_sum:
-            mine = self._lost_by_sum[number]
-            yield BufferResidual(SUM, self._index * mine.numel(), mine.view(-1))
+            lost_by_sum = self._lost_by_sum[number]
+            yield BufferResidual(SUM, self._index * lost_by_sum.numel(), lost_by_sum.view(-1))
 
     def directions(self) -> Iterator[Directions]:
         """Yield nothing, since nothing is projected."""

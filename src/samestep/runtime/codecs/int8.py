@@ -101,12 +101,12 @@ class _Fused:
 def _quantise(rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
     for run in _runs(rows):
         values = rows[run] if lost is None else lost[run].add_(rows[run])
-        found, is_finite = _exponents(values)
-        scaled = torch.mul(values, _power_of_two(-found, rows)[:, None]).round_()
+        scale_exponents, is_finite = _exponents(values)
+        scaled = torch.mul(values, _power_of_two(-scale_exponents, rows)[:, None]).round_()
         codes[run] = scaled
-        exponents[run] = torch.where(is_finite, found, _NOT_FINITE)
+        exponents[run] = torch.where(is_finite, scale_exponents, _NOT_FINITE)
         if lost is not None:
-            values.addcmul_(scaled, _power_of_two(found, rows)[:, None], value=-1)
+            values.addcmul_(scaled, _power_of_two(scale_exponents, rows)[:, None], value=-1)
             if rows.is_cuda or not is_finite.all():  # on GPUs a pass takes less time than to wait for the answer
                 values.masked_fill_(~is_finite[:, None], 0.0)
 
@@ -118,12 +118,12 @@ def _add_scaled(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
 
 def _quantise_at_once(rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
     values = rows if lost is None else lost + rows
-    found, is_finite = _exponents(values)
-    scaled = torch.round(values * _power_of_two(-found, rows)[:, None])
+    scale_exponents, is_finite = _exponents(values)
+    scaled = torch.round(values * _power_of_two(-scale_exponents, rows)[:, None])
     codes.copy_(scaled)
-    exponents.copy_(torch.where(is_finite, found, _NOT_FINITE))
+    exponents.copy_(torch.where(is_finite, scale_exponents, _NOT_FINITE))
     if lost is not None:
-        rest = values - scaled * _power_of_two(found, rows)[:, None]
+        rest = values - scaled * _power_of_two(scale_exponents, rows)[:, None]
         lost.copy_(torch.where(is_finite[:, None], rest, 0.0))
 
 
@@ -142,8 +142,8 @@ def _exponents(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the exponents of the scales of blocks [blocks, block], int32, and whether all of each is finite."""
     largest = torch.maximum(rows.amax(1), -rows.amin(1))  # in a tenth of the time of a norm on CPUs
     above = (largest * (128 / 127)).float().view(torch.int32)
-    found = (above >> 23) - 133  # the bits of a float32 hold its exponent plus 127
-    return found.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), largest <= 127 * 2.0**_LARGEST_SCALE  # which nan is not
+    exponents = (above >> 23) - 133  # the bits of a float32 hold its exponent plus 127
+    return exponents.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), largest <= 127 * 2.0**_LARGEST_SCALE  # which nan is not
 
 
 def _scales(exponents: Tensor, like: Tensor) -> Tensor:

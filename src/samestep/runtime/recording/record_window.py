@@ -121,8 +121,8 @@ class MemorySampler:
 
 
 def _allocated(device: torch.device) -> tuple[int, int, int]:
-    found = torch.cuda.memory_stats_as_nested_dict(device)
-    allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return allocated["current"], reserved["current"], allocated["peak"]
 
 
@@ -378,8 +378,8 @@ def _of_step(step: RecordedStep, events: Sequence[Sequence[Any]], ran: Sequence[
     names: dict[str, int] = {}
     at = step.begin_ns
     kernels = [
-        Kernel(names.setdefault(name, len(names)), issued - at, begin - at, end - at, own)
-        for name, issued, begin, end, own in ran[first:last]
+        Kernel(names.setdefault(name, len(names)), issued - at, begin - at, end - at, own_ns)
+        for name, issued, begin, end, own_ns in ran[first:last]
     ]
     return StepKernels(step=step.step, names=[*names], kernels=kernels, events=events)
 
@@ -391,8 +391,8 @@ def _ran(events: Iterable[Any], anchors: Sequence[Anchor]) -> Iterator[Ran]:
     best: dict[int, tuple[int, int, int]] = {}
     for step, name, before, after in anchors:
         if name in seen:
-            found = after - before, seen[name], (before + after) // 2 - seen[name]
-            best[step] = min(best.get(step, found), found)
+            estimate = after - before, seen[name], (before + after) // 2 - seen[name]
+            best[step] = min(best.get(step, estimate), estimate)
     offsets = sorted((at, offset) for _, at, offset in best.values())
 
     def on_host(time_us: float) -> int:

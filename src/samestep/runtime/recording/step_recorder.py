@@ -129,12 +129,12 @@ class _Issued:
         if size_bytes is not None:
             self._event.append(size_bytes)
 
-    def wait(self, *given: Any) -> Any:
+    def wait(self, *args: Any) -> Any:
         """Wait as the work does."""
         event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
         twin = self._recorder.append(event)
         try:
-            return self._work.wait(*given)
+            return self._work.wait(*args)
         finally:
             event[3] = self._recorder.now()
             if twin is not None:
@@ -204,8 +204,8 @@ class StepRecorder(StepObserver):
 
         With `kernels` torch.profiler runs too, and its kernels are written into a file of their own.
         """
-        for one in [window for window in self._windows if window.overlaps(steps)]:
-            self._leave(one)
+        for overlapping in [window for window in self._windows if window.overlaps(steps)]:
+            self._leave(overlapping)
         path = recorded.path_of(folder, steps, self.rank)
         profile = KernelProfile(recorded.kernel_path(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
@@ -233,17 +233,20 @@ class StepRecorder(StepObserver):
         yield
         if opened is not None and self._open is opened:
             opened.end = self.now()
-            (had, queued), (had_before, before) = self._processor.read(), opened.processor
-            opened.processor = had - had_before, None if queued is None or before is None else queued - before
+            (had, queued), (had_before, queued_before) = self._processor.read(), opened.processor
+            opened.processor = (
+                had - had_before,
+                None if queued is None or queued_before is None else queued - queued_before,
+            )
             if (window := opened.window) is not None:
                 opened.held = window.held = window.held or held()
                 opened.others_queued_ns = self._longest_queued(opened.threads)
 
     def _longest_queued(self, before: Mapping[str, int]) -> int | None:
         """Return for how long that thread of the process but this one which waited most was queued since `before`."""
-        own = str(threading.get_native_id())
+        own_id = str(threading.get_native_id())
         now = queued_threads()
-        return max([now[key] - before.get(key, 0) for key in now if key != own], default=None)
+        return max([now[key] - before.get(key, 0) for key in now if key != own_id], default=None)
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
@@ -389,8 +392,8 @@ class StepRecorder(StepObserver):
 
     def _window_of(self, step: int) -> RecordWindow | None:
         """Return the window that a step is in, and leave those before it."""
-        for one in [window for window in self._windows if step >= window.steps.stop]:
-            self._leave(one)
+        for past in [window for window in self._windows if step >= window.steps.stop]:
+            self._leave(past)
         return next((window for window in self._windows if step in window.steps), None)
 
     def _finish_open(self) -> None:
@@ -407,10 +410,10 @@ class StepRecorder(StepObserver):
     def _read(self, until_empty: bool = False) -> None:
         """Read the steps that the device has passed."""
         while self._unread and (until_empty or self._clock.is_past(self._unread[0].until)):
-            self._newest = one = self._unread.popleft()
-            if one.window is not None:
-                self._newest = step = self._closed(one)
-                one.window.write(step, _since_begin(one.host_events, step))
+            self._newest = unread = self._unread.popleft()
+            if unread.window is not None:
+                self._newest = step = self._closed(unread)
+                unread.window.write(step, _since_begin(unread.host_events, step))
             if self._left:
                 self._close_files()
 
@@ -458,6 +461,6 @@ class StepRecorder(StepObserver):
         self._close_files()
 
     def _close_files(self) -> None:
-        for one in [window for window in self._left if all(step.window is not window for step in self._unread)]:
-            self._left.remove(one)
-            one.close()
+        for finished in [window for window in self._left if all(step.window is not window for step in self._unread)]:
+            self._left.remove(finished)
+            finished.close()

@@ -45,7 +45,7 @@ class StepSums:
 
 def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
     """Return the sums of a step; `axes` are those of owners."""
-    found: dict[str, float] = {"sent": 0}
+    sums: dict[str, float] = {"sent": 0}
     tasks, recomputed, waits = [], [], []
     for form, name, begin, end, *more in step.events:
         if form == "task":
@@ -54,24 +54,24 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
             recomputed.append(("recompute_s", begin, end))
         elif form == "region":
             waited = f"{name.partition(':')[0]}_s"
-            found[waited] = found.get(waited, 0.0) + (end - begin) / 1e9
+            sums[waited] = sums.get(waited, 0.0) + (end - begin) / 1e9
             waits.append((begin, end))
         elif form == "sent":
-            found["sent"] += 1
+            sums["sent"] += 1
         if form == "wait" or (form == "sent" and not more[2]):
             waited = f"wait_{axes.get(name, 'other')}_s"
-            found[waited] = found.get(waited, 0.0) + (end - begin) / 1e9
+            sums[waited] = sums.get(waited, 0.0) + (end - begin) / 1e9
             waits.append((begin, end))
     for name, begin, end in (*tasks, *recomputed):
-        found[name] = found.get(name, 0.0) + (end - begin) / 1e9
-    for name, seconds in _waited_inside(tasks, [*waits, *(one[1:] for one in recomputed)]):  # own work alone
-        found[name] -= seconds
+        sums[name] = sums.get(name, 0.0) + (end - begin) / 1e9
+    for name, seconds in _waited_inside(tasks, [*waits, *(interval[1:] for interval in recomputed)]):  # own work alone
+        sums[name] -= seconds
     for name, seconds in _waited_inside(recomputed, waits) if recomputed else ():
-        found[name] -= seconds
+        sums[name] -= seconds
     if step.ahead_ns:
-        found["host_ahead_s"] = step.ahead_ns / 1e9
-    found["cpu_s"] = step.cpu_ns / 1e9
-    return StepSums(step.step, found)
+        sums["host_ahead_s"] = step.ahead_ns / 1e9
+    sums["cpu_s"] = step.cpu_ns / 1e9
+    return StepSums(step.step, sums)
 
 
 def _waited_inside(tasks: list[tuple[str, int, int]], waits: list[tuple[int, int]]) -> Iterator[tuple[str, float]]:
@@ -120,12 +120,12 @@ def straggler_among(
         step_s: seconds of a step.
     """
     worst: tuple[int, float] | None = None
-    for rank, mine in own_s.items():
+    for rank, seconds in own_s.items():
         peers = [other for other in own_s if other != rank and stages[other] == stages[rank]]
-        if not peers or not mine:
+        if not peers or not seconds:
             continue
-        usual = [statistics.median(own_s[peer][index] for peer in peers) for index in range(len(mine))]
-        more = [own - other for own, other in zip(mine, usual, strict=True)]
+        usual = [statistics.median(own_s[peer][index] for peer in peers) for index in range(len(seconds))]
+        more = [value - other for value, other in zip(seconds, usual, strict=True)]
         pairs = zip(more, usual, strict=True)
         far = [excess > max((STRAGGLES - 1) * other, WORTH * step_s) for excess, other in pairs]
         if sum(far) > MOST_STEPS * len(far) and (worst is None or statistics.median(more) > worst[1]):
@@ -163,7 +163,7 @@ class StragglerWatch:
             return {}
         read = [json.loads(text) for text in store.multi_get(keys)]
         straggler = straggler_among(
-            {rank: own for rank, (_, own) in enumerate(read)}, dict(enumerate(self._stages)), step_s
+            {rank: seconds for rank, (_, seconds) in enumerate(read)}, dict(enumerate(self._stages)), step_s
         )
         if straggler is None or straggler[0] in self._named:
             return {}
@@ -178,11 +178,11 @@ class StragglerWatch:
         }
 
 
-def describe_stragglers(found: Mapping[str, Any]) -> str:
+def describe_stragglers(straggler: Mapping[str, Any]) -> str:
     """Return the line about a straggler that a person reads."""
     return (
-        f"rank {found['rank']} on {found['host']} is slow: up to step {found['step']} its own work took {1e3 * found['more_s']:.1f} ms "
-        f"longer than that of the other ranks ({found['of_step']:.0%} of a step), and they wait for it; samestep doctor and samestep explain say more"
+        f"rank {straggler['rank']} on {straggler['host']} is slow: up to step {straggler['step']} its own work took {1e3 * straggler['more_s']:.1f} ms "
+        f"longer than that of the other ranks ({straggler['of_step']:.0%} of a step), and they wait for it; samestep doctor and samestep explain say more"
     )
 
 

@@ -66,8 +66,8 @@ def take_steps(
         steps.losses.append(total / counted if counted else math.nan)
         steps.norms.append(math.hypot(*norms) / math.sqrt(len(norms)))
         moved = exchanges.take(batch.step + 1)
-        own = [{name: param for name, param in replica.items() if name not in moved} for replica in replicas]
-        steps.gradients.append([*_of_replicas(own, gradient_of), *copy_whole(moved)])
+        rest = [{name: param for name, param in replica.items() if name not in moved} for replica in replicas]
+        steps.gradients.append([*_of_replicas(rest, gradient_of), *copy_whole(moved)])
         steps.weights.append([*_of_replicas(replicas, Tensor.detach), *copy_whole(outer)])
     return steps
 

@@ -276,14 +276,14 @@ class FactoredExchange:
 
 def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
     """Yield runs of adjacent matrices of one shape."""
-    found: list[Matrix] = []
+    run: list[Matrix] = []
     for matrix in matrices:
-        if found and (found[-1][2:] != matrix[2:] or found[-1].offset + matrix.numel != matrix.offset):
-            yield tuple(found)
-            found = []
-        found.append(matrix)
-    if found:
-        yield tuple(found)
+        if run and (run[-1][2:] != matrix[2:] or run[-1].offset + matrix.numel != matrix.offset):
+            yield tuple(run)
+            run = []
+        run.append(matrix)
+    if run:
+        yield tuple(run)
 
 
 def _runs_outside(part: CodedPart) -> Iterator[slice]:
