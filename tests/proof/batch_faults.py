@@ -29,6 +29,8 @@ from samestep.runtime.weights.replicated import Replicated
 from tests.models import Tokens
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
+world_size = dist.get_world_size  # as it is before a step looks who calls it
+
 # -- loss and division -----------------------------------------------------------------------------
 
 
@@ -101,7 +103,7 @@ def counts_are_clamped_on_each_rank(patch: Patch) -> None:
 
 @fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
 def loss_that_balances_experts_is_scaled_by_the_ranks(patch: Patch) -> None:
-    around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * dist.get_world_size())
+    around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * world_size())
 
 
 @fault(Cause.AUXILIARY_LOSS, "dp=2", "mixtral_balanced")

@@ -355,7 +355,8 @@ class Repeat(NamedSamples):
         if mesh.size("world") == 1:
             return value
         number = torch.tensor(value, dtype=torch.float64, device=mesh.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        with outside_step():
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return float(number)
 
     def _loss(self, outputs: Any, samples: Any, modes: Callable[[], AbstractContextManager[None]]) -> Tensor:
