@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,27 +49,30 @@ class Codes:
 
     def __init__(self) -> None:
         self._codes: set[str] | None = None
-        self._message = VerbFailure._message
+        self._printed = VerbFailure.text, VerbFailure.to_record
         os.register_at_fork(after_in_child=self.close)
 
     def open(self) -> None:
         """Begin with no code."""
-        codes, message = set[str](), self._message.fget
-        assert message is not None
-        self._codes = codes
+        codes = self._codes = set[str]()
+        text, to_record = self._printed
 
-        def printed(failure: VerbFailure) -> str:
-            if isinstance(failure.error, SamestepError):
-                codes.add(failure.error.code)
-            return message(failure)
+        def noting(shown: Callable[[VerbFailure], Any]) -> Callable[[VerbFailure], Any]:
+            def printed(failure: VerbFailure) -> Any:
+                if isinstance(failure.error, SamestepError):
+                    codes.add(failure.error.code)
+                return shown(failure)
 
-        VerbFailure._message = property(printed)  # type: ignore[assignment]
+            return printed
+
+        VerbFailure.text = property(noting(text.fget))  # type: ignore[assignment, arg-type]
+        VerbFailure.to_record = noting(to_record)  # type: ignore[method-assign]
         sys.settrace(self._entered)
 
     def close(self) -> set[str]:
         """End, and return the codes."""
         sys.settrace(None)
-        VerbFailure._message = self._message  # type: ignore[method-assign]
+        VerbFailure.text, VerbFailure.to_record = self._printed  # type: ignore[method-assign]
         codes, self._codes = self._codes, None
         return codes or set()
 
