@@ -534,7 +534,7 @@ def test_what_no_value_is_drawn_for_is_refused_with_the_place(monkeypatch: pytes
     assert spec_of(lambda: Looks(at_floats=True), sample).varies_at == "linear"
     monkeypatch.setattr(meta_tensors, "DRAWN_ELEMENTS", 0)
     with pytest.raises(
-        ModelError, match=r"at linear looks at the values.*models of up to .* weights are run once to see"
+        ModelError, match=r"the forward looks at the values.*models of up to .* weights are run once to see"
     ):
         spec_of(lambda: Looks(at_floats=True), sample)
 
