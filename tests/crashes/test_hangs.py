@@ -374,7 +374,7 @@ def _loop(place: RankInfo, hang_s: float, timeout_s: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:ranks? .* of 2 ha(s|ve) not moved")
 @pytest.mark.parametrize(
-    ("hang_s", "limit_s", "end"), [(1.5, 600.0, r"run\.hang_s = 1\.5"), (600.0, 4.0, r"\(run\.timeout_s\)")]
+    ("hang_s", "limit_s", "end"), [(1.5, 600.0, r"run\.hang_s = 1\.5"), (600.0, 8.0, r"\(run\.timeout_s\)")]
 )
 def test_a_first_step_of_an_own_loop_that_hangs_ends_in_a_line(
     hang_s: float, limit_s: float, end: str, monkeypatch: pytest.MonkeyPatch
