@@ -418,7 +418,8 @@ class _WorkerPool:
     def _cause(self) -> Exception:
         """Return the exception that describes the first cause."""
         causes = [failure for failure in self.failures if not failure.is_echo]
-        first = min(causes or self.failures, key=lambda failure: failure.time_s)
+        late = [failure for failure in self.failures if "imed out" in failure.what]  # whose connections then close
+        first = min(causes or late or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
             return errors.of_words(first.mistake, [first.code, first.text])
         lines = [f"{self._named([first.rank])} {first.what}"]
