@@ -149,12 +149,12 @@ def inverted(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     wrong = []
     for layouts in _groups(used):
         for pair in itertools.combinations(layouts.items(), 2):
-            (faster, (faster_s, least_s)), (slower, (slower_s, most_s)) = sorted(pair, key=lambda one: one[1][1])
+            (faster, (faster_s, least_s)), (slower, (slower_s, most_s)) = sorted(pair, key=lambda layout: layout[1][1])
             if most_s / least_s > 1 + ALIKE and slower_s <= faster_s:
                 wrong.append(
                     {"faster": faster, "slower": slower, "measured": rounded(most_s / least_s), "predicted": rounded(slower_s / faster_s)}
                 )  # fmt: skip
-    return sorted(wrong, key=lambda one: -one["measured"])
+    return sorted(wrong, key=lambda row: -row["measured"])
 
 
 def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
@@ -291,7 +291,7 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         "reserved": sorted({row["file"] for row in rows if is_reserved(row)}),
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
         "own_factors": own_factors(rows, outcomes),
-        "inverted": {name: inverted(found) for name, found in by_file.items()},
+        "inverted": {name: inverted(groups) for name, groups in by_file.items()},
         **_of_intervals(rows, outcomes),
         "kinds": {
             kind: {name: _kind(alike) for name, alike in parts.items() if alike}

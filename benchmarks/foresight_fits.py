@@ -299,13 +299,13 @@ def _ratios(runs: Sequence[tuple[str, Sequence[Row]]], settings: Sequence[Settin
 
 
 def _labels(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[tuple[str, int, str]]:
-    found = []
-    for one in prepare(runs):
-        if one is not None:
-            words = one.case.words
+    groups = []
+    for prepared in prepare(runs):
+        if prepared is not None:
+            words = prepared.case.words
             count = math.prod(int(words.get(word, 1)) for word in ("tp", "pp", "dp_replicate", "dp_shard"))
-            found.append((class_of(one.case.machine, count), count, one.work))
-    return found
+            groups.append((class_of(prepared.case.machine, count), count, prepared.work))
+    return groups
 
 
 Fitted = dict[str, dict[str, Any]]

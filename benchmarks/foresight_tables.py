@@ -167,7 +167,7 @@ def factors_table(record: dict[str, Any]) -> Table:
 def inverted_table(record: dict[str, Any]) -> Table:
     """Return the table of pairs of layouts that are predicted in the wrong order."""
     keys = ("faster", "slower", "measured", "predicted")
-    lines = [[name, *(pair[key] for key in keys)] for name, found in record["inverted"].items() for pair in found]
+    lines = [[name, *(pair[key] for key in keys)] for name, pairs in record["inverted"].items() for pair in pairs]
     return ("source", "the faster layout", "the slower one", "took, times", "predicted"), lines
 
 

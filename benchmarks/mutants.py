@@ -55,10 +55,10 @@ def _swapped(node: Any, pairs: dict[type, type]) -> Any:
 
 
 def _with(node: Any, **values: Any) -> Any:
-    made = copy.copy(node)
+    changed = copy.copy(node)
     for name, value in values.items():
-        setattr(made, name, value)
-    return made
+        setattr(changed, name, value)
+    return changed
 
 
 def _sign(node: Any) -> ast.AST | None:
@@ -197,7 +197,7 @@ def mutated(text: str, site: Site) -> tuple[str, str, str]:
             if value is node:
                 setattr(parent, field, changed)
             elif isinstance(value, list):
-                setattr(parent, field, [changed if one is node else one for one in value])
+                setattr(parent, field, [changed if child is node else child for child in value])
     return ast.unparse(ast.fix_missing_locations(tree)), before, after
 
 
@@ -221,17 +221,17 @@ def drawn(seed: int, count: int, root: Path = ROOT) -> list[Site]:
     rooms, operators = sorted(of_rooms), list(OPERATORS)
     draw.shuffle(rooms)
     draw.shuffle(operators)
-    found: list[Site] = []
+    chosen: list[Site] = []
     times = Counter[str]()
     for room in itertools.cycle(rooms):
         left = of_rooms[room]
-        if len(found) >= count or not any(itertools.chain(*(some.values() for some in of_rooms.values()))):
+        if len(chosen) >= count or not any(itertools.chain(*(some.values() for some in of_rooms.values()))):
             break
-        if able := [one for one in operators if left.get(one)]:
-            operator = min(able, key=lambda one: times[one])
+        if able := [operator for operator in operators if left.get(operator)]:
+            operator = min(able, key=times.__getitem__)
             times[operator] += 1
-            found.append(left[operator].pop(draw.randrange(len(left[operator]))))
-    return found
+            chosen.append(left[operator].pop(draw.randrange(len(left[operator]))))
+    return chosen
 
 
 # -- which test file reaches what ------------------------------------------------------------------
@@ -270,12 +270,12 @@ def pytest_configure() -> None:
 def test_files_of(site: Site) -> list[str]:
     """Return the test files that reach a site, cheapest first; those of which nothing is noted are left out."""
     costs = json.loads((ROOT / "tests" / "costs.json").read_text(encoding="utf-8"))
-    word, found = f"{site.file}::{site.function}", []
+    word, files = f"{site.file}::{site.function}", []
     for path in REACHED.glob("*.txt"):
         file, *functions = path.read_text(encoding="utf-8").splitlines()
         if word in functions:
-            found.append(file)
-    return sorted(found, key=lambda file: costs.get(file, {}).get("processor_s", 1.0))
+            files.append(file)
+    return sorted(files, key=lambda file: costs.get(file, {}).get("processor_s", 1.0))
 
 
 # -- running one -----------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LI
         target = source / "samestep" / site.file
         text, before, after = mutated(target.read_text(encoding="utf-8"), site)
         target.write_text(text, encoding="utf-8")
-        found = {
+        row = {
             "before": before,
             "after": after,
             "killed_by": "",
@@ -301,12 +301,12 @@ def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LI
         for file in files:
             if (used_s := _used_s() - begin_s) >= limit_s:
                 break
-            found["files"] += 1
+            row["files"] += 1
             if (failed := _first_failure(file, source, root)) != "":
-                found["killed_by"] = failed
+                row["killed_by"] = failed
                 break
         used_s = _used_s() - begin_s
-    return {**found, "processor_s": round(used_s, 1)}
+    return {**row, "processor_s": round(used_s, 1)}
 
 
 def _first_failure(file: str, source: Path, root: Path) -> str:
@@ -357,11 +357,11 @@ def main() -> int:
     runs = verbs.add_parser("run")
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--count", type=int, default=40)
-    given = parser.parse_args()
-    if given.verb == "reach":
-        reach(given.files)
+    words = parser.parse_args()
+    if words.verb == "reach":
+        reach(words.files)
     else:
-        run(given.seed, given.count)
+        run(words.seed, words.count)
     return 0
 
 

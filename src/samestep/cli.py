@@ -184,10 +184,10 @@ def _environment() -> dict[str, Any]:
 
 def _environment_text() -> str:
     """Return the same as text, one line each."""
-    found = _environment()
-    packages = (f"{package} {version or 'is not installed'}" for package, version in found["packages"].items())
-    head = f"python {found['python']} on {found['platform']}, {found['cores']} cores"
-    return "\n".join([head, *packages, *found["shadowed"], *found["gpus"]])
+    facts = _environment()
+    packages = (f"{package} {version or 'is not installed'}" for package, version in facts["packages"].items())
+    head = f"python {facts['python']} on {facts['platform']}, {facts['cores']} cores"
+    return "\n".join([head, *packages, *facts["shadowed"], *facts["gpus"]])
 
 
 def _gpus() -> list[str]:

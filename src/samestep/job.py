@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from samestep.errors import JobError, did_you_mean, mistakes_in, short_repr
+from samestep.errors import JobError, did_you_mean, short_repr
 from samestep.job_tables import (
     HELD_OUT,
     CheckpointTable,
@@ -58,10 +58,7 @@ class Job(Table):
                 "argument-type",
                 f"a job is made of tables by their names, and {short_repr(source)} has none. Use Job(train={{...}}), and Job(**tables)",
             )
-        try:
-            super(Table, self).__init__(**dict[str, Any](tables))
-        except ValidationError as error:
-            raise JobError(*mistakes_in(error, source, type(self))) from None
+        super().__init__(source, **dict[str, Any](tables))
 
     @field_validator("layout")
     @classmethod

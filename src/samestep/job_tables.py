@@ -6,6 +6,7 @@ The docstring of a key is its line in the reference of the docs. The optimizer a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -67,8 +68,8 @@ _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
 class Table(BaseModel):
     """Keys with their types and ranges; other keys are mistakes."""
 
-    def __init__(self, /, **keys: Any) -> None:
-        """Check the keys.
+    def __init__(self, source: Callable[[str], str] | None = None, /, **keys: Any) -> None:
+        """Check the keys; `source` returns, for a key, the origin that an error about it begins with, by default the table's name.
 
         Raises:
             JobError: all mistakes in the keys, one a line.
@@ -76,7 +77,8 @@ class Table(BaseModel):
         try:
             super().__init__(**keys)
         except ValidationError as error:
-            raise JobError(*mistakes_in(error, lambda _: type(self).__name__, type(self))) from None
+            source = source or (lambda _: type(self).__name__)
+            raise JobError(*mistakes_in(error, source, type(self))) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a table within a job reports to the job
 

@@ -48,7 +48,7 @@ CHANGES = {
 def test_an_operator_changes_one_place_and_nothing_outside_of_functions(operator: str) -> None:
     whole = ast.unparse(ast.parse(SAMPLE)).splitlines()
     changes = []
-    for site in (one for one in mutants.sites(SAMPLE) if one.operator == operator):
+    for site in (place for place in mutants.sites(SAMPLE) if place.operator == operator):
         text, before, after = mutants.mutated(SAMPLE, site)
         assert before != after
         assert site.function == "Store.send"
@@ -88,7 +88,7 @@ def test_the_first_test_that_notices_a_mutant_is_named(tmp_path: Path) -> None:
     (tests / "test_sharp.py").write_text(
         "from samestep.sums import total\ndef test_sum():\n    assert total(1, 2) == 3\n"
     )
-    (site,) = (one for one in mutants.sites(text, "sums.py") if one.operator == "sign")
+    (site,) = (place for place in mutants.sites(text, "sums.py") if place.operator == "sign")
     missed = mutants.outcome(site, ["tests/test_blind.py"], tmp_path)
     killed = mutants.outcome(site, ["tests/test_blind.py", "tests/test_sharp.py"], tmp_path)
     late = mutants.outcome(site, ["tests/test_sharp.py"], tmp_path, limit_s=0.0)

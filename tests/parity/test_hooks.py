@@ -129,8 +129,8 @@ def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: st
         optimizer.step()
         wanted.append((total / count).item())
     world = samestep.Layout(layout).world_size
-    found = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
-    assert all(one == pytest.approx(wanted, rel=1e-9) for one in found)
+    losses = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
+    assert all(of_rank == pytest.approx(wanted, rel=1e-9) for of_rank in losses)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -165,6 +165,16 @@ def plain(name: str, kind: type[Net] = Net) -> tuple[list[float], dict[str, Tens
     return losses, model.state_dict()
 
 
+def assert_equal(layout: str, name: str, kind: type[Net] = Net) -> None:
+    """A layout has the losses and weights of the plain loop."""
+    losses, weights = plain(name, kind)
+    for losses_of_rank, state, error in pool(Layout(layout).world_size).run(trained, layout, name, None, kind):
+        assert not error
+        assert losses_of_rank == pytest.approx(losses, rel=1e-9, abs=1e-12)
+        for key, value in weights.items():
+            assert torch.allclose(state[key], value, rtol=1e-9, atol=1e-12), key
+
+
 LAYOUTS = ("dp=2 microbatch=1", "dp=2 zero=3", "pp=2 microbatch=2", "tp=2")
 ROWS = [(LAYOUTS[0], name) for name in CASES]
 ROWS += [
@@ -176,12 +186,7 @@ ROWS += [
 
 @pytest.mark.parametrize(("layout", "name"), ROWS)
 def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> None:
-    losses, weights = plain(name)
-    for found, held, error in pool(Layout(layout).world_size).run(trained, layout, name):
-        assert not error
-        assert found == pytest.approx(losses, rel=1e-9, abs=1e-12)
-        for key, value in weights.items():
-            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+    assert_equal(layout, name)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,7 @@ def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> No
 )
 def test_a_loss_over_tokens_is_that_of_whole_sequences_under_cp(layout: str, name: str) -> None:
     """Also of outputs [B, C, T], as torch's cross-entropy takes them."""
-    losses, weights = plain(name, Attentive)
-    for found, held, error in pool(Layout(layout).world_size).run(trained, layout, name, None, Attentive):
-        assert not error
-        assert found == pytest.approx(losses, rel=1e-9, abs=1e-12)
-        for key, value in weights.items():
-            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+    assert_equal(layout, name, Attentive)
 
 
 @pytest.mark.parametrize(

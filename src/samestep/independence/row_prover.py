@@ -346,7 +346,7 @@ _TURNS = frozenset(
 
 
 class InPartsError(BaseException):
-    """A forward computes some rows apart from others: no exception that the user's code would catch."""
+    """A forward computes some rows in another way than others: no exception that the user's code would catch."""
 
 
 class _UnclearError(Exception):

@@ -132,24 +132,34 @@ def examine(
     read = set[int]() if is_within else watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]
     refusal = refusal or act_on(watch.decisions, run_again)
-    if both := watch.batch_norm_views.keys() & watch.otherwise_called:
-        refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
-    if watch.batch_norm_views and not keeps_all:
-        refusal = refusal or _norm_of_parts(module, sample, watch, value_of, group)
+    refusal = refusal or _refused_norm(module, sample, watch, value_of, 0 if keeps_all else group)
     refused, unproven = watch.judge(tensor for tensor in tensors_in(outputs) if read is None or address(tensor) in read)
     refusal, tried = refusal or refused, [*tried, *unproven]
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
-    asked = mark_of(loss)
-    reads = None if asked is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
-    if asked is not None and asked.rows and reads is not None:
-        reads = tuple(replace(tensor, is_by_rows=tensor.of == "outputs" and not tensor.dtype) for tensor in reads)
-    pairs = watch.pairs_of(loss, outputs) if asked is not None and not is_within else 0
+    reads = _read_by_marked(loss, watch, outputs)
+    pairs = 0 if reads is None or is_within else watch.pairs_of(loss, outputs)
     return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs, watch.hooks_scale)
 
 
-def _norm_of_parts(module: nn.Module, sample: Any, few: _SampleProver, value_of: ValueOf | None, group: int) -> str:
-    """Return where code calls batch norm more often for a whole group of samples than for a few, and so on parts of it; else empty."""
+def _read_by_marked(loss: Callable[[Any, Any], Any], watch: _SampleProver, outputs: Any) -> tuple[Any, ...] | None:
+    """Return the tensors that a loss over the full batch reads; None for another loss."""
+    if (mark := mark_of(loss)) is None:
+        return None
+    reads = (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
+    if not mark.rows:
+        return reads
+    return tuple(replace(tensor, is_by_rows=tensor.of == "outputs" and not tensor.dtype) for tensor in reads)
+
+
+def _refused_norm(module: nn.Module, sample: Any, few: _SampleProver, value_of: ValueOf | None, group: int) -> str:
+    """Return where code calls batch norm on parts of the samples: in one of several ways, or more often for a whole group of samples than
+    for a few; empty if nowhere. A group of 0 samples is not looked at.
+    """
+    if both := few.batch_norm_views.keys() & few.otherwise_called:
+        return f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
+    if not few.batch_norm_views or not group:
+        return ""
     of_group = ForwardTracer(module, {})
     try:
         with preserve_modules(module):

@@ -211,9 +211,9 @@ def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutPr
             continue
         is_logits = is_head(model.get_submodule(call.path), style)
         is_gathered = style == "gather" or (is_logits and proof.styles[call.path] == "gather")
+        kind: Literal["gather", "logits", "sum"] = "gather" if is_gathered else "logits" if is_logits else "sum"
         elements = call.output.shape.numel() // samples_traced(model)
-        part = PartialSum(owner=call.path, elements=elements, kind="logits" if is_logits else "sum")
-        sums.append((replace(part, kind="gather") if is_gathered else part, call.left_at))
+        sums.append((PartialSum(owner=call.path, elements=elements, kind=kind), call.left_at))
     return sums
 
 

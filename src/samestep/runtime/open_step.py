@@ -121,7 +121,7 @@ class OpenStep:
     names: LossNames
     """The names of what its loss reports."""
     of: StepBackward
-    kept: Sequence[KeptValues] = ()
+    values_before: Sequence[KeptValues] = ()
     """What hooks, the loss and the models kept before the backward, if it may be repeated with the count of the step."""
     was_written: bool = False
     """Whether weights were written since the last update, so that the updater must read them again."""

@@ -138,8 +138,8 @@ class Stepper:
         names = (of.held or assembly).objective.names
         if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
-        kept = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
-        kept += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
+        values = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
+        values += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
         numerator = (of.count or assembly.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             scalars = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
@@ -162,7 +162,7 @@ class Stepper:
             state=decider.first_state,
             names=names,
             of=of,
-            kept=kept,
+            values_before=values,
         )
 
     def read(self, opened: OpenStep) -> ReadStep:
@@ -263,8 +263,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
-        for kept in opened.kept:
-            kept.restore()
+        for values in opened.values_before:
+            values.restore()
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         progress, self.progress = self.progress, Progress.REPEATING
@@ -418,7 +418,7 @@ class Stepper:
             weights.store.publish(waits=not self._owns_weights)
 
     def end_step(self, step: int) -> None:
-        """Let models follow others after a step, and exchange the weights of replicas that are trained apart."""
+        """Let models that follow others move after a step, and exchange the weights of replicas that exchange now and then."""
         self.follow(step)
         if self._own.are_apart:
             self._own.exchange(step + 1)

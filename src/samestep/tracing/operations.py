@@ -169,9 +169,11 @@ class Events:
     """Module of each lookup whose gradient is divided by how often the micro-batch has a token."""
 
     def restart(self) -> None:
-        """Forget all but the calls of modules, since another forward begins, which sets these."""
-        for name in fields(self)[1:]:
-            getattr(self, name.name).clear()
+        """Forget all, since another forward begins."""
+        self.modules = None
+        for event in fields(self):
+            if (noted := getattr(self, event.name)) is not None:
+                noted.clear()
 
 
 _UNINITIALISED = {

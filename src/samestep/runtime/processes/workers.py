@@ -418,14 +418,15 @@ class _WorkerPool:
     def _cause(self) -> Exception:
         """Return the exception that describes the first cause."""
         causes = [failure for failure in self.failures if not failure.is_echo]
-        late = [failure for failure in self.failures if "imed out" in failure.what]  # whose connections then close
+        # A rank whose collective timed out closes its connections, and others fail by that.
+        late = [failure for failure in self.failures if failure.is_echo and "imed out" in failure.what]
         first = min(causes or late or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
             return errors.of_words(first.mistake, [first.code, first.text])
         lines = [f"{self._named([first.rank])} {first.what}"]
         silent = self._ranks("starting") or self._ranks("ready") or self._ranks("joined")
         ranks = [*self.waiting]
-        if first.is_echo and "imed out" in first.what and ranks and {*silent} <= {*ranks}:
+        if first in late and ranks and {*silent} <= {*ranks}:
             where = self.hang_watch.text(ranks, self.hang_watch.still_s(ranks, first.time_s), first.time_s)
             return WorkerError("hang", f"{where}; the time limit of a collective has passed (run.timeout_s)")
         if first.is_echo and silent:

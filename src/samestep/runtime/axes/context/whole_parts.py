@@ -135,13 +135,18 @@ def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placeme
 
     Collective over `cp`, see [Note: collective calls].
     """
-    rows = part.movedim(dim, 0).contiguous()
-    gathered = rows.new_empty((placement.degree * len(rows), *rows.shape[1:]))
     with owned(owner):
-        all_gather(gathered, rows, group=group)
+        gathered = _gathered(part.movedim(dim, 0).contiguous(), placement.degree, group)
     if placement.is_head_tail:
         gathered = rows_of(gathered, _places(placement), 0)
     return gathered.movedim(0, dim).contiguous()  # as code may view it
+
+
+def _gathered(rows: Tensor, degree: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks [N * R, ...] from this rank's [R, ...]."""
+    gathered = rows.new_empty((degree * len(rows), *rows.shape[1:]))
+    all_gather(gathered, rows, group=group)
+    return gathered
 
 
 def _summed(gradient: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
@@ -267,11 +272,7 @@ class TokenRanks:
 
         Collective over `cp`, see [Note: collective calls].
         """
-        if self._group is None:
-            return tensor
-        gathered = tensor.new_empty((self._degree * len(tensor), *tensor.shape[1:]))
-        all_gather(gathered, tensor, group=self._group)
-        return gathered
+        return tensor if self._group is None else _gathered(tensor, self._degree, self._group)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
