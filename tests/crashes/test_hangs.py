@@ -253,7 +253,7 @@ def _stops_once(step: int, once: Path) -> Any:
     backward = Interpreter._backward
 
     def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.step == step + 1 and interpreter.place.rank == 1 and once.exists():
+        if interpreter.step == step + 1 and interpreter.assembly.parallel.mesh.rank == 1 and once.exists():
             once.unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
         backward(interpreter, task, loss)
@@ -359,7 +359,7 @@ def _stops_in_step_5(rank: int) -> Any:
     backward = Interpreter._backward
 
     def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.step == 5 and interpreter.place.rank == rank:
+        if interpreter.step == 5 and interpreter.assembly.parallel.mesh.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         backward(interpreter, task, loss)
 
@@ -383,7 +383,7 @@ def test_a_first_step_of_an_own_loop_that_hangs_ends_in_a_line(
     backward = Interpreter._backward
 
     def waiting(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.place.rank == 0:
+        if interpreter.assembly.parallel.mesh.rank == 0:
             dist.recv(torch.empty(1), 1)
         backward(interpreter, task, loss)
 
