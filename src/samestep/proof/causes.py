@@ -137,7 +137,10 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     if not is_mean and (coupled := _explain_coupling(evidence, step)):
         return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
     drawn = "; the model draws masks or random numbers" if evidence.draws("") else ""
-    return Cause.LOSS, f"forwards agree, but the loss of step {step} is {min(losses) / right:.6g} times the right one{drawn}"
+    return (
+        Cause.LOSS,
+        f"forwards agree, but the loss of step {step} is {min(losses) / right:.6g} times the right one{drawn}",
+    )
 
 
 def _explain_coupling(evidence: Evidence, step: int) -> str | None:
