@@ -129,7 +129,7 @@ def _off_halves(run: HalvedRun) -> float | None:
 
 
 @dataclass(slots=True)
-class Shown:
+class WatchRecord:
     """The outcome of the watched steps of a run so far, on this rank."""
 
     num_watched: int = 0
@@ -143,7 +143,14 @@ class WatchedStep(StepObserver):
     """One step under watch: what it has computed of one micro-batch, and that micro-batch run again. All ranks call it alike."""
 
     def __init__(
-        self, again: Repeat, inner: StepObserver, refusals: Refusals, shown: Shown, *, is_first: bool, replays: bool
+        self,
+        again: Repeat,
+        inner: StepObserver,
+        refusals: Refusals,
+        shown: WatchRecord,
+        *,
+        is_first: bool,
+        replays: bool,
     ) -> None:
         """Watch the step of `again`, and call `inner`, which observes it otherwise.
 

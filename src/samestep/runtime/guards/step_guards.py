@@ -39,7 +39,7 @@ from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
-from samestep.runtime.guards.canary import Shown, WatchedStep
+from samestep.runtime.guards.canary import WatchRecord, WatchedStep
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.guards.named_samples import NamedSamples
@@ -71,7 +71,7 @@ class StepGuards:
         """Number of steps that this process has begun to take."""
         self._own = assemblies
         self._is_data_tried = False
-        self._shown = Shown()
+        self._shown = WatchRecord()
         self._weights: Marks | None = None
         """The marks of the weights at the beginning of a watched step, and of the first one."""
         self._again: Repeat | None = None
