@@ -48,7 +48,9 @@ class SamestepError(Exception):
         super().__init__(code, text)
         self.code = code
         hook = sys.excepthook
-        if hook is sys.__excepthook__ or hook.__module__.startswith("torch.distributed."):  # that one prefixes each line
+        if hook is sys.__excepthook__ or hook.__module__.startswith(
+            "torch.distributed."
+        ):  # that one prefixes each line
             sys.excepthook = partial(_print_users_lines, hook)
 
     def __str__(self) -> str:

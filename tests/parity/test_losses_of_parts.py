@@ -592,9 +592,7 @@ def test_a_label_that_is_no_class_is_named(label: int, place: int) -> None:
     labels[place] = label
     labels[(place + 1) % B] = -100
     run = samestep.parallelize(nn.Linear(6, 4), "cross_entropy", torch.optim.SGD, job=JOB)
-    with pytest.raises(
-        DataError, match=f"sample {place} has the label {label}, and the classes are 0 to 3"
-    ):
+    with pytest.raises(DataError, match=f"sample {place} has the label {label}, and the classes are 0 to 3"):
         run.step((torch.randn(B, 6), labels))
 
 

@@ -62,7 +62,7 @@ def test_what_is_no_text_or_holds_nothing_out_is_refused(tmp_path: Path) -> None
         samestep.evaluate(tmp_path / "run")
 
 
-NANO = '''
+NANO = """
 import torch
 from torch import nn
 
@@ -76,7 +76,7 @@ class Nano(nn.Module):
         if labels is None:
             return logits[:, [-1]], None
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-'''
+"""
 
 
 def test_a_model_may_give_the_logits_of_the_last_token_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -207,7 +208,9 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
 class LabelError(DataError):
     """A label is not a class of the outputs."""
 
-    def __init__(self, loss: str, row: int, label: int, num_classes: int | None = None, index: int | None = None) -> None:
+    def __init__(
+        self, loss: str, row: int, label: int, num_classes: int | None = None, index: int | None = None
+    ) -> None:
         """Take the row of the sample in its micro-batch, and its index in the data set if it is known."""
         sample = f"sample {row} of its micro-batch" if index is None else f"sample {index}"
         classes = "which is not a class" if num_classes is None else f"and the classes are 0 to {num_classes - 1}"
@@ -218,7 +221,7 @@ class LabelError(DataError):
         )
         self._loss, self._row, self._label, self._num_classes = loss, row, label, num_classes
 
-    def of(self, indices: Sequence[int]) -> LabelError:
+    def of(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> LabelError:
         """Return the error with the sample's index in the data set; `indices` are those of the micro-batch."""
         index = int(indices[self._row]) if self._row < len(indices) else None
         return LabelError(self._loss, self._row, self._label, self._num_classes, index)
