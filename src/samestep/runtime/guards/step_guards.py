@@ -39,7 +39,7 @@ from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
-from samestep.runtime.guards.canary import WatchRecord, WatchedStep
+from samestep.runtime.guards.canary import WatchedStep, WatchRecord
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.guards.named_samples import NamedSamples
