@@ -164,7 +164,7 @@ class LossTrials:
                 self._settle(assembly.objective.watch, *pairs)
                 return
             for tried in [*asked, *[None] * asks][:asks]:
-                trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
+                trial = again.try_loss(tried)
                 if tried is not None:
                     self._conclude(assembly, tried, trial)
 
