@@ -63,15 +63,15 @@ class RankKernels:
         head = f"kernels of rank {self.rank}: own ms of each op, and of its largest kernels (calls)"
         return ["", head, *lines, *more]
 
-    def to_chrome_events(self, pid: int, tid: int) -> list[dict[str, Any]]:
+    def to_chrome_events(self, tid: int) -> list[dict[str, Any]]:
         """Return the kernels of the last step as events of one thread of a Chrome trace."""
         names, thread = self.last.names, {"name": f"rank {self.rank} kernels"}
-        return [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": thread}] + [
+        return [{"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": thread}] + [
             {
                 "ph": "X",
                 "name": names[kernel.name],
                 "cat": "kernel",
-                "pid": pid,
+                "pid": 0,
                 "tid": tid,
                 "ts": kernel.begin / 1e3,
                 "dur": (kernel.end - kernel.begin) / 1e3,

@@ -61,13 +61,13 @@ class LaunchRequest:
         """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
-    def train_words(self, *, resumes: bool = True) -> list[str]:
+    def train_words(self) -> list[str]:
         """Return the words of the command that each rank, node or agent runs."""
         words = [*shlex.split(self.site.run.command), "train", *([self.job] if self.job else [])]
         words += [word for setting in self.settings for word in ("--set", setting)]
         words += ["--layout", self.layout] if self.layout else []
         words += ["--ranks", str(self.ranks)] if self.layout == "auto" else []
-        return [*words, "--out", self.out, *(["--auto-resume"] if resumes else [])]
+        return [*words, "--out", self.out, "--auto-resume"]
 
     def head(self, engine: str, *notes: str) -> list[str]:
         """Return the first lines of a script: what it runs, and that it may be kept."""
