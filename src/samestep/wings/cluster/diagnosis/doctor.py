@@ -68,7 +68,7 @@ def doctor(
 
     Args:
         job: the job to run; its digest is compared.
-        layout: the layout to run, whose number of ranks is compared; by default the job's own.
+        layout: the layout to run; its number of ranks is compared. By default the job's own.
         hardware: the profile to compare links with; by default the one that `plan` would use.
         folder: the folder that all hosts must share.
         out: a TOML file for the profile with the measured links.
