@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.layer_spec import LayerSpec
@@ -75,18 +74,13 @@ def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     )
 
 
-class OfAnySize(TorchFunctionMode):
-    """A function mode that lets batch norm run on one value per channel: a group of samples has more than the traced part."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in FUNCTIONS:
-            call = bind_batch_norm(func, *args, **(kwargs or {}))
-            x: Tensor = call["input"]
-            if call["training"] and x.numel() == x.shape[1]:
-                return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
-        return func(*args, **(kwargs or {}))
+def run_of_any_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run batch norm, also on one value per channel: a group of samples has more than the traced part."""
+    call = bind_batch_norm(func, *args, **kwargs)
+    x: Tensor = call["input"]
+    if call["training"] and x.numel() == x.shape[1]:
+        return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
+    return func(*args, **kwargs)
 
 
 def with_groups(spec: ModelSpec, owners: Mapping[str, int]) -> ModelSpec:

@@ -7,6 +7,7 @@ an event past its arguments.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
+from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
+from samestep.tracing.batch_norms import run_of_any_size
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import (
     Change,
@@ -39,6 +42,7 @@ from samestep.tracing.flow import (
     reads_shape_alone,
     tensors_made_by,
 )
+from samestep.tracing.meta_tensors import call_with_numbers
 from samestep.tracing.module_inputs import first_input_of
 from samestep.trees import map_tensors, tensors_in
 
@@ -76,11 +80,16 @@ class _Weight:
 
 
 class FlowRecorder(TorchFunctionMode):
-    """Records the events of one forward on the meta device, which runs inside; `ran` reports its operations."""
+    """Runs the functions of one forward on the meta device with the numbers that are known, and records its events; `ran` reports its
+    operations."""
 
-    def __init__(self, key: Callable[[Tensor], int]) -> None:
+    def __init__(self, key: Callable[[Tensor], int], read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._key = key
+        self._key, self._read = key, read
+        self.in_batch_norm = False
+        """Whether a function of batch norm runs."""
+        self.norms_any_size = False
+        """Whether batch norm takes one value per channel."""
         self._numbers = WeakIdKeyDictionary()
         """The value that each tensor is."""
         self._events: list[Event] = []
@@ -235,25 +244,41 @@ class FlowRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if func not in BATCH_NORMS:
+            return call_with_numbers(func, args, kwargs or {}, functools.partial(self._call, func), self._read)
+        self.in_batch_norm = True
+        try:
+            return self._call(func, *args, **(kwargs or {}))
+        finally:
+            self.in_batch_norm = False
+
+    def _call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function, and record it if it is an event."""
+        if not self._is_active:
+            return self._run(func, args, kwargs)
         if func in (torch.autograd.grad, Tensor.backward):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         tensors = given_to(func, args, kwargs)
         self._note_untracked(tensors, name_of(func))
         if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in tensors):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         versions = [tensor._version for tensor in tensors]
         number = -1 if reads_shape_alone(func) else len(self._events)
         self._begin(number, name_of(func), tensors)
         try:
-            outcome = func(*args, **kwargs)
+            outcome = self._run(func, args, kwargs)
             if number >= 0 and (tensors_in(outcome) or [tensor._version for tensor in tensors] != versions):
                 self._append(name_of(func), tensors, versions, outcome, is_call=False)
         finally:
             self._running = None
         return outcome
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.norms_any_size and func in BATCH_NORMS:
+            return run_of_any_size(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _note_gradient(self, outputs: Any, inputs: Any = None, *_: Any, **__: Any) -> None:
         """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""

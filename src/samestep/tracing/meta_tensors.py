@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
-from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
 from samestep.trees import fold, operands, tensors_in, tree_map_only
 
 _LIMIT = 2**16
@@ -290,44 +288,28 @@ FILLED_LIKE = {
 """Operations that make a tensor of equal elements like another, and the number that they all have, if it is not given."""
 
 
-class FunctionCalls(TorchFunctionMode):
-    """The calls of torch's functions in a traced forward: whether one of batch norm runs, and constants whose values are known.
-
-    It makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
+def call_with_numbers(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any], read: Callable[[Tensor], Tensor]
+) -> Any:
+    """Call a function of torch, `call`, with tensors on the host in place of numbers in the code, where their values are known.
 
     Torch makes them on the device of the other operands: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
     any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
     of a tensor bypass the dispatcher; `read` returns a tensor on the host that they are given instead.
     """
-
-    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._read = read
-        self.in_batch_norm = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in BATCH_NORMS:
-            self.in_batch_norm = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.in_batch_norm = False
-        if func in _READS and args[0].is_meta:
-            return func(self._read(args[0]), *args[1:], **kwargs)
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            tensor, index, *rest = args
-            parts = index if isinstance(index, tuple) else (index,)
-            if any(_is_numbers(part) for part in parts):
-                indices = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
-                args = tensor, indices if isinstance(index, tuple) else indices[0], *rest
-        elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "meta":
-                return func(*args, **(kwargs | {"device": _CPU})).to("meta")
-        return func(*args, **kwargs)
+    if func in _READS and args[0].is_meta:
+        return call(read(args[0]), *args[1:], **kwargs)
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        tensor, index, *rest = args
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(_is_numbers(part) for part in parts):
+            indices = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
+            args = tensor, indices if isinstance(index, tuple) else indices[0], *rest
+    elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return call(*args, **(kwargs | {"device": _CPU})).to("meta")
+    return call(*args, **kwargs)
 
 
 _READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
