@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of
+from samestep.building.families import CLASSES_FIELD
 from samestep.building.loss_result import IGNORED_LABEL, LEAST, OF_SLICE, UNNAMED, LossResult, scalar
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
@@ -220,7 +220,7 @@ def settle_problem_type(module: nn.Module, labels: Any) -> None:
     It follows from the number of labels and from their dtype, as in those models' own code.
     """
     for model in _outermost(module):
-        config, number = model.config, getattr(model, facts_of(model).classes_field, None)
+        config, number = model.config, getattr(model, CLASSES_FIELD, None)
         if number is None or getattr(config, "problem_type", "") is not None or not isinstance(labels, Tensor):
             continue
         several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from samestep.building.families import DEFAULT
+from samestep.building.families import GROUPED_FALLBACK
 from samestep.models.layer_parts import Cutting, Exchange, Factors, OtherWork, Product
 from samestep.tracing.checkpointed import Point
 from samestep.tracing.meta_tensors import GROUPED_PRODUCTS
@@ -86,7 +86,7 @@ def product_of(
 
 def _is_grouped(func: Any) -> bool:
     """Return whether an operation multiplies rows with the matrix of their group."""
-    return func in GROUPED_PRODUCTS or func._schema.name == DEFAULT.grouped_fallback
+    return func in GROUPED_PRODUCTS or func._schema.name == GROUPED_FALLBACK
 
 
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
