@@ -1,13 +1,8 @@
-"""Tensors of the meta device: their identity, operations on them, and the values of those that are known.
-
-The shapes of results are found once, since a model repeats its blocks and is run several times. Torch finds out the shapes of most results in Python, which is most of what an operation on the meta device costs. They
-follow from shapes, strides and dtypes of what is given, and from its other arguments. They are remembered where the
-results are tensors that share no storage with anything; views and operations that write are run as they are.
-"""
+"""Tensors of the meta device: their identity, operations on them, and the values of those that are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,98 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
-from samestep.trees import fold, operands, tensors_in, tree_map_only
+from samestep.trees import operands, tensors_in, tree_map_only
 
-_LIMIT = 2**16
 _META = torch.device("meta")
-_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_forms: dict[Hashable, tuple[_Form, ...] | None] = {}
-"""Shape, strides and dtype of each result of a call; None if the call must be run."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on meta tensors, or return what it would."""
-    # Modes further out must see the operation itself.
-    is_last = not num_dispatch_modes() and current_transform_level() is None
-    call = _describe_call(func, args, kwargs) if is_last else None
-    if call is None:
-        return func(*args, **kwargs)
-    if forms := _forms.get(call):
-        tensors = tuple(
-            torch.empty_strided(shape, strides, dtype=dtype, device=_META) for shape, strides, dtype in forms
-        )
-        return tensors[0] if len(func._schema.returns) == 1 else tensors
-    outcome = func(*args, **kwargs)
-    if call not in _forms:
-        if len(_forms) == _LIMIT:
-            _forms.clear()
-        leaves = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
-        results = outcome if isinstance(outcome, tuple) else (outcome,)
-        _forms[call] = None
-        if _are_apart(results, leaves):
-            _forms[call] = tuple((result.shape, result.stride(), result.dtype) for result in results)
-    return outcome
-
-
-def _describe_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Return all that the shapes of the results follow from; None if there may be more."""
-    schema = func._schema
-    if schema.is_mutable or any(returned.alias_info or str(returned.type) != "Tensor" for returned in schema.returns):
-        return None
-    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-        return None
-    values = (*args, *kwargs.values())
-    if not operands(*values):
-        return None
-    try:
-        described = fold(values, _describe_value)
-    except _NotKnownError:
-        return None
-    return func, len(args), tuple(kwargs), torch.get_default_dtype(), described
-
-
-class _NotKnownError(Exception):
-    """A value, or a kind of tensor, on which a result may depend in other ways than by its shape."""
-
-
-def _describe_value(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        is_plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
-        if is_plain and value.dim() and not value.dtype.is_complex and not value.is_neg():
-            return value.shape, value.stride(), value.dtype
-    elif isinstance(value, _VALUES):
-        return type(value), value
-    raise _NotKnownError
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _are_apart(results: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Return whether each result is a plain tensor that fills a separate storage."""
-    if not all(type(result) is Tensor and result.is_meta and result.layout is torch.strided for result in results):
-        return False
-    storages = [
-        tensor.untyped_storage() for tensor in (*results, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-    ]
-    addresses = [storage._cdata for storage in storages]
-    return all(
-        addresses.count(address) == 1 and storage.nbytes() == _extent(result) * result.element_size()
-        for result, address, storage in zip(results, addresses, storages, strict=False)
-    )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the elements from the first of a storage to the last of a tensor."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps))
-
 
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
@@ -136,13 +42,11 @@ class NeedsValuesError(Exception):
 class KnownValues:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False, draws: bool = False) -> None:
+    def __init__(self, keeps_all: bool, *, draws: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
         self.generator = torch.Generator().manual_seed(0) if draws else None
         """Draws the floating values of which whole numbers are computed, and those that code looks at, where they are not known."""
-        self.keeps_constants = keeps_constants
-        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
         self._num_drawn = 0
         self._twins: dict[int, Tensor] = {}
@@ -157,8 +61,8 @@ class KnownValues:
         """Return whether the values of a tensor of this dtype and size are kept."""
         if self.keeps_all or not tensor.is_meta:
             return tensor.is_meta
-        is_kept = self.keeps_constants or tensor.numel() <= self._limit_of_constants
-        return (is_kept or is_whole(tensor)) and storage_elements(tensor) <= self.limit
+        is_kept = tensor.numel() <= self._limit_of_constants or is_whole(tensor)
+        return is_kept and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that alone has its storage."""
@@ -338,7 +242,7 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return torch.empty_like(args[0])
     if func not in GROUPED_PRODUCTS:
         try:
-            return run(func, args, kwargs)
+            return func(*args, **kwargs)
         except RuntimeError as error:
             if func.namespace == "aten":  # a custom operation without a fake kernel, or whose fake kernel needs values
                 raise
