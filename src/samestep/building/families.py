@@ -181,6 +181,11 @@ def _configuration(module: nn.Module) -> Any:
     return getattr(module, "config", None)
 
 
+def vocabulary_parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding of tokens and the head of a model that has a plan."""
+    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+
+
 def head_of(model: nn.Module) -> nn.Module | None:
     """Return the head of a model of transformers; None of other models, and where there is none."""
     head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from samestep.building.families import CLASSES_FIELD
 from samestep.building.loss_result import IGNORED_LABEL, LEAST, OF_SLICE, UNNAMED, LossResult, scalar
+from samestep.building.predictions import target_in
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
 
@@ -184,13 +185,6 @@ def labels_of(batch: Any) -> Tensor | None:
         isinstance(target, Tensor) and target.dim() > 0 and target.dtype in (torch.int64, torch.int32, torch.int16)
     )
     return target if is_class else None
-
-
-def target_in(batch: Any) -> Any:
-    """Return the labels of a dict, or the second of a tuple; None where there is none."""
-    if isinstance(batch, Mapping):
-        return batch.get("labels")
-    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
 def name_in(batch: Any, tensor: Tensor | None) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from samestep.building.families import PLAN_STYLES, SPLIT_STYLE, FamilyFacts, facts_of
+from samestep.building.families import PLAN_STYLES, SPLIT_STYLE, FamilyFacts, facts_of, vocabulary_parts
 from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.errors import ModelError
 from samestep.independence import cut_proof
@@ -93,7 +93,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
             reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
         return Cuts(refusal=reason, is_open=True)
     cuts = replace(_match_plan(model, styles), may_shrink=True)
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+    for part in vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
             cuts.styles |= cuts_of_parts(model, path, "vocab")

@@ -55,9 +55,9 @@ def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     return {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
-def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by name."""
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
     return {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
 
 

@@ -35,7 +35,8 @@ from samestep.models.layer_parts import ExpertDispatch, OtherWork
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ExpertModules, ModelSpec, is_below, owner_of
-from samestep.tracing.checkpointed import Point, TracedPlaces
+from samestep.tracing.checkpointed import Point
+from samestep.tracing.operations import Events
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -91,15 +92,15 @@ def record_dispatches(
     model: nn.Module,
     experts: ExpertModules,
     calls: dict[str, tuple[Any, Any]] | None = None,
-    places: TracedPlaces | None = None,
+    events: Events | None = None,
 ) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
 
-    What they return is kept, to weight it; `places` has the points of the forward.
+    What they return is kept, to weight it; `events` are those of the forward.
     """
     seen: list[ExpertDispatch] = []
     points: list[Point] = []
-    places = TracedPlaces() if places is None else places
+    places = Events().places if events is None else events.places
     if not experts.switchable and not experts.counts:
         yield seen
         return
@@ -112,9 +113,16 @@ def record_dispatches(
         seen.append(dispatch)
         points.append(places.point())
 
+    def begin(*_: Any) -> None:  # anew with each forward: a trace that needs values runs it again
+        seen.clear()
+        points.clear()
+
     handles = [
-        model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
-        for path in experts.counts
+        model.register_forward_pre_hook(begin),
+        *(
+            model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
+            for path in experts.counts
+        ),
     ]
     try:
         with compute_by_groups(model, experts):

@@ -29,7 +29,6 @@ from samestep.building.torch_seams import DisableTorchFunction, DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
 from samestep.tracing import batch_norms
-from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.costs import (
     CutStorages,
     exchanges_behind,
@@ -95,7 +94,6 @@ class ForwardTracer(DispatchMode):
         keeps_all: bool = False,
         analysis: Analysis | None = None,
         answers: Iterable[Any] | None = None,
-        places: TracedPlaces | None = None,
         events: Events | None = None,
         has_backward: bool = True,
     ) -> None:
@@ -112,7 +110,7 @@ class ForwardTracer(DispatchMode):
         self.analysis.tracer = self
         self.events = events or Events()
         """With a list for its costs, these are recorded too."""
-        self.places = places or TracedPlaces()
+        self.places = self.events.places
         self.cut = CutStorages(styles)
         self.modules = self.events.modules = ForwardCalls(self.key, facts_of(module), self.places)
         self.inputs = ModuleInputs(module, self.key)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address, inner_tensor
+from samestep.tracing.batch_norms import arguments
 from samestep.trees import operands, tensors_in, tree_map_only
 
 _META = torch.device("meta")
@@ -169,10 +170,7 @@ class KnownValues:
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
         """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
         number = FILLED_LIKE[func.overloadpacket]
-        arguments = {
-            argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs
-        value = arguments["fill_value"] if number is None else number
+        value = arguments(func, args, kwargs)["fill_value"] if number is None else number
         if not isinstance(value, Tensor):
             self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
 
@@ -259,14 +257,9 @@ def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the operands into which an operation writes."""
     if not func._schema.is_mutable:
         return []
-    by_position = zip(func._schema.arguments, args, strict=False)
-    pairs = [
-        *by_position,
-        *((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs),
-    ]
-    return operands(
-        *(value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write)
-    )
+    named = arguments(func, args, kwargs)
+    written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return operands(*map(named.__getitem__, written))
 
 
 def storage_elements(tensor: Tensor) -> int:

@@ -59,7 +59,6 @@ from samestep.tracing.backward import (
     watch_backward,
     working_sets,
 )
-from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.flow import takes_statistics
@@ -88,7 +87,6 @@ def trace(
     sample: Any,
     name: str,
     value_of: ValueOf | None = None,
-    places: TracedPlaces | None = None,
     styles: Mapping[str, str] | None = None,
     analysis: Analysis | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -98,8 +96,7 @@ def trace(
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
-    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `places`
-    follows the forward's checkpoints, and what autograd keeps.
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `analysis` receives the events of the forward. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
@@ -112,7 +109,7 @@ def trace(
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
-    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
+    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, events=events)
     snapshot, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
@@ -121,9 +118,8 @@ def trace(
             raise _unseen(name, watch) from None
         looked = watch.modules.innermost or name
         snapshot.restore()  # caches that the first attempt has filled hold no values
-        watch.places.restart()
         events.restart()
-        watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
+        watch = ForwardTracer(module, styles or {}, keeps_all=True, events=events)
         watch.looks.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
