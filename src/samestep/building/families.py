@@ -101,8 +101,6 @@ class FamilyFacts:
     """An attention's attribute for the number of queries that share a head of keys and values."""
     hidden_argument: str = "hidden_states"
     """The keyword by which a block, or a part of one, is given hidden states."""
-    positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
-    """Words in the last name of modules that depend on positions alone."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
 
@@ -114,10 +112,6 @@ class FamilyFacts:
     def is_transposed(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
         return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
-
-    def is_positional(self, path: str) -> bool:
-        """Return whether a module of this path depends on positions alone."""
-        return any(word in path.rpartition(".")[2] for word in self.positional_words)
 
     def name_of_hidden(self, named: Mapping[str, Any]) -> str:
         """Return the keyword by which a module is given its hidden states: the usual one, or else the first."""
