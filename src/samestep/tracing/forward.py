@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class ForwardTracer(DispatchMode):
         self.storages = Storages()
         self.key = self.storages.key
         self.facts = ModelFacts.of(module, self.key)
-        self.looks = Looks.again(answers)
+        self.looks = Looks(known=None if answers is None else deque(answers))
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.looks.data |= self.facts.params
         self.analysis, self.is_analysed = analysis or Analysis(), analysis is not None

@@ -52,7 +52,6 @@ from samestep.tracing.backward import (
     Backward,
     idle_weights,
     nodes_of,
-    of_one_sample,
     roots_of_loss,
     token_parts_of,
     unlike_weights,
@@ -279,8 +278,7 @@ def _layer_specs(
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, costs, num_samples),
             token_parts=tuple(
-                of_one_sample(part, num_samples)
-                for part in token_parts_of(module, layer, layer_of, watch, costs, backward)
+                part.sliced_by(num_samples) for part in token_parts_of(module, layer, layer_of, watch, costs, backward)
             ),
             batch_values=tuple(call for region, call in watch.events.batch_values if region in layer.regions),
             batch_norms=tuple(call for region, call in watch.events.batch_norms if region in layer.regions),
