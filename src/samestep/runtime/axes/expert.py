@@ -34,14 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.families import (
-    EXPERT_COUNT,
-    EXPERTS_PER_TOKEN,
-    ONE_BY_ONE_WAY,
-    ROUTER_OUTPUTS,
-    balance_of,
-    setting,
-)
+from samestep.building import families
 from samestep.building.loss_result import as_number
 from samestep.building.predictions import at_least_float32
 from samestep.examination.traced_model import TracedModel
@@ -61,7 +54,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Make each module of experts dispatch its rows to the ranks that hold their experts."""
     model, of_experts = traced.module, traced.analysis.experts
     if program.step.compute_dtype == "float64":
-        _compute(model, of_experts, ONE_BY_ONE_WAY)
+        _compute(model, of_experts, families.ONE_BY_ONE_WAY)
     if program.step.layout.ep == 1:
         return
     layers = program.step.model.layers
@@ -72,7 +65,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         if path not in of_experts.switchable and path in traced.analysis.expert_calls:
             value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
             check_experts(path, module, traced.analysis.expert_calls[path], value_of)
-        setattr(module, EXPERT_COUNT, experts // mesh.size("ep"))
+        setattr(module, families.EXPERT_COUNT, experts // mesh.size("ep"))
         module.forward = functools.partial(
             _dispatch_and_combine, module.forward, module, experts, mesh.groups["ep"], path, path not in ahead
         )
@@ -220,10 +213,10 @@ class Balance:
     @classmethod
     def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | NoBalance:
         """Return the loss that the model's configuration asks for, or `NoBalance`."""
-        experts, coefficient = program.step.model.balanced_experts, balance_of(traced.module)
+        experts, coefficient = program.step.model.balanced_experts, families.balance_of(traced.module)
         if not experts or not coefficient:
             return NoBalance()
-        top_k = setting(traced.module, EXPERTS_PER_TOKEN)
+        top_k = families.setting(traced.module, families.EXPERTS_PER_TOKEN)
         return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"))
 
     def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
@@ -241,7 +234,7 @@ class Balance:
 
         Collective over the world, see [Note: collective calls].
         """
-        shares = [at_least_float32(logits).softmax(dim=-1) for logits in getattr(outputs, ROUTER_OUTPUTS)]
+        shares = [at_least_float32(logits).softmax(dim=-1) for logits in getattr(outputs, families.ROUTER_OUTPUTS)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
         chosen = _count_picks(picks, self.num_experts).double()
