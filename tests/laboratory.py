@@ -193,6 +193,12 @@ def make_run(
     return Run(source_of(model, where, job, dataset), where, job, place)
 
 
+def run_from(source: Source, layout: str | Layout, job: Job, rank: int = 0, world: int = 1) -> Run:
+    """Return a run of a source on a rank of one host."""
+    where = Layout(layout) if isinstance(layout, str) else layout
+    return Run(source, where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+
+
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     """A run that has its weights, before its first step."""
     run = make_run(rank, world, model, layout, job)

@@ -17,9 +17,8 @@ from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests.laboratory import in_loop, job_of
+from tests.laboratory import in_loop, job_of, run_from
 from tests.pool import pool
 
 _STEPS = 5
@@ -167,8 +166,7 @@ def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) ->
     model = build().to(torch.float64)
     job = job_of(steps=_STEPS, optimizer={"options": {}})
     source = optimizer_source(_sgd, None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, samestep.building.loss.mse, source), Layout(layout), job, place), copy.deepcopy(model)
+    return run_from(Source(model, samestep.building.loss.mse, source), layout, job, rank, world), copy.deepcopy(model)
 
 
 def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from samestep.runtime.run import Run, parallelize
 from samestep.state.fingerprints import digest
 from tests import traced
 from tests.covering import daily
+from tests.laboratory import run_from
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -337,7 +338,7 @@ def _prepared(rank: int, world: int, name: str, layout: str, allow: tuple[str, .
     source = Source(case.build, cross_entropy, case.optimizer, name)
     example = next(batches(Tokens(), job)).samples([0])
     prepared = traced.prepared((name, "resumed"), source, job, example, where)
-    run = Run(replace(source, prepared=prepared), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(replace(source, prepared=prepared), where, job, rank, world)
     run.prepare(example)
     return run
 

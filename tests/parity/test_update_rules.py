@@ -42,9 +42,11 @@ from tests.laboratory import (
     prepared_run,
     prove,
     reference,
+    run_from,
     source_of,
 )
 from tests.models import VOCABULARY, Tokens
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 
@@ -465,8 +467,7 @@ def by_tag(params: list[Tensor]) -> Optimizer:
 
 def marked(rank: int, world: int, layout: str, job: Job) -> Observed:
     source = Source(perturbed(Marked), loss_of(job), optimizer_source(by_tag), "marked")
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return follow(Run(source, Layout(layout), job, place), Tokens(), job, record=True)
+    return follow(run_from(source, layout, job, rank, world), Tokens(), job, record=True)
 
 
 def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
@@ -596,15 +597,10 @@ def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -
 
 def by_hand(model: nn.Module, loss: Any) -> list[float]:
     """Return the losses of a plain loop with SGD."""
-    optimizer, found = torch.optim.SGD(model.double().parameters(), lr=0.1), []
-    for batch in batches(Tokens(), JOB):
-        samples: Any = batch.samples(batch.indices)
-        total, count = loss(call_model(model, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        found.append(float((total / count).detach()))
-    return found
+    optimizer = torch.optim.SGD(model.double().parameters(), lr=0.1)
+    return train_plainly(
+        model, whole_batches(Tokens(), JOB), lambda batch: loss(call_model(model, batch), batch), optimizer
+    )[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from tests.laboratory import device_of_ranks
+from tests.plain import Trained, train_plainly, whole_batches
 
 STEPS, WIDTH = 5, 6
 
@@ -202,20 +204,16 @@ def taken(run: Run, plan: list[Turn], first: int = 0) -> Iterator[float]:
     return (report.loss for report in reports(run, plan, first))
 
 
-def plain(
-    model: str, made: Job, optimizer: Callable[[Any], Optimizer], plan: list[Turn]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Take the steps of a plain torch loop; return its losses and its weights."""
-    module = built(model).double()
-    one, losses = optimizer(list(module.parameters())), []
-    for batch in batches(Pairs(), made):
-        plan[batch.step].make(module)
-        samples = [tensor.double() for tensor in batch.samples(batch.indices)]
-        total, count = MODELS[model][1](module(samples[0]), samples)
-        one.zero_grad(set_to_none=True)
-        (total / count).backward()
-        if made.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), made.optimizer.clip_norm)
-        one.step()
-        losses.append(float(total.detach() / count))
-    return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
+@functools.cache
+def plain(model: str, clip_norm: float | None, optimizer: str, kind: str, seed: int) -> Trained:
+    """Take the steps of a plain torch loop."""
+    module, plan = built(model).double(), turns(kind, seed)
+
+    def loss(numbered: tuple[int, Any]) -> Any:
+        step, samples = numbered
+        plan[step].make(module)
+        samples = [tensor.double() for tensor in samples]
+        return MODELS[model][1](module(samples[0]), samples)
+
+    batches_of_steps = enumerate(whole_batches(Pairs(), job()))
+    return train_plainly(module, batches_of_steps, loss, OPTIMIZERS[optimizer](list(module.parameters())), clip_norm)
