@@ -5,6 +5,7 @@ The loop is of torch alone: what judges the code of samestep shares none of it. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def train_in_layout(make: Callable[[], Run], batches: Callable[[int], Iterable[A
 def assert_trained(
     ranks: Iterable[Any], expected: Trained, rtol: float = 1e-8, atol: float = 1e-10, loss_atol: float = 1e-12
 ) -> None:
-    """Every rank has the losses and the weights of a plain loop, which come first of what it returns."""
+    """Every rank has the losses and the weights that are expected, which come first of what it returns."""
     for losses, weights, *_ in ranks:
         assert losses == pytest.approx(expected[0], rel=1e-9, abs=loss_atol)
         assert weights.keys() >= expected[1].keys()
@@ -100,3 +101,17 @@ def train_in_turn(function: Callable[..., Any], layouts: tuple[str, str], steps:
         assert all(others == ranks[0][0] for others, *_ in ranks)
         losses += ranks[0][0]
     return [(losses, weights) for _, weights, *_ in ranks]
+
+
+@functools.cache
+def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what one device makes of `function(rank, world, layout, *args)`, once in a session."""
+    return pool(1).run(function, "dp=1", *args)[0]
+
+
+def assert_as_on_one_device(
+    function: Callable[..., Trained], layout: str, *args: Any, rtol: float = 1e-8, atol: float = 1e-10
+) -> None:
+    """The ranks of a layout have the losses and the weights of one device."""
+    ranks = pool(Layout(layout).world_size).run(function, layout, *args)
+    assert_trained(ranks, on_one_device(function, *args), rtol, atol)

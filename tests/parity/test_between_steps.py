@@ -26,6 +26,7 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.run import Run
 from tests.laboratory import run_from
 from tests.parity.loops import Block
+from tests.parts import Points
 from tests.plain import Trained, assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
@@ -33,17 +34,6 @@ JOB = Job(
     train={"global_batch": 4, "steps": 4, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
 )
 LAYOUTS = ["dp=2", "dp=2 zero=3 microbatch=1", "tp=2", "pp=2 microbatch=2"]
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    """13 samples, which no number of ranks divides."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Padded(Points):

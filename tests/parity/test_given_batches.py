@@ -18,7 +18,7 @@ from samestep.datasets.values import tensors_of_arrays
 from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
-from tests.plain import Trained, assert_trained, train_plainly
+from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
 from tests.pool import pool, telling
 
 STEPS = 5
@@ -297,7 +297,7 @@ def test_methods_are_given_values_in_ways_of_their_own(layout: str) -> None:
 def _late(rank: int, world: int) -> None:
     """Give ranks other values in the first step of a run that a prediction has prepared."""
     make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout="dp=2", job=JOB)
+    run = samestep.parallelize(build, loss, sgd, layout="dp=2", job=JOB)
     run.steps_taken = 3
     run.predict(make(*points(77, 6)))
     run.step(make(*points(rank, 8)))
@@ -311,7 +311,7 @@ def test_the_first_values_of_a_step_are_compared_whatever_came_before() -> None:
 @telling
 def _refused(rank: int, world: int, layout: str, kind: str) -> None:
     make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB)
+    run = samestep.parallelize(build, loss, sgd, layout=layout, job=JOB)
     batch: Any = make(*points(rank if kind in ("other", "own") else 0))
     keywords = {"local": kind == "own"}
     if kind == "none":
@@ -460,34 +460,30 @@ def ragged_model(kind: str) -> nn.Module:
     return (RAGGED | MIXED)[kind][0]()
 
 
-def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    run = samestep.parallelize(
-        lambda: ragged_model(kind), _ragged_loss(kind), lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB
-    )  # fmt: skip
+def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> Trained:
     loader = torch.utils.data.DataLoader(Graphs(), batch_size=8, collate_fn=(RAGGED | MIXED)[kind][1])
-    losses = [run.step(batch).loss for batch in samestep.batches(loader, JOB)]
-    return losses, run.state_dict(on_every_rank=True)
+    make = functools.partial(
+        samestep.parallelize, lambda: ragged_model(kind), _ragged_loss(kind), sgd, layout=layout, job=JOB
+    )
+    return train_in_layout(make, lambda _: samestep.batches(loader, JOB))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=3", "dp=2", "dp=2 zero=3 microbatch=2"])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_what_a_collate_fn_makes_of_any_kind_trains_as_in_a_plain_loop(kind: str, layout: str) -> None:
     model, loss = ragged_model(kind).double(), _ragged_loss(kind)
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.3), []
-    for step in range(STEPS):
+
+    def of_step(step: int) -> Any:
         batch = RAGGED[kind][1]([Graphs()[(8 * step + place) % 24] for place in range(8)])
         inputs = {"objects": (batch,), "lists of dicts": (batch[0],) if kind == "lists of dicts" else ()}.get(kind)
-        outputs = model(*inputs) if inputs else model(batch["x"], batch["edges"], batch["graph"])
-        total, count = loss(outputs, batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout(layout).world_size).run(trained_on_ragged, layout, kind):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+        return loss(model(*inputs) if inputs else model(batch["x"], batch["edges"], batch["graph"]), batch)
+
+    expected = train_plainly(model, range(STEPS), of_step, sgd(model.parameters()), 1.0)
+    assert_trained(pool(Layout(layout).world_size).run(trained_on_ragged, layout, kind), expected)
 
 
 def _said_of_mixed(rank: int, world: int, layout: str, kind: str) -> str:

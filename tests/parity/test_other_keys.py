@@ -18,6 +18,7 @@ from samestep.datasets.values import rows_of, together
 from samestep.errors import DataError, LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.parts import Residual
 from tests.plain import train_plainly
 from tests.pool import pool
 
@@ -33,17 +34,8 @@ JOB = Job(
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def tower(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, WIDTH), Block(), Block())
+    return nn.Sequential(nn.Linear(width, WIDTH), *(Residual(WIDTH, 16, norm=True) for _ in range(2)))
 
 
 class Mixed(nn.Module):
@@ -52,7 +44,7 @@ class Mixed(nn.Module):
     def __init__(self, shows: bool) -> None:
         super().__init__()
         self.shows, self.embedding, self.vision, self.hearing = shows, nn.Embedding(32, WIDTH), tower(6), tower(5)
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 32)
+        self.blocks, self.head = nn.ModuleList(Residual(WIDTH, 16, norm=True) for _ in range(3)), nn.Linear(WIDTH, 32)
 
     def forward(self, tokens: Tensor, pixels: Tensor | None = None, sound: Tensor | None = None) -> Any:
         x, seen = self.embedding(tokens), {}

@@ -19,20 +19,10 @@ from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.run import Run
 from tests.laboratory import in_loop, job_of, run_from
+from tests.parts import Points
 from tests.pool import pool
 
 _STEPS = 5
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    """Points, each a function of its index, and twice of them."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Codebook(nn.Module):
@@ -179,7 +169,7 @@ def _compared(
     """Return the largest differences from a plain loop, in losses and in what is gathered, and of the latter after a resume."""
     run, plain = _pair(build, layout, rank, world)
     optimizer, loss_error = _sgd([*plain.parameters()]), 0.0
-    for batch in samestep.batches(Points(), run.job):
+    for batch in samestep.batches(Points(40), run.job):
         loss = run.step(batch).loss
         samples: Any = batch.samples(batch.indices)
         optimizer.zero_grad()
@@ -219,7 +209,7 @@ def test_what_is_the_same_for_every_part_of_a_batch_is_put_on_every_rank(
 def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: str) -> tuple[int, str]:
     """Return the number of steps that were taken until one was refused, and why it was."""
     run, _ = _pair(build, layout, rank, world)
-    for batch in samestep.batches(Points(), run.job):
+    for batch in samestep.batches(Points(40), run.job):
         try:
             run.step(batch)
         except UnprovenError as error:
@@ -263,7 +253,7 @@ def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
 
 def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> None:
     run, _ = _pair(Still, "dp=1")
-    stream = samestep.batches(Points(), run.job)
+    stream = samestep.batches(Points(40), run.job)
     run.step(next(stream))
     changes: list[Callable[[Any], object]] = [
         lambda model: nn.utils.parametrizations.orthogonal(model.linear),
@@ -294,7 +284,7 @@ def _learned(model: Any, layout: str = "dp=1") -> list[float]:
         layout=layout,
         job=in_loop(job_of(steps=2)),
     )
-    return [run.step(batch).loss for batch in samestep.batches(Points(), run.job)]
+    return [run.step(batch).loss for batch in samestep.batches(Points(40), run.job)]
 
 
 KEPT: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Tensor]]] = {

@@ -46,6 +46,7 @@ from tests.laboratory import (
     source_of,
 )
 from tests.models import VOCABULARY, Tokens
+from tests.parts import Residual, Words
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
@@ -281,16 +282,10 @@ def by_size(params: list[Tensor]) -> Optimizer:
     return torch.optim.SGD([{"params": large, "lr": 0.5}, {"params": small, "lr": 0.01}], lr=0.05)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+BLOCK = functools.partial(Residual, 12, 20, norm=True, bias=False)
 
 
-class Small(nn.Module):
+class Small(Words):
     """Matrices of several shapes, vectors, blocks for two stages, of which tp cuts the two products and the vocabulary."""
 
     tensor_plan: ClassVar = {
@@ -301,16 +296,7 @@ class Small(nn.Module):
     }
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(BLOCK, BLOCK, width=12, entries=VOCABULARY)
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from samestep.runtime.ledger import Ledger
 from tests.laboratory import TOLERANCE, in_loop, job_of
 from tests.models import MODELS, Tokens
 from tests.parity.whole_batch import BATCH, CASES, WHOLE, Views, job, observe, prove, run_of
+from tests.plain import Trained, assert_as_on_one_device, assert_trained, on_one_device
 from tests.pool import pool
 
 LAYOUTS = (
@@ -129,7 +129,7 @@ def rows_of_sequences(outputs: Any, batch: dict[str, Tensor], rows: Tensor) -> A
 
 
 def sequences(
-    rank: int, world: int, model: str, layout: str, by_rows: bool = False
+    rank: int, world: int, layout: str, model: str, by_rows: bool = False
 ) -> tuple[list[float], dict[str, Tensor], float, float]:
     """Take three steps, of which the last one sends what the program lists."""
     loss = samestep.whole_batch(rows_of_sequences if by_rows else of_sequences, rows=by_rows)
@@ -146,11 +146,6 @@ def sequences(
     return losses, run.state_dict(on_every_rank=True), held_out, report.values["spread"]
 
 
-@functools.cache
-def whole_sequences(model: str, by_rows: bool) -> tuple[list[float], dict[str, Tensor], float, float]:
-    return pool(1).run(sequences, model, "dp=1", by_rows)[0]
-
-
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -165,12 +160,10 @@ def whole_sequences(model: str, by_rows: bool) -> tuple[list[float], dict[str, T
 )
 @pytest.mark.parametrize("by_rows", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_loss_is_given_whole_sequences(layout: str, model: str, by_rows: bool) -> None:
-    losses, weights, held_out, spread = whole_sequences(model, by_rows)
-    for found, ours, mean, deviation in pool(Layout(layout).world_size).run(sequences, model, layout, by_rows):
-        assert found == pytest.approx(losses, rel=TOLERANCE)
-        assert (mean, deviation) == pytest.approx((held_out, spread), rel=TOLERANCE)
-        for key, value in weights.items():
-            torch.testing.assert_close(ours[key], value, rtol=1e-7, atol=1e-9)
+    losses, weights, *means = on_one_device(sequences, model, by_rows)
+    ranks = pool(Layout(layout).world_size).run(sequences, layout, model, by_rows)
+    assert_trained(ranks, (losses, weights), 1e-7, 1e-9)
+    assert all(others == pytest.approx(means, rel=TOLERANCE) for _, _, *others in ranks)
 
 
 # -- an output that the loss does not read ---------------------------------------------------------
@@ -192,7 +185,7 @@ def _spread(outputs: dict[str, Tensor], batch: Any) -> Tensor:
     return outputs["one"].square().std(0).sum()
 
 
-def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
+def _of_one_head(rank: int, world: int, layout: str) -> Trained:
     torch.manual_seed(0)
     settings = job(8)
     run = samestep.parallelize(
@@ -200,20 +193,16 @@ def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
         layout=layout, job=in_loop(settings),
     )  # fmt: skip
     draw = torch.Generator().manual_seed(2)
-    for _ in range(3):
-        x = torch.randn(8, 6, generator=draw, dtype=torch.float64)
-        run.step({"one": x, "two": x})
-    return run.state_dict(on_every_rank=True)
+    points = [torch.randn(8, 6, generator=draw, dtype=torch.float64) for _ in range(3)]
+    return [run.step({"one": x, "two": x}).loss for x in points], run.state_dict(on_every_rank=True)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=3 microbatch=2"])
 def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) -> None:
-    (wanted,) = pool(1).run(_of_one_head, "dp=1")
+    _, wanted = on_one_device(_of_one_head)
     torch.manual_seed(0)
     assert torch.equal(wanted["two.weight"], TwoHeads().double().two.weight), "it decays no weight"
-    for found in pool(Layout(layout).world_size).run(_of_one_head, layout):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_as_on_one_device(_of_one_head, layout)
 
 
 # -- sums over rows --------------------------------------------------------------------------------

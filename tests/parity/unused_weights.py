@@ -22,6 +22,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from tests.laboratory import device_of_ranks
+from tests.parts import Residual
 from tests.plain import Trained, train_plainly, whole_batches
 
 STEPS, WIDTH = 5, 6
@@ -39,15 +40,6 @@ class Pairs:
         return self.x[index], self.y[index]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Switched(nn.Module):
     """Blocks and a head that a loop leaves out."""
 
@@ -55,7 +47,7 @@ class Switched(nn.Module):
         super().__init__()
         self.on, self.has_extra = (True,) * 4, True
         self.first, self.head, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Block() for _ in self.on)
+        self.blocks = nn.ModuleList(Residual(WIDTH, 8) for _ in self.on)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -95,7 +87,7 @@ class Matched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Residual(WIDTH, 8) for _ in range(2))
         self.box, self.kind = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from tests.parts import Words
+
 # -- data ------------------------------------------------------------------------------------------
 
 
@@ -427,23 +429,15 @@ class ThirdPart(TwoLayers):
 # -- models of tokens ------------------------------------------------------------------------------
 
 
-class Blocks(nn.Module):
-    """Embedding, blocks, head. What is special about a model is its kind of block, or how it calls them (`through`)."""
+def plain_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+
+class Blocks(Words):
+    """Four blocks, or others."""
 
     def __init__(self, kind: Callable[[], nn.Module] | None = None, number: int = 4) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(
-            kind() if kind else nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(number)
-        )
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.through(self.embed(input_ids)))
-
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(*[kind or plain_block] * number, width=16, entries=64)
 
 
 def of(kind: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:

@@ -20,20 +20,12 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.run import Run
 from tests import small
 from tests.laboratory import run_from
+from tests.parts import Points
 from tests.pool import pool
 
 JOB = Job(
     train={"global_batch": 4, "steps": 3, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
 )
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Model(nn.Module):
