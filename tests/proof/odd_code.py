@@ -338,16 +338,6 @@ class SeededNoise(TwoLayers):
             return x + torch.randn_like(x)
 
 
-class RunningMean(TwoLayers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16))
-
-    def between(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.5)
-        return x - self.mean
-
-
 class Unread(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
@@ -357,10 +347,6 @@ class Unread(TwoLayers):
         before = self.queue.clone()
         self.queue.copy_(x.detach()[0])
         return x + before
-
-
-def spectral() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Count(nn.Linear):
@@ -450,61 +436,12 @@ class Mix(nn.Linear):
         super().__init__(16, 16)
 
 
-class Skip(Blocks):
-    """Every block is given the embeddings too."""
-
-    def through(self, x: Tensor) -> Tensor:
-        x0 = x
-        for block in self.blocks:
-            x = block(x + x0)
-        return x
-
-
-class Between(Blocks):
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = 1.5 * block(x)
-        return x
-
-
-class Modulated(Mix):
-    def forward(self, x: Tensor, by: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x)) * (1 + by)
-
-
-class Conditioned(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Modulated)
-        self.condition = nn.Embedding(64, 16)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, by = self.embed(input_ids), self.condition(input_ids[:, :1])
-        for block in self.blocks:
-            x = block(x, by)
-        return self.head(x)
-
-
 class SumOfStates(Blocks):
     def through(self, x: Tensor) -> Tensor:
         states = [x]
         for block in self.blocks:
             states.append(block(states[-1]))
         return torch.stack(states).sum(0)
-
-
-class Pair(Mix):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(super().forward(x))
-        return x, x.sum(-1)
-
-
-class Tuples(Blocks):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, total = self.embed(input_ids), 0.0
-        for block in self.blocks:
-            x, aside = block(x)
-            total = total + aside
-        return self.head(x) + total[..., None]
 
 
 class FrozenStart(Blocks):

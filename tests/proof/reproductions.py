@@ -30,7 +30,9 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
-from tests import traced
+from tests import models, traced
+from tests.code import pipeline_models as stages
+from tests.code import state
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, seeded, whole
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
@@ -84,18 +86,20 @@ def _case(name: str, cause: str, item: int, build: Any, layouts: str, **fields: 
 
 
 VECTORS: dict[str, Any] = {"data": odd.Vectors}
+WORDS: dict[str, Any] = {"data": models.Tokens}
+"""For models that the rows of `tests/code` hold too."""
 PP, ZERO3 = "dp=1 pp=2 microbatch=4", "dp=2 zero=3"
 
 REPRODUCTIONS = (
     # -- what passes between the stages of a pipeline ----------------------------------------------
-    _case("x0 residual", "A1", 2, odd.Skip, PP, names=("blocks", "pp")),
-    _case("code between blocks", "A1", 2, odd.Between, PP, names=("blocks", "pp")),
-    _case("conditioning by a trained embedding", "A1", 2, odd.Conditioned, PP, names=("blocks", "pp")),
+    _case("x0 residual", "A1", 2, stages.FirstResidual, PP, **WORDS, names=("blocks", "pp")),
+    _case("code between blocks", "A1", 2, stages.Between, PP, **WORDS, names=("blocks", "pp")),
+    _case("conditioning by a trained embedding", "A1", 2, stages.Conditioned, PP, **WORDS, names=("blocks", "pp")),
     _case("sum of all hidden states", "A1", 2, odd.SumOfStates, PP, names=("blocks", "pp")),
     _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp"), is_traced_once=True),
     _case("blocks of several widths", "C", 2, odd.mlp, PP, names=("pp",), **VECTORS),
     _case("frozen first stage", "C", 2, odd.FrozenStart, PP, names=("pp", "blocks")),
-    _case("blocks that give tuples", "C", 2, functools.partial(odd.Tuples, odd.Pair), PP, names=("pp", "blocks")),
+    _case("blocks that give tuples", "C", 2, stages.Pairs, PP, **WORDS, names=("pp", "blocks")),
     _case("plain blocks", "", 2, odd.Blocks, f"{PP}, dp=1 pp=2 microbatch=2 schedule=zero-bubble", must=EQUAL),
     _case("residual within blocks", "", 2, odd.of(odd.ResidualBlock), f"{PP}, {ZERO3}", must=EQUAL),
     _case("bf16 stream in float64", "D1", 2, functools.partial(odd.Streamed, torch.bfloat16), PP, names=("dtype", "bfloat16")),
@@ -163,8 +167,8 @@ REPRODUCTIONS = (
     _case("checkpointing", "A11", 4, odd.NonReentrant, "dp=2", names=("checkpoint",)),
     _case("gradient_checkpointing_enable", "A11", 4, odd.checkpointing_gpt2, "dp=2", names=("checkpoint",)),
     # -- state -------------------------------------------------------------------------------------
-    _case("running mean of its own", "A12", 4, odd.RunningMean, "dp=2", names=("mean",), **VECTORS),
-    _case("spectral norm", "A12", 4, odd.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
+    _case("running mean of its own", "A12", 4, state.OwnMean, "dp=2", names=("mean",), **VECTORS),
+    _case("spectral norm", "A12", 4, state.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
     _case("embedding with max_norm", "A12", 4, odd.MaxNorm, "dp=2 zero=3, dp=2", names=("max_norm", "embed")),
     _case("embedding scaled by frequency", "A12", 4, odd.ByFrequency, "dp=2", names=("scale_grad_by_freq", "embed")),
     _case("calls counted", "A12", 4, odd.Counter, "dp=1 recompute=full, dp=1 microbatch=4", names=("k", "blocks"), **VECTORS),
