@@ -404,7 +404,11 @@ class Stepper:
         self.refusals.watch = assembly.objective.watch
         self.refusals.try_loss = functools.partial(self.guards.try_loss, trials, assembly, batch)
         interpreter = Interpreter(assembly, self.job.train.seed, self.guards, trials, self.steps_taken + 1, of)
-        totals = interpreter.forward_backward(batch, index)
+        try:
+            totals = interpreter.forward_backward(batch, index)
+        except Exception:
+            self.refusals.raise_own()  # such as a replaced module, by which the forward fails
+            raise
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = current.weights.store.calls.gave_up
         self.guards.take_over(current, batch, inside=True)
