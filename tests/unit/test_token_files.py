@@ -123,7 +123,7 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
         ),
         "documents": (index[:-8] + struct.pack("<q", 99), "its documents do not divide its"),
         "old": (b"TNTIDX\x00\x00" + index, "an index of an older form"),
-        "other": (b"something else", "is no index of Megatron, which begins with MMIDIDX"),
+        "other": (b"something else", "is not an index of Megatron, which begins with MMIDIDX"),
     }
     for name, (content, text) in kinds.items():
         shutil.copy(tmp_path / "good.bin", tmp_path / f"{name}.bin")
@@ -330,7 +330,9 @@ def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.bin")
-    assert f"tokens:{tmp_path / 'train.bin'} cannot be read: it is no regular file" in refusal(tmp_path / "train.bin")
+    assert f"tokens:{tmp_path / 'train.bin'} cannot be read: it is not a regular file" in refusal(
+        tmp_path / "train.bin"
+    )
     assert "holds no file" in refusal(tmp_path)
 
 

@@ -353,7 +353,7 @@ def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mappin
         rendered = auto.apply_chat_template(copies, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
         text = " ".join(str(error).split()) or type(error).__name__
-        raise DataError("chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
+        raise DataError("chat-template", f"the tokenizer's chat template rejects the messages: {text[:300]}") from None
     if len(rendered) > _MOST_CHARACTERS:
         raise DataError(
             "chat-template",

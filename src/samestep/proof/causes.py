@@ -69,7 +69,7 @@ def _is_elsewhere(reference: Sequence[HeldTensor], tensor: HeldTensor) -> bool:
 
 def _data(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
-    return Cause.DATA, f"{misfit.name} on rank {misfit.rank}: not what one device reads"
+    return Cause.DATA, f"{misfit.name} on rank {misfit.rank}: one device reads other samples"
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
             f"the outputs of {sums} add up to the right output of {where}{evidence.collectives(path)}",
         )
     if drawn := _find_random_part(evidence, misfit, step):
-        return drawn[0], f"{drawn[1]} draws what ranks cut among themselves; first {where}"
+        return drawn[0], f"{drawn[1]} draws a value that ranks shard among themselves; first {where}"
     ratio = _output_ratio(evidence, path, step)
     times = f", {ratio:g} times the right output" if ratio else ""
     if any(
@@ -129,7 +129,7 @@ def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
         for other in sorted({key[1] for key in expected if key[0] == path and key[1] != call}):
             pairs = [(calls[key], expected.get((path, other, key[2]))) for key in keys]
             if all(right is not None and _is_same(output, right) for output, right in pairs):
-                return f"call {call + 1} of {path} gives what call {other + 1} gives on one device"
+                return f"call {call + 1} of {path} gives the output that call {other + 1} has on one device"
     return None
 
 
@@ -218,20 +218,20 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     coupled, count = _explain_coupling(evidence, step), evidence.reference.steps[step - 1].count
     is_mean = abs(sum(part.count for part in parts) - count) >= 1  # which counts the same, however much it is given
     if coupled and not is_mean:
-        return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
+        return Cause.COUPLED, f"forwards agree, and the loss is not a sum over samples: {coupled}"
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean of {words}; {right:g} is right"
     last = max(part.microbatch for part in parts)
     last_parts = [part for part in parts if part.microbatch == last]
     if last and abs(_ratio(last_parts) - ours) <= CLOSE * abs(ours):
-        return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
+        return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is the loss of the last micro-batches alone"
     times = f"the loss of step {step} is {ours / right:.6g} times the right one"
     if scales_of(
         evidence, step, {gradient.name: gradient for gradient in unclip_gradients(evidence.reference, step - 1)}
     ):
         return Cause.LOSS_SCALE, f"forwards agree, but {times}"
-    where = f"{times}, and gradients are no multiple of the right ones: no module differs whose output has a row for each sample"
+    where = f"{times}, and gradients are not a multiple of the right ones: modules with a row for each sample are equal"
     return (Cause.DROPOUT, f"first the masks: {where}") if evidence.dropout("") else (Cause.FORWARD, where)
 
 
@@ -301,7 +301,7 @@ def _axis_of_norm(evidence: Evidence, step: int) -> str:
         ):
             continue
         if abs(sum(max(values) for values in squares.values()) - right**2) <= CLOSE * right**2:
-            return f"; those of ranks with other places on {axis} add up to it, so a sum over {axis} is missing"
+            return f"; the gradients of ranks with other places on {axis} add up to it, so a sum over {axis} is missing"
     return ""
 
 

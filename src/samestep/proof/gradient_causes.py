@@ -137,7 +137,7 @@ def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, Held
     times = f"{all_[0]:.6g} times the right gradients{_degree(evidence, all_[0])}"
     for number, stage in enumerate(evidence.stages):
         if names == {name for name, _ in factors if name in stage}:
-            return f"those of pipeline stage {number + 1} of {len(evidence.stages)} are {times}"
+            return f"the gradients of pipeline stage {number + 1} of {len(evidence.stages)} are {times}"
     if any(not expert and not evidence.experts(name)[0] for name, expert in wrong):
         return None
     experts = sorted({expert for _, expert in wrong if expert}, key=int)

@@ -39,7 +39,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and stays as it is: models that are "
         'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
     )
 
