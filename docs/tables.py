@@ -513,6 +513,7 @@ TABLES = {
     "errors": error_codes.table,
     "evidence": evidence.table,
     "intervals": evidence.intervals,
+    "accuracy": evidence.accuracy,
 }
 
 
