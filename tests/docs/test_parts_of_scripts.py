@@ -188,5 +188,5 @@ def test_calls_of_loops_fit_the_methods_of_a_run() -> None:
             "g_loss": len,
             "sampled_loss": len,
         }
-        exec(inspect.cleandoc("\n".join(lines)) if lines[0].startswith(" ") else "\n".join(lines), names)
+        exec(textwrap.dedent("\n".join(lines)), names)
         assert call.removeprefix("run.") in run.calls
