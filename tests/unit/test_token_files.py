@@ -312,7 +312,7 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
             bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
             with pytest.raises(
-                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, for which"
+                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, the ids with"
             ):
                 stream.read(np.array([0, bad_at]))
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)

@@ -45,8 +45,6 @@ class FamilyFacts:
     """The keyword by which a block, or a part of one, is given hidden states."""
     cache_argument: str = "use_cache"
     """The argument by which a forward keeps keys and values of earlier tokens."""
-    positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
-    """Words in the last name of modules that depend on positions alone."""
 
     installed_flag: str = "_output_capturing_hooks_installed"
     """A model's attribute that says whether it has installed its hooks, which are no state of its training."""
@@ -119,10 +117,6 @@ class FamilyFacts:
     def is_transposed(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
         return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
-
-    def is_positional(self, path: str) -> bool:
-        """Return whether a module of this path depends on positions alone."""
-        return any(word in path.rpartition(".")[2] for word in self.positional_words)
 
     def name_of_hidden(self, named: Mapping[str, Any]) -> str:
         """Return the keyword by which a module is given its hidden states: the usual one, or else the first."""

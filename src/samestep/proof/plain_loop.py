@@ -309,7 +309,7 @@ def cause(observation: Observation, first: Comparison) -> tuple[Cause, str]:
         misfit.step or 0, ()
     )  # none is known where replicas are trained independently
     if kind in ("weight", "update") and name in unused:
-        return Cause.IDLE, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
+        return Cause.PLAIN, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
     return Cause.PLAIN, f"{text}, on the same samples, with the same masks"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.building.loss import LabelError
 from samestep.job import Job
 from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
@@ -131,8 +132,11 @@ class Interpreter:
             indices = microbatches.indices(task.microbatch)
             share = part, len(indices)
             objective.watch.pairs.clear()
-            with parallel.batch_norms.of_loss(task.microbatch):
-                result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
+            try:
+                with parallel.batch_norms.of_loss(task.microbatch):
+                    result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
+            except LabelError as error:
+                raise error.of(indices) from error
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(result, outputs, loss_inputs, share, later, weight)
         if objective.sums.moved:

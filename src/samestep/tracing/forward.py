@@ -49,8 +49,9 @@ from samestep.tracing.operations import Analysis, Events, Executed, SavedTensor,
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
-_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default)
-"""Operations whose fourth argument is whether the gradient of a token is divided by how often it is there."""
+_LOOKUPS = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embedding_bag.default: 5}
+"""Operations whose fourth argument is whether the gradient of a token is divided by how often it is there, with the place of the argument
+by which the gradient is sparse."""
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
 
@@ -156,6 +157,8 @@ class ForwardTracer(DispatchMode):
             self.events.batch_norms.extend([] if call is None else [(self.modules.region, call)])
         if func in _LOOKUPS and args[3:4] == (True,):
             self.events.counting.append(self.modules.innermost)
+        if func in _LOOKUPS and args[_LOOKUPS[func] :][:1] == (True,):
+            self.events.sparse.add(self.key(args[0]))
         if func._schema.is_mutable:
             self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]

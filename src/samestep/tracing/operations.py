@@ -165,6 +165,8 @@ class Events:
     """Storages of the outputs."""
     written: set[int] = field(default_factory=set)
     """Storages that an operation has written into."""
+    sparse: set[int] = field(default_factory=set)
+    """Storages of tables whose gradients are sparse tensors."""
     counting: list[str] = field(default_factory=list)
     """Module of each lookup whose gradient is divided by how often the micro-batch has a token."""
 

@@ -445,7 +445,8 @@ def _param_specs(
             follows=followed_weight(module, name),
             held_as=held_as(module.get_submodule(owner_of(name))) if name.endswith(".weight") else "",
             embeds=next((watch.inputs.embeds[path] for path in owners if path in watch.inputs.embeds), ""),
-            sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
+            sparse_gradient=watch.key(param) in watch.events.sparse
+            or any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)
     return tuple(specs)

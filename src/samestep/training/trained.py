@@ -22,6 +22,7 @@ from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import Blueprint, fill
 from samestep.building.model import blueprint_of
 from samestep.building.model_changes import lora
+from samestep.building.predictions import prediction_of
 from samestep.building.pretrained_form import Merged, PretrainedForm, is_of_transformers
 from samestep.datasets import open_tokenizer
 from samestep.errors import CheckpointError, DataError, JobError, ModelError
@@ -71,11 +72,15 @@ def sample_tokens(
         seen = tokens[-window:]
         filled = seen + seen[-1:] * (-len(seen) % multiple)
         outputs = run.outputs({"input_ids": torch.tensor([filled])})
-        batch_logits = getattr(outputs, "logits", outputs)
-        if not isinstance(batch_logits, Tensor) or batch_logits.dim() != 3:
+        try:
+            batch_logits = prediction_of(outputs)
+        except JobError:
+            return None
+        # Without labels, some models return the logits of the last token alone.
+        if batch_logits.dim() != 3 or batch_logits.shape[1] not in {len(filled), 1 if filled == seen else len(filled)}:
             return None
         # A model may have more embeddings than the tokenizer has tokens: those are never sampled.
-        logits = batch_logits[0, len(seen) - 1, :most].double().cpu()
+        logits = batch_logits[0, min(len(seen), batch_logits.shape[1]) - 1, :most].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue

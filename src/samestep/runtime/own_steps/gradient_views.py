@@ -23,6 +23,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
+from samestep.runtime.weights.pieces import NO_ROW
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.writes import version_of
@@ -268,7 +269,7 @@ class WaitingGradients:
                 if name in self._fresh:
                     gradient.mul_(self.factor)
                 else:
-                    gradient.zero_()
+                    gradient.fill_(NO_ROW)
                 if name in self._own:
                     gradient.add_(self._own[name])
             self._fresh, self.factor, self._is_as_left = self._fresh | self._owned, 1.0, False
@@ -289,7 +290,7 @@ class WaitingGradients:
             if piece.name in self._fresh:
                 gradient.mul_(self.factor)
             else:
-                gradient.zero_()
+                gradient.fill_(NO_ROW)
             if index in self._kept:
                 gradient.add_(self._kept.pop(index))
         self._fresh, self.factor, self._is_as_left = self.names, 1.0, False
