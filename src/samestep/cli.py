@@ -92,8 +92,11 @@ def _run(words: Sequence[str]) -> Result | VerbFailure:
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
         result: Result | VerbFailure = parsed.verb(parsed)
-        if isinstance(result, Result) and result.text and not getattr(parsed, "markdown", False):
-            result = replace(result, text="\n".join([*map(wrap, getattr(parsed, "heading", [])), result.text]))
+        heading = [*map(wrap, getattr(parsed, "heading", []))]
+        if parsed.json == results.STANDARD_OUTPUT and heading[1:]:
+            print(*heading[1:], sep="\n")  # cautions, to standard error
+        elif isinstance(result, Result) and result.text and not getattr(parsed, "markdown", False):
+            result = replace(result, text="\n".join([*heading, result.text]))
         if isinstance(result, Result) and parsed.json not in (None, results.STANDARD_OUTPUT):
             results.write_file(parsed.json, result)
     except RunError as error:
