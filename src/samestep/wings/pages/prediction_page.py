@@ -151,13 +151,13 @@ def row_kind(name: str, axis: str | None) -> str:
     return name
 
 
-def predicted_memory(step: Prediction, stage: int, label: str = "") -> MemoryCurve:
+def predicted_memory(step: Prediction, stage: int) -> MemoryCurve:
     """Return the predicted memory of a rank of one stage over the step."""
     moments, use = memory_over_step(step, stage), step.memory[stage]
     sizes = [moment.held.parts() for moment in moments]
     parts = {name: [each[name] for each in sizes] for name in use.parts()}
     return MemoryCurve(
-        label or f"stage {stage}",
+        f"stage {stage}",
         parts,
         [moment.time_s for moment in moments],
         step.hardware.memory_bytes,
