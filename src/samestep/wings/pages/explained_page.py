@@ -94,13 +94,9 @@ def _record(explained: Explained) -> dict[str, object]:
     ranks = [
         {key: value for key, value in rank.items() if key != "kernels"} for rank in cast(list[Any], record["ranks"])
     ]
-    known = _shown_kernels(explained)
-    rows = (
-        []
-        if known is None
-        else [row.to_record() for _, rows in known.by_op[:_MOST_OPS] for row in rows[:_MOST_KERNELS]]
-    )
-    return {**record, "ranks": ranks, "kernels": rows}
+    by_op = known.by_op[:_MOST_OPS] if (known := _shown_kernels(explained)) else ()
+    kernels = [row.to_record() for _, rows in by_op for row in rows[:_MOST_KERNELS]]
+    return {**record, "ranks": ranks, "kernels": kernels}
 
 
 def _shown_kernels(explained: Explained) -> RankKernels | None:

@@ -122,9 +122,9 @@ class Page:
         versions = ", ".join(f"{package} {installed_version(package)}" for package in ("samestep", "torch"))
         when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
         facts = (when, versions, f"Python {platform.python_version()}", *_commit())
-        by_shell = Path(sys.argv[0]).as_posix().removesuffix("/__main__.py").endswith("samestep")
-        line = shlex.join(["samestep", *(sys.argv[1:] if by_shell else [self.verb])])
-        made = f'<p>Made by <code class="line">{escape(line)}</code> on <code>{escape(", ".join(facts))}</code>.</p>'
+        is_command = Path(sys.argv[0]).as_posix().removesuffix("/__main__.py").endswith("samestep")
+        line = escape(shlex.join(["samestep", *(sys.argv[1:] if is_command else [self.verb])]))
+        made = f'<p>Made by <code class="line">{line}</code> on <code>{escape(", ".join(facts))}</code>.</p>'
         return f"<footer>{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}{made}</footer>"
 
 
