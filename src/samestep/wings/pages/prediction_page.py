@@ -17,8 +17,9 @@ from samestep.wings.pages.charts import Bar, Box, Lane, MemoryCurve, TimelineFig
 from samestep.wings.pages.page import Answer, Page, Section, words
 from samestep.wings.plan.ranking import SAFE
 from samestep.wings.plan.simulation import simulate
+from samestep.wings.plan.simulation.accuracy import describe_accuracy
 from samestep.wings.plan.simulation.partition import COMPUTE, TRANSFER, WAIT, row_label, row_name
-from samestep.wings.plan.simulation.simulate import Prediction, describe_accuracy
+from samestep.wings.plan.simulation.simulate import Prediction
 from samestep.wings.plan.simulation.timeline import Timeline
 
 MOST_CHARTS = 8
