@@ -183,7 +183,7 @@ TECHNIQUES = (
     ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
     ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
     (
-        "activation offloading to CPU memory",
+        "activation offloading (inputs of blocks, to CPU memory)",
         "strategies/host_inputs.py runtime/axes/host_inputs.py",
     ),
     (

@@ -86,7 +86,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     styles |= dict.fromkeys(rejoined, "column")
     styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
     if "row" not in styles.values():
-        reason = "its blocks have no column/row pair of linear layers, one that reads the outputs of the others and nothing else"
+        reason = "its blocks have no pair of linear layers, one that reads the outputs of the others and nothing else"
         if unknown:
             reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
         elif family_plan:
