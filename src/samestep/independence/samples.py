@@ -403,12 +403,8 @@ class _SampleProver(Prover):
         elif len(tensors) == 1:
             return self.decisions.answer(self.key(tensors[0]), outcome)
         elif any(isinstance(self.known.of(tensor), Along) for tensor in tensors):
-            return self.decisions.answer_about_rows(func, outcome, self._decided_by(func, "answer"))
+            return self.decisions.answer_about_rows(func, outcome, self.where)
         return outcome
-
-    def _decided_by(self, func: Any, what: str) -> str:
-        """Return what to say of code that acts on a number, or an answer, for all samples."""
-        return f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the {what} for all of them"
 
     def judge(self, outputs: Iterable[Tensor]) -> tuple[str, list[str]]:
         """Return why an output of a sample depends on other samples, if one does, and which operations leave it open."""
@@ -436,23 +432,10 @@ class _SampleProver(Prover):
         if not self.tracer.values.keeps_all:
             return
         tensors = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
-        asks = asks_of_parts(func, args, self.value_of)
-        read = [(self.key(tensor), tensor) for tensor in tensors]
+        read = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Along)) for tensor in tensors]
         mixed = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Mixed)) for tensor in results]
-        self.decisions.follow(
-            [(key, tensor, isinstance(self.known.of(tensor), Along)) for key, tensor in read],
-            [(key, is_mixed and not _is_place(func, tensor)) for key, tensor, is_mixed in mixed],
-            self._decided_by(func, "number"),
-            asks=asks,
-        )
-        text = self._decided_by(func, "answer")
-        self.decisions.follow_answers(func, read, mixed, text, self.value_of, asks=asks)
-
-
-def _is_place(func: Any, result: Tensor) -> bool:
-    """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
-    is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
-    return is_whole and func.overloadpacket is not torch.ops.aten._to_copy
+        asks = asks_of_parts(func, args, self.value_of)
+        self.decisions.follow(func, read, mixed, self.where, self.value_of, asks=asks)
 
 
 def pair_elements(
