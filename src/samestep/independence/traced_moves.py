@@ -106,12 +106,12 @@ class TracedMoves(TorchFunctionMode):
             known = watch.known.of(operand) if operand.is_meta else None
             if known is None:
                 continue
-            if form.kind == "write" and watch.known.has_rows(operand, form.dim):
+            if form.kind == "write" and watch.known.has_rows(operand, form.place.dim):
                 continue
             if form.kind != "cat" or not isinstance(known, Along) or not isinstance(known.start, int):
                 return None
-            rows = 1 if known.dim == NO_DIM else operand.shape[form.dim]
-            if known.dim not in (form.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
+            rows = 1 if known.dim == NO_DIM else operand.shape[form.place.dim]
+            if known.dim not in (form.place.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
                 return None
             ends.append(known.start - (0 if at < form.place.operand else watch.size))
         return tuple(ends)
@@ -127,9 +127,9 @@ class TracedMoves(TorchFunctionMode):
         watch.is_following = True
         result = form.given[-1] if outcome is None else outcome
         with disable_current_modes():
-            dependence: Dependence = Along(form.dim, 1, 0)
+            dependence: Dependence = Along(form.place.dim, 1, 0)
             if form.rows > watch.size:
-                dependence = WithNeighbours.of(result, form.dim, form.last, f"{watch.where} by {form.kind}")
+                dependence = WithNeighbours.of(result, form.place.dim, form.last, f"{watch.where} by {form.kind}")
             watch.learn(result, None)
             watch.learn(result, dependence)
             watch.numbers.name(result, "moved", form.kind, repr(form.what), ends, *what, where=watch.where)
