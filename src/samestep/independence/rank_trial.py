@@ -80,9 +80,11 @@ class _Compared(Recorder):
             if _is_copy(rank_op, ()) and (whole is None or whole.func != rank_op.func):
                 self.mine[rank_op.results[0].storage] = self.operations.pop()
             elif whole is None or not self._is_part(whole, rank_op, states):
-                of_whole = "nothing more" if whole is None else _describe(whole)
-                reason = f"{where} computes {_describe(rank_op)} on a rank, and the whole model {of_whole}"
-                raise DiffersError(reason, where if whole is None else whole.where)
+                reason = f"{_describe(rank_op)} once more with the numbers of a rank"
+                if whole is not None:
+                    reason = f"{_describe(whole)} in the whole model, and {_describe(rank_op)} on a rank"
+                where = where if whole is None else whole.where
+                raise DiffersError(f"{where} computes {reason}", where)
 
     def check_end(self) -> None:
         """Check that the rank's forward has run all operations of the whole model's.
@@ -92,7 +94,7 @@ class _Compared(Recorder):
         """
         if len(self.operations) < len(self.whole):
             missing, _ = self.whole[len(self.operations)]
-            reason = f"{missing.where} computes {_describe(missing)} in the whole model, and a rank nothing more"
+            reason = f"{missing.where} computes {_describe(missing)} no more with the numbers of a rank"
             raise DiffersError(reason, missing.where)
 
     def _is_part(self, whole: Operation, rank_op: Operation, states: tuple[State, ...]) -> bool:

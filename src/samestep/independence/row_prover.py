@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import (
@@ -54,6 +55,7 @@ class Prover(Analysis):
         """Whether the forward ends where an operation is given some rows alone, of which numbers alone say what they are."""
         self._operands: list[Operand] = []
         """The operands of the operation that runs."""
+        self._attention: AttentionCall
         self._given_to_experts: list[Hashable] = []
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
@@ -128,7 +130,7 @@ class Prover(Analysis):
             tensors = (query, key, value, *([] if mask is None else [mask]))
             for result in by_map(attention, self._call(None, tensors, {}, [output])):
                 self.learn(output, result)
-            self.number_attention(tensors, output)
+            self.number_attention(output)
 
     def number_values(self, module: nn.Module, table: Table) -> ValueNumbers:
         """Return the numbers of a forward's values, in which those that the model holds have their names."""
@@ -137,12 +139,18 @@ class Prover(Analysis):
             numbers.name(named.tensor, "held", named.name)
         return numbers
 
-    def number_attention(self, tensors: tuple[Tensor, ...], output: Tensor) -> None:
-        """Set the number of the output of an attention."""
+    def check_attention(self, call: AttentionCall) -> None:
+        """Note the arguments of an attention."""
+        self._attention = call
+        super().check_attention(call)
+
+    def number_attention(self, output: Tensor) -> None:
+        """Set the number of the output of the attention at hand."""
         if self.numbers is not None:
             with disable_current_modes():
-                numbers = [self.numbers.of(tensor) for tensor in tensors]
-                self.numbers.name(output, "attention", *numbers, where=self.where, apart=self.numbers.apart(*tensors))
+                what = [self.numbers.of(x) if isinstance(x, Tensor) else repr(x) for x in self._attention]
+                apart = self.numbers.apart(*operands(*self._attention))
+                self.numbers.name(output, "attention", *what, where=self.where, apart=apart)
 
     def made_on_meta(self, made: Tensor, real: Tensor) -> None:
         """Set the number of the values of a tensor that stands for a real one."""

@@ -288,7 +288,7 @@ class SliceProver(Prover):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
-        self.note_attention(output)
+        self.number_attention(output)
         if query.dim() == 4:
             self.parts.attended(is_within=bool(self._part))
         if not self.is_following:
@@ -309,15 +309,6 @@ class SliceProver(Prover):
                 self.refuse(f"the attention in {self.where} stands outside the blocks")
             else:
                 self.learn(output, Along(2, 1, 0))
-
-    def note_attention(self, output: Tensor) -> None:
-        """Set the number of the output of the attention at hand."""
-        with disable_current_modes():
-            parts = [
-                self.numbers.of(argument) if isinstance(argument, Tensor) else repr(argument)
-                for argument in self._attention
-            ]
-            self.numbers.name(output, "attention", *parts, where=self.where)
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
