@@ -33,7 +33,7 @@ from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.linear_hooks import is_linear
-from samestep.independence.row_prover import InPartsError, Prover
+from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
 from samestep.independence.value_numbers import Table
@@ -112,16 +112,9 @@ def examine(
             run(prover(decisions))
 
     watch = prover(Decisions())
-    watch.stops_in_parts = True
     try:
-        try:
-            with preserve_modules(module):
-                outputs, calls = run(watch)
-        except InPartsError:
-            watch = prover(Decisions())
-            watch.numbers = watch.number_values(module, Table())
-            with preserve_modules(module):
-                outputs, calls = run(watch)
+        with preserve_modules(module):
+            outputs, calls = run(watch)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
@@ -186,7 +179,7 @@ class _SampleProver(Prover):
     """Follows a forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
     def __init__(self, module: nn.Module, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool) -> None:
-        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
+        super().__init__(module, NUM_SAMPLES, Table(), keeps_all=keeps_all, takes_gradients=takes_gradients)
         self.decisions = decisions
         for tensor in (*module.parameters(), *module.buffers()):
             decisions.number(self.key(tensor))
@@ -415,7 +408,7 @@ class _SampleProver(Prover):
             dependence = self.known.of(tensor)
             if isinstance(dependence, Mixed) and dependence.shown:
                 refusal = refusal or dependence.where
-            elif isinstance(dependence, Along) and self.numbers is not None and (alone := self.numbers.apart(tensor)):
+            elif isinstance(dependence, Along) and (alone := self.numbers.apart(tensor)):
                 refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
             elif not self.known.is_ordered(tensor):
                 where = "the outputs, which are not one for each sample"

@@ -25,7 +25,7 @@ from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import Reshaping, sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.independence.value_numbers import Table, first_difference
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import ExpertModules, is_below
 from samestep.state import snapshot
@@ -60,10 +60,9 @@ class SliceProver(Prover):
         looking: Collection[str] = (),
         wider: Collection[str] = (),
     ) -> None:
-        super().__init__(module, size)
+        super().__init__(module, size, table)
         self.looking, self.wider = looking, wider
         """Modules whose code looks at values, and parts that compute all tokens."""
-        self.numbers: ValueNumbers = self.number_values(module, table)
         self.held = [named.tensor for named in tensors_of(module)]
         self.outcome: list[Hashable] = []
         """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
