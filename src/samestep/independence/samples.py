@@ -358,8 +358,38 @@ class _SampleProver(Prover):
                 )
 
     def pairs_of(self, loss: Callable[[Any, Any], Any], outputs: Any) -> int:
-        """Return the elements that a loss keeps for each pair of samples."""
-        return pair_elements(loss, outputs, self._batch, self.rows_of, NUM_SAMPLES)
+        """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
+
+        The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
+        s(n) = a + b n + c n^2, and the result is c.
+        """
+
+        def saved(times: int) -> int:
+            def larger(tensor: Tensor) -> Tensor:
+                shape, rows = list(tensor.shape), self.rows_of(tensor)
+                if rows is not None and rows[0] >= 0:
+                    shape[rows[0]] *= times
+                on_meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                return on_meta.requires_grad_(on_meta.is_floating_point() or on_meta.is_complex())
+
+            sizes: dict[int, int] = {}
+
+            def note(tensor: Tensor) -> Tensor:
+                sizes[tensor.untyped_storage()._cdata] = tensor.numel()
+                tensors.append(tensor)  # else another one may have its address
+                return tensor
+
+            tensors: list[Tensor] = []
+            with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
+                result = loss(map_tensors(outputs, larger), map_tensors(self._batch, larger))
+            del result
+            return sum(sizes.values())
+
+        try:
+            few, twice, most = (saved(times) for times in (1, 2, 4))
+        except Exception:  # the user's own code, which may look at values
+            return 0
+        return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * NUM_SAMPLES**2)))
 
     def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
         """Return the storages that a loss reads; None if it does not run on the meta device."""
@@ -429,44 +459,3 @@ class _SampleProver(Prover):
         mixed = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Mixed)) for tensor in results]
         asks = asks_of_parts(func, args, self.value_of)
         self.decisions.follow(func, read, mixed, self.where, self.value_of, asks=asks)
-
-
-def pair_elements(
-    loss: Callable[[Any, Any], Any],
-    outputs: Any,
-    batch: Any,
-    rows_of: Callable[[Tensor], tuple[int, int] | None],
-    number: int,
-) -> int:
-    """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
-
-    The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
-    s(n) = a + b n + c n^2, and the result is c.
-    """
-
-    def saved(times: int) -> int:
-        def larger(tensor: Tensor) -> Tensor:
-            shape, rows = list(tensor.shape), rows_of(tensor)
-            if rows is not None and rows[0] >= 0:
-                shape[rows[0]] *= times
-            on_meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            return on_meta.requires_grad_(on_meta.is_floating_point() or on_meta.is_complex())
-
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage()._cdata] = tensor.numel()
-            tensors.append(tensor)  # else another one may have its address
-            return tensor
-
-        tensors: list[Tensor] = []
-        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
-            result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
-        del result
-        return sum(sizes.values())
-
-    try:
-        few, twice, most = (saved(times) for times in (1, 2, 4))
-    except Exception:  # the user's own code, which may look at values
-        return 0
-    return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * number * number)))
