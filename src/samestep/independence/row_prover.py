@@ -130,6 +130,11 @@ class Prover(Analysis):
                 self.learn(output, result)
             self.number_attention(output)
 
+    def check_attention(self, call: AttentionCall) -> None:
+        """Note the arguments of an attention."""
+        self._attention = call
+        super().check_attention(call)
+
     def number_attention(self, output: Tensor) -> None:
         """Set the number of the output of the attention at hand."""
         with disable_current_modes():
