@@ -32,6 +32,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -46,8 +47,11 @@ class SamestepError(Exception):
         """Set the code, one of docs/reference/errors.md, and the text; if no program catches an error, only its user's lines are printed."""
         super().__init__(code, text)
         self.code = code
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _print_users_lines
+        hook = sys.excepthook
+        if hook is sys.__excepthook__ or hook.__module__.startswith(
+            "torch.distributed."
+        ):  # that one prefixes each line
+            sys.excepthook = partial(_print_users_lines, hook)
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -154,10 +158,13 @@ def of_words(name: str, texts: Iterable[str]) -> SamestepError:
     return kind(*texts) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*texts)
 
 
-def _print_users_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error: all of its traceback, or of an error of samestep the lines of the user's code."""
+def _print_users_lines(
+    hook: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an uncaught error: by `hook`, or of an error of samestep the lines of the user's code."""
     if not isinstance(error, SamestepError):
-        return sys.__excepthook__(kind, error, trace)
+        hook(kind, error, trace)
+        return None
     return print("\n".join(users_lines(error)), file=sys.stderr)
 
 
@@ -165,7 +172,7 @@ def users_lines(error: SamestepError) -> list[str]:
     """Return the text that is printed for an uncaught error: the lines of the user's code, and the message with its code."""
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
-    message = f"{type(error).__module__}.{type(error).__qualname__}: {error.with_code}"
+    message = f"{__name__}.{to_words(error)[0]}: {error.with_code}"
     return [
         "Traceback (most recent call last):",
         *"".join(traceback.format_list(frames)).splitlines(),

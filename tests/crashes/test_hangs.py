@@ -23,7 +23,7 @@ import samestep
 from samestep.errors import WorkerError
 from samestep.job import Job
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.guards import step_trials
+from samestep.runtime.guards import own_collectives
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
@@ -253,7 +253,7 @@ def _stops_once(step: int, once: Path) -> Any:
     backward = Interpreter._backward
 
     def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.step == step + 1 and interpreter.place.rank == 1 and once.exists():
+        if interpreter.step == step + 1 and interpreter.assembly.parallel.mesh.rank == 1 and once.exists():
             once.unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
         backward(interpreter, task, loss)
@@ -359,7 +359,7 @@ def _stops_in_step_5(rank: int) -> Any:
     backward = Interpreter._backward
 
     def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.step == 5 and interpreter.place.rank == rank:
+        if interpreter.step == 5 and interpreter.assembly.parallel.mesh.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         backward(interpreter, task, loss)
 
@@ -383,12 +383,14 @@ def test_a_first_step_of_an_own_loop_that_hangs_ends_in_a_line(
     backward = Interpreter._backward
 
     def waiting(interpreter: Interpreter, task: Any, loss: Any) -> None:
-        if interpreter.place.rank == 0:
+        if interpreter.assembly.parallel.mesh.rank == 0:
             dist.recv(torch.empty(1), 1)
         backward(interpreter, task, loss)
 
     monkeypatch.setattr(Interpreter, "_backward", waiting)
-    monkeypatch.setattr(step_trials, "refuse_collectives", contextlib.nullcontext)  # which names the function `waiting`
+    monkeypatch.setattr(
+        own_collectives, "refuse_collectives", contextlib.nullcontext
+    )  # which names the function `waiting`
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     with pytest.raises(WorkerError) as ended:
         samestep.launch(_loop, (hang_s, limit_s), ranks=2, timeout_s=limit_s)

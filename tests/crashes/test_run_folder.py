@@ -97,7 +97,7 @@ def _fails_at(step: int, times: Path | None = None) -> Any:
 
     def failing(interpreter: Interpreter, task: Any, loss: Any) -> None:
         left = times.read_bytes() if times else b" "
-        if interpreter.step == step + 1 and interpreter.place.rank == 0 and left:
+        if interpreter.step == step + 1 and interpreter.assembly.parallel.mesh.rank == 0 and left:
             if times:
                 times.write_bytes(left[1:])
             raise RuntimeError(f"broken cable {len(left)}")
@@ -235,7 +235,7 @@ def test_a_restart_of_a_run_with_first_weights_keeps_what_it_has_learned(
 
 def _rank_3_never_comes_far(interpreter: Interpreter, task: Any, loss: Any) -> None:
     """A backward in which the last of four ranks dies in the third step."""
-    if interpreter.step == 3 and interpreter.place.rank == 3:
+    if interpreter.step == 3 and interpreter.assembly.parallel.mesh.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     _backward(interpreter, task, loss)
 

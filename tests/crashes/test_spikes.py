@@ -16,7 +16,7 @@ from samestep.errors import JobError, SpikeError
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.guards.loss_spikes import SpikeWatch
+from samestep.runtime.guards.unusual_steps import SpikeWatch
 from tests import small
 from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import Tokens

@@ -275,7 +275,10 @@ def _no_memory_at(step: int) -> Callable[[Any, Any], Any]:
     backward = Interpreter._backward
 
     def asking(interpreter: Any, task: Any, loss: Any) -> None:
-        if interpreter.step == step and interpreter.place.rank == interpreter.place.world_size - 1:
+        if (
+            interpreter.step == step
+            and interpreter.assembly.parallel.mesh.rank == interpreter.assembly.parallel.mesh.size("world") - 1
+        ):
             torch.empty(2**60)
         backward(interpreter, task, loss)
 

@@ -592,9 +592,22 @@ def test_a_label_that_is_no_class_is_named(label: int, place: int) -> None:
     labels[place] = label
     labels[(place + 1) % B] = -100
     run = samestep.parallelize(nn.Linear(6, 4), "cross_entropy", torch.optim.SGD, job=JOB)
-    with pytest.raises(
-        DataError, match=f"sample {place} of its micro-batch has the label {label}, and the classes are 0 to 3"
-    ):
+    with pytest.raises(DataError, match=f"sample {place} has the label {label}, and the classes are 0 to 3"):
+        run.step((torch.randn(B, 6), labels))
+
+
+def _summed_by_hand(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs.flatten(0, -2), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss(), nn.NLLLoss(), _summed_by_hand], ids=str)
+@pytest.mark.parametrize("microbatch", ["", " microbatch=1"])
+def test_a_label_that_is_no_class_is_named_with_its_sample(loss: Any, microbatch: str) -> None:
+    """By its index among all samples, whichever micro-batch it is in."""
+    labels = torch.arange(B) % 4
+    labels[B - 2] = 9
+    run = samestep.parallelize(nn.Linear(6, 4), loss, torch.optim.SGD, layout=f"dp=1{microbatch}", job=JOB)
+    with pytest.raises(DataError, match=f"sample {B - 2} has the label 9, "):
         run.step((torch.randn(B, 6), labels))
 
 

@@ -34,8 +34,8 @@ world_size = dist.get_world_size  # as it is before a step looks who calls it
 # -- loss and division -----------------------------------------------------------------------------
 
 
-@fault(Cause.MEAN_OF_MEANS, "dp=2 microbatch=2")
-@fault(Cause.MEAN_OF_MEANS, "dp=2", name="loss_is_mean_over_ranks")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=2")
+@fault(Cause.GRADIENT_SUM, "dp=2", name="loss_is_mean_over_ranks")
 def loss_is_mean_over_microbatches(patch: Patch) -> None:
     def mean(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = cross_entropy(outputs, batch)
@@ -49,7 +49,7 @@ def _with_loss(self: Interpreter, loss: Any, forward: Any, *args: Any) -> Any:
     return forward(self, *args)
 
 
-@fault(Cause.MEAN_OF_MEANS, "dp=2 microbatch=2")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=2")
 def gradients_are_mean_over_microbatches(patch: Patch) -> None:
     def forward(original: Any, self: Interpreter, task: Any, microbatches: Any, totals: Tensor) -> Any:
         before = totals.clone()
@@ -59,18 +59,18 @@ def gradients_are_mean_over_microbatches(patch: Patch) -> None:
     around(patch, Interpreter, "_forward", forward)
 
 
-@fault(Cause.GRADIENT_SCALE, "dp=2")
-@fault(Cause.GRADIENT_SCALE, "dp=2 microbatch=2", name="gradients_are_not_divided_by_the_microbatches")
+@fault(Cause.GRADIENT_SUM, "dp=2")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=2", name="gradients_are_not_divided_by_the_microbatches")
 def gradients_are_summed_instead_of_averaged(patch: Patch) -> None:
     around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
 
-@fault(Cause.GRADIENT_SCALE, "dp=4 zero=1")
+@fault(Cause.GRADIENT_SUM, "dp=4 zero=1")
 def gradients_are_divided_by_the_ranks_once_more(patch: Patch) -> None:
     around(patch, Updater, "step", lambda step, self, factor, **more: step(self, factor / 4, **more))
 
 
-@fault(Cause.LOSS_SCALE, "dp=2")
+@fault(Cause.LOSS, "dp=2")
 def loss_is_divided_twice(patch: Patch) -> None:
     def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
@@ -79,7 +79,7 @@ def loss_is_divided_twice(patch: Patch) -> None:
     around(patch, Stepper, "_agree", agree)
 
 
-@fault(Cause.GRADIENT_SCALE, "dp=2")
+@fault(Cause.GRADIENT_SUM, "dp=2")
 def loss_has_its_value_and_half_its_gradient(patch: Patch) -> None:
     """The value without gradient: as of a statistic of the batch behind `detach()`, it adds up and its gradient does not."""
 
@@ -90,7 +90,7 @@ def loss_has_its_value_and_half_its_gradient(patch: Patch) -> None:
     around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, detached, forward, *args))
 
 
-@fault(Cause.LOSS_SCALE, "dp=2")
+@fault(Cause.LOSS, "dp=2")
 def counts_are_clamped_on_each_rank(patch: Patch) -> None:
     """The clamped count: a rank in whose part little counts adds what its own clamp gives."""
 
@@ -101,12 +101,12 @@ def counts_are_clamped_on_each_rank(patch: Patch) -> None:
     around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, clamped, forward, *args))
 
 
-@fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
+@fault(Cause.LOSS, "dp=2 ep=2", "mixtral_balanced")
 def loss_that_balances_experts_is_scaled_by_the_ranks(patch: Patch) -> None:
     around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * world_size())
 
 
-@fault(Cause.AUXILIARY_LOSS, "dp=2", "mixtral_balanced")
+@fault(Cause.LOSS, "dp=2", "mixtral_balanced")
 def experts_are_balanced_within_each_rank(patch: Patch) -> None:
     around(patch, Balance, "of", lambda of, *args: replace(of(*args), group=None, copies=0.5))
 
@@ -149,7 +149,7 @@ def gradients_of_experts_are_not_reduced(patch: Patch) -> None:
     around(patch, Replicated, "_send", unless("dp_expert"))
 
 
-@fault(Cause.WRONG_GROUP, "dp=4 ep=2", "mixtral")
+@fault(Cause.GRADIENT_SUM, "dp=4 ep=2", "mixtral")
 def gradients_of_experts_are_summed_with_other_experts(patch: Patch) -> None:
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         return original(self, flat, replace(op, axis="ep") if op.axis == "dp_expert" else op, whole)
@@ -157,7 +157,7 @@ def gradients_of_experts_are_summed_with_other_experts(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
-@fault(Cause.WRONG_GROUP, "dp=4")
+@fault(Cause.GRADIENT_SUM, "dp=4")
 def gradients_are_those_of_other_ranks(patch: Patch) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 
@@ -170,7 +170,7 @@ def gradients_are_those_of_other_ranks(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
-@fault(Cause.LAST_MICROBATCH, "dp=2 microbatch=1")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
 def only_the_last_microbatch_counts(patch: Patch) -> None:
     def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
         kept = store().__dict__.setdefault("kept", {})
@@ -190,7 +190,7 @@ def _given(param: Tensor, gradient: Tensor) -> Tensor:
     return param
 
 
-@fault(Cause.LAST_MICROBATCH, "dp=2 microbatch=1")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
 def the_first_microbatch_is_forgotten(patch: Patch) -> None:
     around(
         patch,
@@ -200,7 +200,7 @@ def the_first_microbatch_is_forgotten(patch: Patch) -> None:
     )
 
 
-@fault(Cause.DOUBLE_REDUCTION, "dp=2 microbatch=1")
+@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
 def a_microbatch_counts_twice(patch: Patch) -> None:
     around(
         patch,
@@ -210,7 +210,7 @@ def a_microbatch_counts_twice(patch: Patch) -> None:
     )
 
 
-@fault(Cause.MISSING_GRADIENT, "dp=2")
+@fault(Cause.GRADIENT_SUM, "dp=2")
 def one_weight_has_no_gradient(patch: Patch) -> None:
     def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
         if "norm.weight" in place.name and param.grad is not None:
@@ -230,7 +230,7 @@ def one_backward_is_wrong(patch: Patch) -> None:
     around(patch, replicated, "_gradient_hook", ready)
 
 
-@fault(Cause.DOUBLE_REDUCTION, "dp=2 tp=2", "attentive")
+@fault(Cause.GRADIENT_SUM, "dp=2 tp=2", "attentive")
 def weights_that_tp_leaves_whole_are_summed_over_tp_too(patch: Patch) -> None:
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         work = original(self, flat, op, whole)
@@ -266,7 +266,7 @@ def shards_draw_the_same_numbers(patch: Patch) -> None:
     around(patch, Blueprint, "materialize", materialize)
 
 
-@fault(Cause.ROWS_SWAPPED, "dp=1 tp=2", "llama_even")
+@fault(Cause.START, "dp=1 tp=2", "llama_even")
 def ranks_take_each_others_heads(patch: Patch) -> None:
     def part(original: Any, whole: Tensor, cut: Any, *rest: Any) -> Tensor:
         if cut.name.endswith("k_proj.weight"):
@@ -304,7 +304,7 @@ def samples_have_other_content_on_a_rank(patch: Patch) -> None:
 # -- dropout, positions, buffers -------------------------------------------------------------------
 
 
-@fault(Cause.DROPOUT, "dp=2", "plain_with_dropout")
+@fault(Cause.RANDOM, "dp=2", "plain_with_dropout")
 @fault(Cause.RANDOM, "dp=2", "noisy", name="every_rank_draws_the_same_noise")
 @fault(Cause.RANDOM, "dp=2 microbatch=2", "noisy", name="every_microbatch_draws_the_same_noise")
 def every_rank_drops_the_same(patch: Patch) -> None:
@@ -314,17 +314,17 @@ def every_rank_drops_the_same(patch: Patch) -> None:
     around(patch, dropout, "Draw", draw)
 
 
-@fault(Cause.DROPOUT, "dp=2", "plain_with_dropout")
+@fault(Cause.RANDOM, "dp=2", "plain_with_dropout")
 def a_rank_has_a_seed_of_its_own(patch: Patch) -> None:
     around(patch, dropout, "Draw", lambda draw, seed, *others: draw(seed + rank(), *others))
 
 
-@fault(Cause.DROPOUT, "dp=2 microbatch=2", "plain_with_dropout")
+@fault(Cause.RANDOM, "dp=2 microbatch=2", "plain_with_dropout")
 def every_step_drops_the_same(patch: Patch) -> None:
     around(patch, dropout, "Draw", lambda draw, seed, _, *others: draw(seed, 0, *others))
 
 
-@fault(Cause.POSITIONS, "dp=2", "llama")
+@fault(Cause.FORWARD, "dp=2", "llama")
 def rotary_frequencies_are_garbage(patch: Patch) -> None:
     def fill(original: Any, plan: Blueprint, *args: Any) -> None:
         original(plan, *args)
@@ -417,7 +417,7 @@ def weight_decay_forgets_a_rank(patch: Patch) -> None:
     patch.setattr(Updater, "over", functools.partial(over, Updater.over))
 
 
-@fault(Cause.STATE_SWAPPED, "dp=2 zero=1", optimizer={"name": "adamw", "options": {}})
+@fault(Cause.CHECKPOINT, "dp=2 zero=1", optimizer={"name": "adamw", "options": {}})
 def optimizer_state_is_saved_under_another_name(patch: Patch) -> None:
     swap = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 

@@ -102,7 +102,7 @@ def positions_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
     around(patch, sequence, "apply", apply)
 
 
-@fault(Cause.TIED, "dp=1 tp=2", "llama_tied")
+@fault(Cause.BACKWARD, "dp=1 tp=2", "llama_tied")
 def a_tied_head_is_cut_for_itself(patch: Patch) -> None:
     def fill(original: Any, self: Replicated, model: nn.Module, materialize: Any) -> None:
         original(self, model, materialize)
@@ -127,7 +127,7 @@ def a_hook_acts_on_the_part_of_a_rank(patch: Patch) -> None:
     around(patch, Tensor, "register_hook", register)
 
 
-@fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", hooks.TRIPLED)
+@fault(Cause.GRADIENT_SUM, "dp=1 pp=2 microbatch=4", hooks.TRIPLED)
 def a_hook_acts_on_two_stages(patch: Patch) -> None:
     def passed(original: Any, self: Any, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         is_passed_on = len(args) == 1 and args[0].is_floating_point() and not isinstance(module, nn.Linear)
@@ -139,7 +139,7 @@ def a_hook_acts_on_two_stages(patch: Patch) -> None:
 # -- slices of sequences ---------------------------------------------------------------------------
 
 
-@fault(Cause.POSITIONS, "dp=1 cp=2", "llama")
+@fault(Cause.FORWARD, "dp=1 cp=2", "llama")
 def every_slice_has_the_rotary_angles_of_the_first(patch: Patch) -> None:
     def sliced(original: Any, self: Any, place: str, leaf: Tensor) -> Tensor:
         if "position_embeddings" in place:
@@ -161,7 +161,7 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 # -- pipelines -------------------------------------------------------------------------------------
 
 
-@fault(Cause.BOUNDARY, "dp=1 pp=2 microbatch=4", "deep_granite")
+@fault(Cause.FORWARD, "dp=1 pp=2 microbatch=4", "deep_granite")
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
         came: list[Tensor] = original(self, action, *args)
@@ -170,7 +170,7 @@ def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
     around(patch, stage.Stage, "_received", received)
 
 
-@fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", "deep_llama")
+@fault(Cause.GRADIENT_SUM, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_grow_at_the_boundary(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
         came: list[Tensor] = original(self, action, *args)
@@ -179,12 +179,12 @@ def gradients_grow_at_the_boundary(patch: Patch) -> None:
     around(patch, stage.Stage, "_received", received)
 
 
-@fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")
+@fault(Cause.MISSING_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_tied")
 def tied_weights_are_not_summed_across_stages(patch: Patch) -> None:
     around(patch, Replicated, "_send", unless("tie-0-1"))
 
 
-@fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")
+@fault(Cause.BACKWARD, "dp=1 pp=2 microbatch=4", "deep_tied")
 def tied_weights_are_counted_twice(patch: Patch) -> None:
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         if op.axis == "tie-0-1" and rank() == 0:
@@ -194,7 +194,7 @@ def tied_weights_are_counted_twice(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
-@fault(Cause.MISSING_REDUCTION, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_llama")
+@fault(Cause.GRADIENT_SUM, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_llama")
 def split_off_weight_gradients_come_after_the_reduction(patch: Patch) -> None:
     @contextmanager
     def running(original: Any, self: Replicated, task: Any, **more: Any) -> Iterator[None]:
@@ -206,7 +206,7 @@ def split_off_weight_gradients_come_after_the_reduction(patch: Patch) -> None:
     around(patch, Replicated, "running", running)
 
 
-@fault(Cause.MISSING_GRADIENT, "dp=2 pp=2 zero=1 schedule=zero-bubble microbatch=1", "deep_llama")
+@fault(Cause.GRADIENT_SUM, "dp=2 pp=2 zero=1 schedule=zero-bubble microbatch=1", "deep_llama")
 def split_off_weight_gradients_are_lost(patch: Patch) -> None:
     patch.setattr(Deferred, "add_up", lambda *args: None)
 

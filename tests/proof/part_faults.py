@@ -36,12 +36,12 @@ def _scaled(patch: Patch, scale: Callable[[Updater, Piece], None]) -> None:
     around(patch, Updater, "step", step)
 
 
-@fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", "deep_llama")
+@fault(Cause.GRADIENT_SUM, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_of_the_last_stage_are_doubled(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().mul_(1.0 + (rank() == 1)))  # type: ignore[arg-type, return-value]
 
 
-@fault(Cause.PART_SCALE, "dp=2 pp=2 zero=1 microbatch=1", "deep_llama")
+@fault(Cause.GRADIENT_SUM, "dp=2 pp=2 zero=1 microbatch=1", "deep_llama")
 def the_first_stage_divides_by_its_microbatches_once_more(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().div_(4.0 if rank() < 2 else 1.0))  # type: ignore[arg-type, return-value]
 
@@ -56,12 +56,12 @@ def gradients_of_values_of_all_samples_are_those_of_one_rank(patch: Patch) -> No
     around(patch, BatchValues, "sum_back", lambda summed, self, gradient: summed(self, gradient) / 2.0)
 
 
-@fault(Cause.PART_SCALE, "dp=2 ep=2", "mixtral")
+@fault(Cause.GRADIENT_SUM, "dp=2 ep=2", "mixtral")
 def gradients_of_experts_are_scaled_by_ep(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().mul_(2.0 if ".experts." in piece.name else 1.0))  # type: ignore[arg-type, return-value]
 
 
-@fault(Cause.PART_SCALE, "dp=2 ep=2", "own_experts")
+@fault(Cause.GRADIENT_SUM, "dp=2 ep=2", "own_experts")
 def gradients_of_one_expert_are_halved(patch: Patch) -> None:
     def scale(updater: Updater, piece: Piece) -> None:
         if ".experts." in piece.name and rank() == 1:
@@ -71,12 +71,12 @@ def gradients_of_one_expert_are_halved(patch: Patch) -> None:
     _scaled(patch, scale)
 
 
-@fault(Cause.PART_SCALE, "dp=2 zero=3 loss_chunk=5", "plain")
+@fault(Cause.GRADIENT_SUM, "dp=2 zero=3 loss_chunk=5", "plain")
 def the_first_chunk_of_the_loss_counts_twice(patch: Patch) -> None:
     _scale_chunks(patch, lambda number: 2.0 if number == 0 else 1.0)
 
 
-@fault(Cause.PART_SCALE, "dp=1 microbatch=4 loss_chunk=16", "plain")
+@fault(Cause.GRADIENT_SUM, "dp=1 microbatch=4 loss_chunk=16", "plain")
 def later_chunks_of_the_loss_are_divided_by_their_number(patch: Patch) -> None:
     _scale_chunks(patch, lambda number: 1.0 / (number + 1))
 
@@ -130,14 +130,14 @@ def the_norm_is_summed_over_tp_alone(patch: Patch) -> None:
 # -- random numbers of a rank's part ---------------------------------------------------------------
 
 
-@fault(Cause.DROPOUT, "dp=1 tp=2", "dropping_attentive")
+@fault(Cause.RANDOM, "dp=1 tp=2", "dropping_attentive")
 @fault(
-    Cause.DROPOUT,
+    Cause.RANDOM,
     "dp=1 tp=2 sequence_parallel",
     "dropping_gpt2",
     name="ranks_of_sequence_parallel_drop_the_same_tokens",
 )
-@fault(Cause.DROPOUT, "dp=1 cp=2", "dropping_llama", name="cp_ranks_drop_the_same_keys")
+@fault(Cause.FORWARD, "dp=1 cp=2", "dropping_llama", name="cp_ranks_drop_the_same_keys")
 def tp_ranks_drop_the_same_neurons(patch: Patch) -> None:
     """Let every rank draw the numbers of the first one's part."""
 
@@ -150,10 +150,10 @@ def tp_ranks_drop_the_same_neurons(patch: Patch) -> None:
 # -- weights without a gradient --------------------------------------------------------------------
 
 
-@fault(Cause.IDLE, "dp=2", "sometimes")
-@fault(Cause.IDLE, "dp=2 zero=3", "sometimes", name="a_shard_without_a_gradient_is_moved")
+@fault(Cause.UPDATE, "dp=2", "sometimes")
+@fault(Cause.UPDATE, "dp=2 zero=3", "sometimes", name="a_shard_without_a_gradient_is_moved")
 @fault(
-    Cause.IDLE,
+    Cause.UPDATE,
     "dp=2",
     "idle_head",
     optimizer={"name": "adamw", "weight_decay": 0.5, "options": {}},
@@ -172,12 +172,12 @@ def momentum_moves_a_weight_without_a_gradient(patch: Patch) -> None:
 # -- calls of one module ---------------------------------------------------------------------------
 
 
-@fault(Cause.OTHER_CALL, "dp=2", "adapted")
+@fault(Cause.FORWARD, "dp=2", "adapted")
 def the_reference_runs_with_its_adapters_on(patch: Patch) -> None:
     around(patch, AdaptedLayer, "turned", lambda turned, self, is_on: turned(self, True))
 
 
-@fault(Cause.OTHER_CALL, "dp=2 zero=3", "adapted")
+@fault(Cause.FORWARD, "dp=2 zero=3", "adapted")
 def the_policy_runs_with_its_adapters_off(patch: Patch) -> None:
     around(patch, AdaptedLayer, "turned", lambda turned, self, is_on: turned(self, False))
 

@@ -62,7 +62,7 @@ PP = "dp=1 pp=2 microbatch=4"
 # -- pipelines -------------------------------------------------------------------------------------
 
 
-@reverted("A1 families-1 families-7", "sum of all hidden states", PP, Cause.BOUNDARY)
+@reverted("A1 families-1 families-7", "sum of all hidden states", PP, Cause.FORWARD)
 def only_the_hidden_state_crosses_a_boundary(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
         came: list[Tensor] = original(self, action, *args)
@@ -74,7 +74,7 @@ def only_the_hidden_state_crosses_a_boundary(patch: Patch) -> None:
     around(patch, stage.Stage, "_received", received)
 
 
-@reverted("D1 C", "bf16 stream in float64", PP, Cause.BOUNDARY)
+@reverted("D1 C", "bf16 stream in float64", PP, Cause.FORWARD)
 def a_boundary_is_read_in_another_dtype(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
         came: list[Tensor] = original(self, action, *args)
@@ -138,7 +138,7 @@ def tags_of_parameters_are_lost(patch: Patch) -> None:
     patch.setattr(assembly, "_mark", lambda *args: None)
 
 
-@reverted("A24", "unused weights under decay", "dp=2", Cause.IDLE, one_device=True)
+@reverted("A24", "unused weights under decay", "dp=2", Cause.UPDATE, one_device=True)
 def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
     patch.setattr(used_weights.UsedWeights, "unused", lambda *args: frozenset())
 
@@ -201,7 +201,7 @@ def data_draws_from_unseeded_generators(patch: Patch) -> None:
 # -- random numbers and state ----------------------------------------------------------------------
 
 
-@reverted("A8", "dropout on two views", "dp=2", Cause.DROPOUT)
+@reverted("A8", "dropout on two views", "dp=2", Cause.LOSS)
 def dropout_takes_the_first_dimension_for_the_samples(patch: Patch) -> None:
     patch.setattr(dropout, "place_samples", lambda *args: None)
 

@@ -126,6 +126,20 @@ def test_an_uncaught_error_ends_a_script_with_its_line_the_text_and_the_code(lin
     assert "src/samestep" not in done.stderr
 
 
+def test_an_uncaught_error_is_printed_so_beside_the_hook_of_torch(tmp_path: Path) -> None:
+    """torch's hook of a process group prefixes all lines of a traceback with the rank."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import samestep, torch\n"
+        "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
+        "samestep.parallelize(torch.nn.Linear(2, 2), 'mse', torch.optim.SGD, layout='ddp=1')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert "samestep.errors.LayoutError: unknown layout option 'ddp'" in done.stderr
+    assert "src/samestep" not in done.stderr
+
+
 def test_an_uncaught_error_of_other_code_is_printed_whole(tmp_path: Path) -> None:
     """Also if an error of samestep was caught before it."""
     script = tmp_path / "mine.py"

@@ -221,17 +221,19 @@ class Lazy(Optimizer):
 SPARSE = replace(MODEL, params=tuple(replace(param, sparse_gradient=param.name == "first") for param in MODEL.params))
 
 
+def _by_rows(kind: Any, layout: str) -> list[str]:
+    model = check_optimizer(optimizer_source(kind), SPARSE, Layout(layout))
+    return [param.name for param in model.params if param.is_updated_by_rows]
+
+
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
-@pytest.mark.parametrize("of_rows", [True, False])
-def test_an_optimizer_that_needs_sparse_gradients_is_refused_in_every_layout(layout: str, of_rows: bool) -> None:
-    source = optimizer_source(functools.partial(Lazy, of_rows=of_rows))
-    if not of_rows:
-        check_optimizer(source, SPARSE, Layout(layout))
-        return
-    with pytest.raises(ModelError, match=r"only the rows that are in a sparse gradient, as the gradient of first is"):
-        check_optimizer(source, SPARSE, Layout(layout))
+def test_an_optimizer_is_given_sparse_gradients_if_it_updates_only_their_rows(layout: str) -> None:
+    assert _by_rows(functools.partial(Lazy, of_rows=True), layout) == ["first"]
+    assert not _by_rows(functools.partial(Lazy, of_rows=False), layout)
+    assert not _by_rows(torch.optim.Adagrad, layout)
 
 
-def test_adam_of_sparse_gradients_is_refused_by_that_reason() -> None:
-    with pytest.raises(ModelError, match=r"SparseAdam updates only the rows.*Use SGD or Adagrad"):
-        check_optimizer(optimizer_source(torch.optim.SparseAdam), SPARSE, Layout())
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
+def test_weights_that_are_updated_by_rows_are_not_cut(layout: str) -> None:
+    with pytest.raises(LayoutError, match=r"update of first by Lazy has only the rows of its sparse gradient"):
+        _by_rows(functools.partial(Lazy, of_rows=True), layout)

@@ -26,7 +26,7 @@ from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 from samestep.tracing import experts
 from tests.laboratory import clipped
-from tests.models import MODELS, Tokens
+from tests.models import MODELS, ExpertDispatch, Tokens
 from tests.pool import pool
 
 EXAMINATIONS = [
@@ -193,3 +193,19 @@ def test_an_attention_that_a_buffer_keeps_is_of_samples(mask: torch.Tensor | Non
     source = Source(lambda: Remembering(mask), loss_of(clipped()), optimizer_of(clipped()), "remembering")
     (state,) = examine(source, clipped(), example).analysis.states
     assert (state.name, state.of_samples, state.is_restorable) == ("last", True, False)
+
+
+class LookingDispatch(ExpertDispatch):
+    """Its code looks at values behind the first block, so that the trace begins again with all of them."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(input_ids))
+        return self.head(self.blocks[1](x if float(x.sum()) < 1e30 else -x))
+
+
+def test_a_trace_that_begins_again_has_each_dispatch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "looking dispatch", LookingDispatch)
+    found = source_of("looking dispatch", "dp=2").prepared
+    assert found is not None
+    owners = [[dispatch.owner for dispatch in layer.dispatches] for layer in found.spec.layers]
+    assert owners == [[], ["blocks.0.experts"], ["blocks.1.experts"], []]

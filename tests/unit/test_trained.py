@@ -60,3 +60,30 @@ def test_what_is_no_text_or_holds_nothing_out_is_refused(tmp_path: Path) -> None
         samestep.sample(tmp_path / "run")
     with pytest.raises(DataError, match=r"Use data.held_out above 0 and --samples N"):
         samestep.evaluate(tmp_path / "run")
+
+
+NANO = """
+import torch
+from torch import nn
+
+class Nano(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids))
+        if labels is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_model_may_give_the_logits_of_the_last_token_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nanoGPT does if it is given no labels: it returns a tuple, too."""
+    (tmp_path / "nano_last.py").write_text(NANO)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = {**small.SMALL, "model.source": "nano_last:Nano", "train.loss": "model"}
+    keys = [f"--set={key}={value}" for key, value in words.items() if not key.startswith("model.config")]
+    assert small.main("train", *keys, "--steps", "1", "--ranks", "1", "--out", tmp_path / "run") == 0
+    assert len(samestep.sample(tmp_path / "run", "abc", tokens=9, temperature=0.0)) > 3

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,7 @@ from samestep.building.torch_losses import TorchLoss, torch_loss
 from samestep.datasets.imported import import_function
 from samestep.errors import DataError, JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.trees import tree_leaves
+from samestep.trees import tensors_in, tree_leaves
 
 # -- the loss --------------------------------------------------------------------------------------
 
@@ -108,6 +110,12 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
         if any(words in str(error) for words in _TWICE):
             raise JobError("loss-differentiates-graph", OF_GRAPHS) from error
         name, form = _name_of(function), describe_form(batch)
+        if isinstance(error, IndexError) and (words := _TARGET.match(str(error))):
+            label = int(words[1])
+            rows = (labels == label for labels in tensors_in(batch) if labels.dim() and not labels.is_floating_point())
+            row = next((int(is_label.nonzero()[0][0]) for is_label in rows if is_label.any()), None)
+            if row is not None:
+                raise LabelError(f"the {word} {name}", row, label) from error
         with failures_of(
             f"the {word} {name}, a function (outputs, batch) -> (sum, count) with batch = {form},", JobError
         ):
@@ -116,6 +124,8 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
 
 _TWICE = ("double backward", "create_graph=False")
 """Words of torch's errors where code differentiates a compiled graph again."""
+_TARGET = re.compile(r"Target (-?\d+) is out of bounds")
+"""The text of torch's losses for a label that is no class."""
 OF_GRAPHS = (
     "the loss takes gradients through the model, and a graph of run.compile is differentiated once, by the step. Set "
     "run.compile = 'none'"
@@ -195,14 +205,32 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
     return total, count
 
 
-def _outside(labels: Tensor, num_classes: int) -> DataError:
+class LabelError(DataError):
+    """A label is not a class of the outputs."""
+
+    def __init__(
+        self, loss: str, row: int, label: int, num_classes: int | None = None, index: int | None = None
+    ) -> None:
+        """Take the row of the sample in its micro-batch, and its index in the data set if it is known."""
+        sample = f"sample {row} of its micro-batch" if index is None else f"sample {index}"
+        classes = "which is not a class" if num_classes is None else f"and the classes are 0 to {num_classes - 1}"
+        super().__init__(
+            "label-out-of-range",
+            f"{loss}: {sample} has the label {label}, {classes}. Use labels among the classes, and {IGNORED_LABEL} for labels that do not "
+            "count",
+        )
+        self._loss, self._row, self._label, self._num_classes = loss, row, label, num_classes
+
+    def of(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> LabelError:
+        """Return the error with the sample's index in the data set; `indices` are those of the micro-batch."""
+        index = int(indices[self._row]) if self._row < len(indices) else None
+        return LabelError(self._loss, self._row, self._label, self._num_classes, index)
+
+
+def _outside(labels: Tensor, num_classes: int) -> LabelError:
     """Return the refusal of the first label that is no class."""
     place = ((labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))).nonzero()[0].tolist()
-    return DataError(
-        "label-out-of-range",
-        f"train.loss = 'cross_entropy': sample {place[0]} of its micro-batch has the label {int(labels[tuple(place)])}, and the classes are 0 to "
-        f"{num_classes - 1}. Use labels among them, and {IGNORED_LABEL} for labels that do not count",
-    )
+    return LabelError("train.loss = 'cross_entropy'", place[0], int(labels[tuple(place)]), num_classes)
 
 
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,17 +19,17 @@ import functools
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
-import signal
-import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,44 +56,38 @@ _MOST_CHARACTERS = 1 << 26
 _SHORT: tuple[dict[str, Any], ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True, eq=False)
+class Tokenizer(ABC):
     """A tokenizer: text to token ids and back."""
 
-    def __hash__(self) -> int:
-        """Return a number that identifies the tokenizer in caches."""
-        ...
+    vocab_size: int
+    """One more than the largest token id; vocabularies may skip ids, so this can exceed the number of tokens."""
+    begin_ids: tuple[int, ...]
+    """The token ids that the tokenizer puts before each text; mostly one or none."""
+    end_id: int | None
+    """The token id that the last token of a document predicts; None if there is none."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary: one more than the largest token id."""
-        ...
-
-    @property
-    def begin_ids(self) -> tuple[int, ...]:
-        """The token ids that the tokenizer puts before each text; mostly one or none."""
-        ...
-
-    @property
-    def end_id(self) -> int | None:
-        """The token id that the last token of a document predicts; None if there is none."""
-        ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text, without special tokens before or after it."""
-        ...
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of the joined pieces; each token is listed under the piece that its last character is in."""
-        ...
+        """Return the token ids of each piece, encoded separately where the tokenizer gives no offsets."""
+        return [self.encode(piece) for piece in pieces]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; incomplete characters become replacement characters."""
-        ...
+        """Return the text of token ids, with special tokens written out; incomplete characters become replacement characters."""
 
-    @property
+    @cached_property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
-        ...
+        return False
+
+    @cached_property
+    def auto(self) -> Any:
+        """The tokenizer as transformers reads it, which writes its chat template."""
+        raise NotImplementedError
 
     def render_chat(
         self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
@@ -106,55 +100,48 @@ class Tokenizer(Protocol):
         Raises:
             DataError: the template refuses the messages.
         """
-        ...
+        try_template(self.auto)
+        copies = copy.deepcopy([dict(message) for message in messages])  # a template may change its arguments
+        words = {**settings, "tokenize": False, "add_generation_prompt": reply_follows}
+        try:
+            rendered = str(self.auto.apply_chat_template(copies, **words))
+        except Exception as error:  # a template raises whatever its author wrote
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(
+                "chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}"
+            ) from None
+        if len(rendered) > _MOST_CHARACTERS:
+            raise DataError(
+                "chat-template",
+                f"the tokenizer's chat template writes {len(rendered):,} characters. Use at most {_MOST_CHARACTERS:,}",
+            )
+        return rendered
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The tokenizer `bytes`: one token for each byte of UTF-8; byte 0, which does not occur in text, ends a document."""
 
     vocab_size: int = 256
     begin_ids: tuple[int, ...] = ()
     end_id: int | None = 0
-    has_template: bool = False
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of the text."""
         return list(text.encode())
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the UTF-8 bytes of each piece."""
-        return [self.encode(piece) for piece in pieces]
-
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of UTF-8 bytes; incomplete characters become replacement characters."""
+        """Return the text of UTF-8 bytes."""
         return bytes(ids).decode(errors="replace")
-
-    def render_chat(
-        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
-    ) -> str:
-        """Refuse every conversation, since bytes have no chat template.
-
-        Raises:
-            DataError: always.
-        """
-        raise DataError("chat-template", "the tokenizer 'bytes' has no chat template")
 
 
 @dataclass(frozen=True, eq=False)
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A tokenizer read from a folder's `tokenizer.json`."""
 
     folder: Path
     core: Any
     """The `Tokenizer` of the library `tokenizers`."""
-    begin_ids: tuple[int, ...]
-    end_id: int | None
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id; vocabularies may skip ids, so this can exceed the number of tokens."""
-        return max(self.core.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text, without those that a post-processor would add."""
@@ -171,7 +158,7 @@ class FileTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with special tokens written out."""
+        """Return the text of token ids."""
         return str(self.core.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
@@ -179,61 +166,30 @@ class FileTokenizer:
         """Whether the folder has a chat template."""
         return (self.folder / "chat_template.jinja").is_file() or bool(_settings(self.folder).get("chat_template"))
 
-    def render_chat(
-        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
-    ) -> str:
-        """Return the conversation as the folder's chat template writes it, rendered by transformers."""
-        return _render(self._auto, messages, reply_follows, settings)
-
     @cached_property
-    def _auto(self) -> Any:
+    def auto(self) -> Any:
+        """The tokenizer as transformers reads it from the folder."""
         return _auto_tokenizer(self.folder)
 
 
 @dataclass(frozen=True, eq=False)
-class TransformersTokenizer:
+class TransformersTokenizer(Tokenizer):
     """A tokenizer read by transformers, from a folder without a `tokenizer.json`."""
 
     auto: Any
-    """The object that `AutoTokenizer.from_pretrained` returned."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary: one more than the largest token id."""
-        return max(self.auto.get_vocab().values(), default=-1) + 1
-
-    @cached_property
-    def begin_ids(self) -> tuple[int, ...]:
-        """The token ids that the tokenizer puts before a text."""
-        return _ids_before(lambda text, special: list(self.auto.encode(text, add_special_tokens=special)))
-
-    @property
-    def end_id(self) -> int | None:
-        """The token id of `eos_token`."""
-        return self.auto.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text, without special tokens."""
         return list(self.auto.encode(text, add_special_tokens=False))
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each piece, encoded separately: these tokenizers give no offsets."""
-        return [self.encode(piece) for piece in pieces]
-
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with special tokens written out."""
+        """Return the text of token ids."""
         return str(self.auto.decode(list(ids), skip_special_tokens=False))
 
-    @property
+    @cached_property
     def has_template(self) -> bool:
         """Whether the folder has a chat template."""
         return bool(self.auto.chat_template)
-
-    def render_chat(
-        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
-    ) -> str:
-        """Return the conversation as the tokenizer's chat template writes it."""
-        return _render(self.auto, messages, reply_follows, settings)
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
@@ -250,7 +206,9 @@ def open_tokenizer(job: Job) -> Tokenizer:
         raise DataError("data-missing", f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return TransformersTokenizer(_auto_tokenizer(folder))
+        auto = _auto_tokenizer(folder)
+        begin = _ids_before(lambda text, special: list(auto.encode(text, add_special_tokens=special)))
+        return TransformersTokenizer(_size_of(auto), begin, auto.eos_token_id, auto)
     try:
         from tokenizers import Tokenizer as Core  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
@@ -269,7 +227,11 @@ def open_tokenizer(job: Job) -> Tokenizer:
     begin = _ids_before(lambda text, special: list(core.encode(text, add_special_tokens=special).ids))
     settings = _settings(folder)
     ends = (_special_id(core, end) for end in (settings.get("eos_token"), *USUAL_ENDS))
-    return FileTokenizer(folder, core, begin, next((end for end in ends if end is not None), None))
+    return FileTokenizer(_size_of(core), begin, next((end for end in ends if end is not None), None), folder, core)
+
+
+def _size_of(read: Any) -> int:
+    return max(read.get_vocab().values(), default=-1) + 1
 
 
 def _ids_before(encode: Callable[[str, bool], list[int]]) -> tuple[int, ...]:
@@ -346,22 +308,6 @@ def _auto_tokenizer(folder: Path) -> Any:
         ) from None
 
 
-def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mapping[str, Any]) -> str:
-    try_template(auto)
-    copies = copy.deepcopy([dict(message) for message in messages])  # a template may change its arguments
-    try:
-        rendered = auto.apply_chat_template(copies, **settings, tokenize=False, add_generation_prompt=reply_follows)
-    except Exception as error:  # a template raises whatever its author wrote
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise DataError("chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
-    if len(rendered) > _MOST_CHARACTERS:
-        raise DataError(
-            "chat-template",
-            f"the tokenizer's chat template writes {len(rendered):,} characters. Use at most {_MOST_CHARACTERS:,}",
-        )
-    return str(rendered)
-
-
 @functools.lru_cache(maxsize=8)
 def try_template(auto: Any) -> None:
     """Let a tokenizer's template write a short conversation in a child process, once.
@@ -369,26 +315,26 @@ def try_template(auto: Any) -> None:
     Raises:
         DataError: it takes too long or too much memory; a template that refuses the messages passes.
     """
-    if not hasattr(os, "fork"):
+    if "fork" not in multiprocessing.get_all_start_methods():
         return
+    child = multiprocessing.get_context("fork").Process(target=_write_short, args=(auto,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads at a fork; the child calls none of them
-        child = os.fork()
-    if child == 0:
-        try:
-            os._exit(_status_of(lambda: auto.apply_chat_template([*_SHORT], tokenize=False)))
-        finally:
-            os._exit(1)
-    if status := _wait_for(child):
-        what = f"does not end within {MOST_SECONDS:.0f} s" if status < 0 else f"takes over {MOST_BYTES >> 30} GiB"
+        child.start()
+    child.join(MOST_SECONDS)
+    if is_late := child.is_alive():
+        child.kill()
+        child.join()
+    if is_late or child.exitcode:
+        what = f"does not end within {MOST_SECONDS:.0f} s" if is_late else f"takes over {MOST_BYTES >> 30} GiB"
         raise DataError(
             "chat-template",
             f"the tokenizer's chat template {what} for two short messages. Use a folder without the template",
         )
 
 
-def _status_of(write: Callable[[], Any]) -> int:
-    """Return 0 if a text is written or refused within the memory, else 1; it is called in the child."""
+def _write_short(auto: Any) -> None:
+    """End this process, a child, with status 0 if a text is written or refused within the memory, else with 1."""
     import resource  # noqa: PLC0415 - a module that Windows lacks, where nothing forks
 
     size = Path("/proc/self/statm")
@@ -396,21 +342,8 @@ def _status_of(write: Callable[[], Any]) -> int:
         most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
-        return int(len(str(write())) > _MOST_CHARACTERS)
+        os._exit(int(len(str(auto.apply_chat_template([*_SHORT], tokenize=False))) > _MOST_CHARACTERS))
     except MemoryError:
-        return 1
+        os._exit(1)
     except Exception:
-        return 0
-
-
-def _wait_for(child: int) -> int:
-    """Return the exit status of a child, or -1 if it had to be ended."""
-    end_s = time.monotonic() + MOST_SECONDS
-    while time.monotonic() < end_s:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1
+        os._exit(0)

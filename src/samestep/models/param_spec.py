@@ -85,6 +85,8 @@ class ParamSpec:
     """Whether the trace does not show that every step gives it a gradient; a step that gives it none does not update it."""
     is_updated_whole: bool = False
     """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
+    is_updated_by_rows: bool = False
+    """Whether the optimizer updates only the rows that are in its sparse gradient."""
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""

@@ -1,18 +1,29 @@
-"""The likely cause of a difference between a layout and one device, found from the shape of the error.
+"""The likely cause of a difference between a layout and one device: where it begins, on which ranks, by which factor, and over which axis.
 
 The first difference in the order of a step is explained: an error at the start, in the data, in a module's forward, in
-the sums of the loss, in gradients (`gradient_causes.py`), or after the backward. Outputs of copies that add up to the
-right one lack a reduction; a loss that is the mean of the parts' means was divided too early; a model that one device,
-too, computes differently on the parts of a batch couples its samples; otherwise the module that differs first is named.
+the loss, in gradients, or after the backward. Outputs of copies that add up to the right one lack a reduction; a model
+that one device, too, computes differently on the parts of a batch couples its samples; otherwise the module that
+differs first is named.
+
+A gradient is a sum over the parts of a batch: g = sum_dm G_dm, over data ranks d and micro-batches m. One device can
+compute each G_dm by itself. The wrong gradient that a rank holds is then written as a combination of them,
+
+    held = sum_dm c_dm G_dm        (least squares over a few thousand elements)
+
+and the coefficients are what is reported: all equal to k, the gradient is scaled by k; zero but for the rank's own d,
+it was never reduced; proportional to 1 / count_dm, it is a mean of means. Where no combination fits, the fault lies
+inside the model, and the module whose backward comes first is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from samestep.models.spec import is_below
+from samestep.program.ranks import stages_of
 from samestep.proof.comparison import (
     CLOSE,
     BatchPart,
@@ -27,52 +38,37 @@ from samestep.proof.comparison import (
     unclip_gradients,
     whole_of,
 )
-from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
 from samestep.proof.held_tensors import HeldTensor
-from samestep.proof.observation import GIVEN, Observation, Output
+from samestep.proof.observation import GIVEN, Observation
 from samestep.proof.verdict import Cause
 
-SMALL_OUTPUT = 1e-12
+_SMALL_OUTPUT = 1e-12
 """Projections of outputs at most this large give no ratio."""
+_SAMPLED = 4096
+"""The number of elements of a gradient that a combination is fitted to."""
+_MOST_LISTED = 8
 
 
 def find_cause(evidence: Evidence) -> Found | None:
     """Return the likely cause of the first difference in the order of a step; None where nothing differs."""
     first = next((comparison for comparison in evidence.comparisons if comparison.misfits), None)
-    if first is None:
-        return None
-    return _BY_KIND[first.what](evidence, first)
+    return None if first is None else _BY_KIND[first.what](evidence, first)
 
 
-# -- before a step ---------------------------------------------------------------------------------
+# -- before a step, and forward --------------------------------------------------------------------
 
 
 def _start(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
     if misfit.missing:
         return Cause.START, f"no rank holds {misfit.missing} elements of {misfit.name}"
-    if _is_elsewhere(evidence.reference.start, held_part(evidence, misfit, lambda seen: seen.start)):
-        return (
-            Cause.ROWS_SWAPPED,
-            f"rank {misfit.rank} starts with elements of {misfit.name} that belong elsewhere in it",
-        )
     names = {misfit.name for misfit in first.misfits}
     return Cause.START, f"{len(names)} of {first.compared} weights start from different values, first {misfit.name}"
-
-
-def _is_elsewhere(reference: Sequence[HeldTensor], tensor: HeldTensor) -> bool:
-    """Return whether every held element occurs in the whole tensor, in another place."""
-    weight = whole_of(reference)[tensor.name]
-    values, _, _ = match_places(tensor, weight)
-    return bool(torch.isin(values, weight).all()) and bool((values != values[0]).any())
 
 
 def _data(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
     return Cause.DATA, f"{misfit.name} on rank {misfit.rank}: not what one device reads"
-
-
-# -- forward ---------------------------------------------------------------------------------------
 
 
 def _forward(evidence: Evidence, first: Comparison) -> Found:
@@ -81,94 +77,18 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
     where = f"{path} in step {step} on rank {misfit.rank} (error {misfit.error:.1e}); everything before it agrees"
     if coupled := _explain_coupling(evidence, step):
         return Cause.COUPLED, f"{coupled}; first {where}"
-    if GIVEN in path:
-        return Cause.POSITIONS, f"first the argument {where}"
-    if evidence.dropout(path) and not _numbers_within(evidence, path):
-        return Cause.DROPOUT, f"first the masks of {where}"
-    if _numbers_within(evidence, path):
-        return Cause.RANDOM, f"first the random numbers of {where}"
-    if other := _other_call(evidence, misfit, step):
-        return Cause.OTHER_CALL, f"{other}; first {where}"
-    if step > 1 and evidence.weighted(path):
+    if GIVEN not in path and evidence.draws(path):
+        return Cause.RANDOM, f"first the random numbers or masks of {where}"
+    if step > 1 and any(name.startswith(f"{path}.") for name in evidence.layers):
         return Cause.STALE_WEIGHT, f"weights agree after step {step - 1}, but not the output of {where}"
-    if not evidence.weighted(path) or evidence.positional(path):
-        return Cause.POSITIONS, f"first {where}; its output depends on positions and buffers alone"
-    sums = _sum_over_copies(evidence, path, step)
-    if sums is not None:
+    collectives = evidence.collectives(path)
+    if (sums := _sum_over_copies(evidence, path, step)) is not None:
         return (
             Cause.MISSING_REDUCTION,
-            f"the outputs of {sums} add up to the right output of {where}{evidence.collectives(path)}",
+            f"the outputs of {sums} add up to the right output of {where}{collectives}",
         )
-    if drawn := _find_random_part(evidence, misfit, step):
-        return drawn[0], f"{drawn[1]} draws what ranks cut among themselves; first {where}"
     ratio = _output_ratio(evidence, path, step)
-    times = f", {ratio:g} times the right output" if ratio else ""
-    if any(
-        path == boundary or path.startswith(f"{boundary}.")
-        for boundaries in evidence.boundaries
-        for boundary in boundaries
-    ):
-        return Cause.BOUNDARY, f"first {where}{times}; it is the first layer of a pipeline stage"
-    return Cause.FORWARD, f"first {where}{times}{evidence.collectives(path)}"
-
-
-def _numbers_within(evidence: Evidence, path: str) -> bool:
-    """Return whether a module, or one inside of it, draws random numbers."""
-    return any(numbers and is_below(owner, path) for owner, numbers in evidence.draws.items())
-
-
-def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
-    """Return a text that shows that a call of a module gives another call's result on one device; None where none
-    does."""
-    path, expected = misfit.name, evidence.reference.steps[step - 1].outputs
-    seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
-    calls = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
-    wrong = [key for key in calls if not _is_same(calls[key], expected[key])]
-    for call in sorted({key[1] for key in wrong}):
-        keys = [key for key in wrong if key[1] == call]
-        for other in sorted({key[1] for key in expected if key[0] == path and key[1] != call}):
-            pairs = [(calls[key], expected.get((path, other, key[2]))) for key in keys]
-            if all(right is not None and _is_same(output, right) for output, right in pairs):
-                return f"call {call + 1} of {path} gives what call {other + 1} gives on one device"
-    return None
-
-
-def _is_same(output: Output, right: Output) -> bool:
-    scale = CLOSE * max(right.norm, SMALL_OUTPUT)
-    return abs(output.projection - right.projection) <= scale and abs(output.norm - right.norm) <= scale
-
-
-def _find_random_part(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
-    """Return the random numbers drawn in parts, by a module whose output no rank holds whole, before the first output
-    that differs.
-
-    Such a module ran after the last output that agrees, or contains the one that differs.
-    """
-    seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
-    if not any(len(group) > 1 for axis, group in seen.axes.items() if axis in ("tp", "cp")):
-        return None
-    expected, outputs = evidence.reference.steps[step - 1].outputs, seen.steps[step - 1].outputs
-    between: list[str] = []
-    for key, right in expected.items():
-        if key[0] == misfit.name:
-            break
-        is_compared = key in outputs and outputs[key].numel == right.numel
-        between = [] if is_compared else [*between, key[0]]
-    for owner, is_numbers in evidence.draws.items():
-        if owner in between or is_below(misfit.name, owner):
-            return Cause.RANDOM if is_numbers else Cause.DROPOUT, owner or "the model itself"
-    return None
-
-
-def _projections(evidence: Evidence, path: str, step: int) -> list[tuple[Observation, float, float]]:
-    """Return (rank, its projection, the right projection) for each sample of one module's output."""
-    expected = evidence.reference.steps[step - 1].outputs
-    return [
-        (seen, output.projection, expected[key].projection)
-        for seen in evidence.ranks
-        for key, output in seen.steps[step - 1].outputs.items()
-        if key[0] == path and key in expected and output.numel == expected[key].numel
-    ]
+    return Cause.FORWARD, f"first {where}{f', {ratio:g} times the right output' if ratio else ''}{collectives}"
 
 
 def _sum_over_copies(evidence: Evidence, path: str, step: int) -> str | None:
@@ -190,11 +110,16 @@ def _sum_over_copies(evidence: Evidence, path: str, step: int) -> str | None:
 
 def _output_ratio(evidence: Evidence, path: str, step: int) -> float | None:
     """Return the one factor between a module's outputs and the right ones; None where there is no such factor."""
-    pairs = [(value, right) for _, value, right in _projections(evidence, path, step) if abs(right) > SMALL_OUTPUT]
-    ratios = [value / right for value, right in pairs]
-    if ratios and max(ratios) - min(ratios) <= CLOSE * abs(ratios[0]) and abs(ratios[0] - 1) > CLOSE:
-        return round(ratios[0], 6)
-    return None
+    expected = evidence.reference.steps[step - 1].outputs
+    ratios = [
+        output.projection / expected[key].projection
+        for seen in evidence.ranks
+        for key, output in seen.steps[step - 1].outputs.items()
+        if key[0] == path and key in expected and output.numel == expected[key].numel
+        if abs(expected[key].projection) > _SMALL_OUTPUT
+    ]
+    is_one = bool(ratios) and max(ratios) - min(ratios) <= CLOSE * abs(ratios[0])
+    return round(ratios[0], 6) if is_one and abs(ratios[0] - 1) > CLOSE else None
 
 
 def _loss(evidence: Evidence, first: Comparison) -> Found:
@@ -202,37 +127,20 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     step = first.misfits[0].step or 1
     right = evidence.reference.steps[step - 1].loss
     losses = {seen.steps[step - 1].loss for seen in evidence.ranks}
-    if len(losses) > 1 and max(losses) - min(losses) > CLOSE * abs(right):
+    if max(losses) - min(losses) > CLOSE * abs(right):
         return (
             Cause.MISSING_REDUCTION,
             f"ranks report different losses in step {step}: {numbers(losses)}; {right:g} is right",
         )
-    ours = losses.pop()
-    parts = evidence.parts(step - 1)
-    if evidence.balances:
-        ratio = (ours - _ratio(parts)) / (right - _ratio(parts))
-        return (
-            Cause.AUXILIARY_LOSS,
-            f"forwards agree, but the balancing loss of step {step} is {ratio:.6g} times the right one",
-        )
-    coupled, count = _explain_coupling(evidence, step), evidence.reference.steps[step - 1].count
-    is_mean = abs(sum(part.count for part in parts) - count) >= 1  # which counts the same, however much it is given
-    if coupled and not is_mean:
+    counted, count = sum(part.count for part in evidence.parts(step - 1)), evidence.reference.steps[step - 1].count
+    is_mean = abs(counted - count) >= 1  # which counts the same, however much it is given
+    if not is_mean and (coupled := _explain_coupling(evidence, step)):
         return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
-    for words, guess in _mean_of_means(parts):
-        if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
-            return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean of {words}; {right:g} is right"
-    last = max(part.microbatch for part in parts)
-    last_parts = [part for part in parts if part.microbatch == last]
-    if last and abs(_ratio(last_parts) - ours) <= CLOSE * abs(ours):
-        return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
-    times = f"the loss of step {step} is {ours / right:.6g} times the right one"
-    if scales_of(
-        evidence, step, {gradient.name: gradient for gradient in unclip_gradients(evidence.reference, step - 1)}
-    ):
-        return Cause.LOSS_SCALE, f"forwards agree, but {times}"
-    where = f"{times}, and gradients are no multiple of the right ones: no module differs whose output has a row for each sample"
-    return (Cause.DROPOUT, f"first the masks: {where}") if evidence.dropout("") else (Cause.FORWARD, where)
+    drawn = "; the model draws masks or random numbers" if evidence.draws("") else ""
+    return (
+        Cause.LOSS,
+        f"forwards agree, but the loss of step {step} is {min(losses) / right:.6g} times the right one{drawn}",
+    )
 
 
 def _explain_coupling(evidence: Evidence, step: int) -> str | None:
@@ -241,7 +149,7 @@ def _explain_coupling(evidence: Evidence, step: int) -> str | None:
     if evidence.balances or evidence.shares_values:
         return None  # a part has no balancing loss, nor the values of all samples
     right, parts = evidence.reference.steps[step - 1].loss, evidence.parts(step - 1)
-    alone = _ratio(parts)
+    alone = sum(part.loss for part in parts) / max(1.0, sum(part.count for part in parts))
     if len(parts) == 1 or abs(alone - right) <= CLOSE * abs(right):
         return None
     return (
@@ -250,25 +158,146 @@ def _explain_coupling(evidence: Evidence, step: int) -> str | None:
     )
 
 
-def _mean_of_means(parts: Sequence[BatchPart]) -> list[tuple[str, float]]:
-    """Return the losses that wrong divisions give, with the words for each: means of groups of parts, equally weighted."""
-    groupings: list[tuple[str, Callable[[BatchPart], object]]] = [
-        ("the micro-batches' means", lambda part: (part.dp_index, part.microbatch)),
-        ("the ranks' means", lambda part: part.dp_index),
-        ("the means over ranks of each micro-batch", lambda part: part.microbatch),
-    ]
-    ratios = []
-    for words, key in groupings:
-        groups: dict[object, list[BatchPart]] = {}
-        for part in parts:
-            groups.setdefault(key(part), []).append(part)
-        means = [_ratio(group) for group in groups.values() if sum(part.count for part in group)]
-        ratios.append((words, sum(means) / len(means)))
-    return ratios
+# -- gradients -------------------------------------------------------------------------------------
 
 
-def _ratio(parts: Sequence[BatchPart]) -> float:
-    return sum(part.loss for part in parts) / max(1.0, sum(part.count for part in parts))
+def _gradients(evidence: Evidence, first: Comparison) -> Found:
+    """Explain the first gradients that differ, after right forwards."""
+    step = first.step or 1
+    # Backward goes from the last layer to the first, so the error begins at the last layer with a wrong gradient.
+    misfit = min(first.misfits, key=lambda misfit: -evidence.layers.get(misfit.name, 0))
+    affected = f"{len(first.misfits)} of {first.compared} gradients differ in step {step}, first {misfit.name}"
+    if misfit.missing:
+        return Cause.GRADIENT_SUM, f"{affected}: no rank holds {misfit.missing} of its elements"
+    right = whole_of(unclip_gradients(evidence.reference, step - 1))[misfit.name]
+    holders = [(seen.rank, unclip_gradients(seen, step - 1)) for seen in evidence.ranks]
+    if _is_coupled(evidence, misfit.name, step, right):
+        return (
+            Cause.COUPLED,
+            f"{affected}: on one device too it is not the sum over the {len(evidence.parts(step - 1))} parts that the "
+            "layout makes of the batch",
+        )
+    if combination := _combination(evidence, misfit, step):
+        return combination[0], f"{affected}: {combination[1]}"
+    if axis := _copies_add_up(evidence, misfit.name, right, holders):
+        return Cause.MISSING_REDUCTION, f"{affected}: its copies over the {axis} ranks add up to the right gradient"
+    held = held_part(evidence, misfit, lambda seen: unclip_gradients(seen, step - 1))
+    values, wanted, _ = match_places(held, right)
+    spread = max((_spread(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
+    if spread > CLOSE * float(wanted.abs().max()):
+        return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold different values"
+    is_moved = torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12)
+    moved = ", which has the right elements in other places" if is_moved else ""
+    path = misfit.name.rpartition(".")[0]
+    return (
+        Cause.BACKWARD,
+        f"{affected}{moved}; forwards agree, so look at the backward of {path}{evidence.collectives(path)}",
+    )
+
+
+def _is_coupled(evidence: Evidence, name: str, step: int, right: Tensor) -> bool:
+    """Return whether on one device, too, a gradient is not the sum over parts of the batch."""
+    parts = evidence.parts(step - 1)
+    if evidence.balances or evidence.shares_values or len(parts) == 1:
+        return False
+    total = sum(part.count for part in parts)
+    summed = sum((part.gradients[name].flatten() / total for part in parts), torch.zeros_like(right))
+    return float((summed - right).norm()) > CLOSE * float(right.norm())
+
+
+def _combination(evidence: Evidence, misfit: Misfit, step: int) -> Found | None:
+    """Explain the gradients that ranks hold as combinations of those of the batch's parts; None where none fits."""
+    parts = evidence.parts(step - 1)
+    total = sum(part.count for part in parts)
+    fits: dict[int, list[float]] = {}
+    for seen in evidence.ranks:
+        for gradient in unclip_gradients(seen, step - 1):
+            if gradient.name == misfit.name:
+                columns = [match_places(gradient, part.gradients[misfit.name].flatten() / total)[1] for part in parts]
+                fit = _fit(gradient.values, columns)
+                if fit is None:
+                    return None
+                fits[seen.rank] = fit
+    if not fits or all(abs(coefficient - 1) <= CLOSE for fit in fits.values() for coefficient in fit):
+        return None
+    rank, fit = max(fits.items(), key=lambda item: max(abs(coefficient - 1) for coefficient in item[1]))
+    if max(fit) - min(fit) <= CLOSE * abs(fit[0]):
+        ratios = {round(fit[0], 6) for fit in fits.values()}
+        return Cause.GRADIENT_SUM, f"it is {numbers(ratios)} times the right gradient{_degree(evidence, fit[0])}"
+    if alone := _unreduced(evidence, parts, fits):
+        return Cause.MISSING_REDUCTION, alone
+    listed = ", ".join(
+        f"{coefficient:.4g} x micro-batch {part.microbatch + 1} of data rank {part.dp_index}"
+        for part, coefficient in zip(parts[:_MOST_LISTED], fit, strict=False)
+    )
+    weighed = [coefficient * part.count for part, coefficient in zip(parts, fit, strict=True)]
+    is_mean = max(weighed) - min(weighed) <= CLOSE * abs(weighed[0])
+    hint = "; each part weighs the same, however much it counts, as in a mean of means" if is_mean else ""
+    return Cause.GRADIENT_SUM, f"rank {rank} holds {listed}{', ...' * (len(parts) > _MOST_LISTED)}{hint}"
+
+
+def _unreduced(evidence: Evidence, parts: Sequence[BatchPart], fits: Mapping[int, list[float]]) -> str:
+    """Return text that names a rank whose sum has its own data rank's parts and lacks those of others; empty if there is none."""
+    data_ranks = {part.dp_index for part in parts}
+    for seen in evidence.ranks:
+        counted = {part.dp_index for part, c in zip(parts, fits.get(seen.rank, ()), strict=False) if abs(c) > CLOSE}
+        if seen.indices["dp"] in counted and counted < data_ranks:
+            axes = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if axis in seen.axes]
+            over = f": a reduction over {' or '.join(axes)} is missing" if axes else ""
+            return f"rank {seen.rank} holds the sum over data ranks {sorted(counted)} alone{over}"
+    return ""
+
+
+def _degree(evidence: Evidence, ratio: float) -> str:
+    """Return text that names the axis whose size, or one over whose size, the ratio is; empty if there is none."""
+    for axis, size in sorted({(axis, len(group)) for seen in evidence.ranks for axis, group in seen.axes.items()}):
+        if size > 1 and axis != "world" and (abs(ratio - size) <= CLOSE or abs(ratio * size - 1) <= CLOSE):
+            return f", the size of {axis}" if ratio > 1 else f", one over the size of {axis}"
+    return ""
+
+
+def _fit(tensor: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
+    """Return the coefficients c of the least-squares fit held = sum c_i column_i; None where it does not fit."""
+    places = torch.linspace(0, tensor.numel() - 1, min(_SAMPLED, tensor.numel())).long()
+    target = tensor.flatten()[places].double()
+    matrix = torch.stack([column.flatten()[places].double() for column in columns], dim=1)
+    size = float(target.norm())
+    if not math.isfinite(size) or not torch.isfinite(matrix).all() or len(target) <= len(columns):
+        return None
+    fit = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    residual = float((matrix @ fit - target).norm())
+    scale = max(size, float(matrix.norm()))
+    return fit.tolist() if residual <= CLOSE * scale else None
+
+
+def _copies_add_up(
+    evidence: Evidence, name: str, right: Tensor, holders: Sequence[tuple[int, Sequence[HeldTensor]]]
+) -> str | None:
+    """Return the axis over whose ranks the copies of a gradient add up to the right one; None if there is none."""
+    ties = {axis for seen in evidence.ranks for axis in seen.axes if stages_of(axis)}
+    for axis in ("tp", "cp", *sorted(ties), "pp", "dp_replicate", "dp_shard"):
+        groups = {seen.axes[axis] for seen in evidence.ranks if axis in seen.axes}
+        checked = 0
+        for copies in copies_of(holders, name):
+            for group in groups:
+                parts = [values for rank, values in copies if rank in group]
+                if len(parts) < 2:
+                    continue
+                tensor = next(h for rank, all_held in holders for h in all_held if h.name == name and rank in group)
+                _, wanted, _ = match_places(tensor, right)
+                if not torch.allclose(
+                    sum(parts[1:], parts[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())
+                ):
+                    break
+                checked += 1
+        if checked:
+            return axis
+    return None
+
+
+def _spread(copies: Sequence[tuple[int, Tensor]]) -> float:
+    """Return the largest difference of an element between the first copy and any other."""
+    return max((float((values - copies[0][1]).abs().max()) for _, values in copies[1:]), default=0.0)
 
 
 # -- after backward --------------------------------------------------------------------------------
@@ -280,29 +309,8 @@ def _norm(evidence: Evidence, first: Comparison) -> Found:
     return (
         Cause.CLIP_NORM,
         f"gradients agree, but their global norm in step {step} is {numbers(norms)}, not {right:g} "
-        f"(its square is {numbers({norm**2 / right**2 for norm in norms})} times the right one{_axis_of_norm(evidence, step)})",
+        f"(its square is {numbers({norm**2 / right**2 for norm in norms})} times the right one)",
     )
-
-
-def _axis_of_norm(evidence: Evidence, step: int) -> str:
-    """Return text that names the axis over whose ranks the squares were not summed; empty if there is no one axis."""
-    norms = {seen.rank: seen.steps[step - 1].norm for seen in evidence.ranks}
-    right = evidence.reference.steps[step - 1].norm
-    axes = {axis for seen in evidence.ranks for axis in seen.axes if axis != "world"}
-    for axis in sorted(axes, key=lambda axis: (axis.startswith("dp"), axis)):
-        index = {seen.rank: seen.axes[axis].index(seen.rank) for seen in evidence.ranks if axis in seen.axes}
-        squares: dict[int, set[float]] = {}
-        for rank, at in index.items():
-            squares.setdefault(at, set()).add(norms[rank] ** 2)
-        if (
-            len(index) < len(norms)
-            or len(squares) < 2
-            or any(max(values) - min(values) > CLOSE * right**2 for values in squares.values())
-        ):
-            continue
-        if abs(sum(max(values) for values in squares.values()) - right**2) <= CLOSE * right**2:
-            return f"; those of ranks with other places on {axis} add up to it, so a sum over {axis} is missing"
-    return ""
 
 
 def _weights(evidence: Evidence, first: Comparison) -> Found:
@@ -315,35 +323,14 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     values, wanted, _ = match_places(tensor, whole_of(weights_before)[misfit.name])
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
-    if (idle := _explain_idle_move(evidence, misfit.name, step)) is not None:
-        return Cause.IDLE, idle
     holders = [(seen.rank, seen.steps[step - 1].weights) for seen in evidence.ranks]
-    if any(spread_of(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
+    if any(_spread(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
         return Cause.DRIFT, f"ranks that hold the same elements of {misfit.name} differ after step {step}"
     return Cause.UPDATE, f"gradients agree, but not the update of {misfit.name} in step {step}"
 
 
-def _explain_idle_move(evidence: Evidence, name: str, step: int) -> str | None:
-    """Return a text that shows that the layout moves a weight without a gradient, and one device does not; None
-    otherwise."""
-    right = evidence.reference.steps[step - 1]
-    weights_before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
-    if not torch.equal(whole_of(right.weights)[name], whole_of(weights_before)[name]):
-        return None
-    gradient = whole_of(right.gradients).get(name)
-    if gradient is not None and bool(gradient.any()):
-        return None
-    return f"{name} has no gradient in step {step}: one device leaves it as it is, and the layout moves it"
-
-
 def _optimizer(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
-    if first.step and _stays(evidence, misfit.name, first.step):
-        return (
-            Cause.IDLE,
-            f"{misfit.name} has no gradient in step {first.step}: the job's optimizer leaves it as it is on one device, and the "
-            "layout moves it",
-        )
     when = f" in step {first.step}" if first.step else ""
     return (
         Cause.UPDATE,
@@ -351,21 +338,12 @@ def _optimizer(evidence: Evidence, first: Comparison) -> Found:
     )
 
 
-def _stays(evidence: Evidence, name: str, step: int) -> bool:
-    """Return whether the job's optimizer leaves a weight without a gradient unchanged on one device."""
-    reference = evidence.reference
-    weights_before = reference.start if step == 1 else reference.updated[step - 2]
-    gradient = whole_of(reference.steps[step - 1].gradients).get(name)
-    is_without = gradient is None or not bool(gradient.any())
-    return is_without and torch.equal(whole_of(reference.updated[step - 1])[name], whole_of(weights_before)[name])
-
-
 def _buffers(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
     return Cause.BUFFER, f"{misfit.name} on rank {misfit.rank} differs after the last step"
 
 
-def _explain_held_out(evidence: Evidence, first: Comparison) -> Found:
+def _held_out(evidence: Evidence, first: Comparison) -> Found:
     return Cause.FORWARD, "training agrees, but not the loss of a forward without gradients"
 
 
@@ -374,18 +352,12 @@ def find_checkpoint_cause(reference: Observation, loaded: Observation, first: Co
     kind = "optimizer state" if first.what == "checkpoint state" else "weights"
     expected = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])
     came = whole_of(loaded.state if kind == "optimizer state" else loaded.updated[-1])
-    for name in (misfit.name for misfit in first.misfits):
-        value = came.get(name)
-        if value is None or value.numel() < 2:
-            continue
-        others = [n for n, t in expected.items() if n != name and t.shape == value.shape and torch.equal(t, value)]
-        if others:
-            return Cause.STATE_SWAPPED, f"{name} is loaded with the values of {others[0]}"
-        if torch.allclose(value.sort().values, expected[name].sort().values, rtol=1e-9, atol=1e-12):
-            return Cause.STATE_SWAPPED, f"{name} is loaded with its elements in other places"
+    name = first.misfits[0].name
+    others = [other for other, tensor in expected.items() if name in came and torch.equal(tensor, came[name])]
+    swapped = f", which has the values of {others[0]}" if others else ""
     return (
         Cause.CHECKPOINT,
-        f"{len(first.misfits)} of {first.compared} {kind} are changed when loaded, first {first.misfits[0].name}",
+        f"{len(first.misfits)} of {first.compared} {kind} are changed when loaded, first {name}{swapped}",
     )
 
 
@@ -394,11 +366,11 @@ _BY_KIND: dict[str, Callable[[Evidence, Comparison], Found]] = {
     "data": _data,
     "forward": _forward,
     "loss": _loss,
-    "gradients": gradients_cause,
+    "gradients": _gradients,
     "gradient norm": _norm,
     "weights": _weights,
     "optimizer": _optimizer,
     "optimizer state": _optimizer,
     "buffers": _buffers,
-    "held-out loss": _explain_held_out,
+    "held-out loss": _held_out,
 }

@@ -14,7 +14,7 @@ The `Evidence` of a search for the cause is both sides' observations, and runs o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -340,33 +340,12 @@ class Evidence:
     comparisons: Sequence[Comparison]
     layers: Mapping[str, int]
     """The index of the layer of each parameter, in the order of the forward."""
-    aliases: Mapping[str, tuple[str, ...]]
-    """The other names of each tied weight, by parameter."""
-    dropout: Callable[[str], bool]
-    """Return whether the module at a path applies dropout."""
-    weighted: Callable[[str], bool]
-    """Return whether the module at a path has parameters."""
-    draws: Mapping[str, bool]
-    """Whether a module, by its path, draws random numbers other than masks of dropout."""
-    positional: Callable[[str], bool]
-    """Return whether the output of the module at a path depends on positions alone, as known of the model's family."""
-    boundaries: Sequence[tuple[str, ...]]
-    """The modules of the first layer of each pipeline chunk but the first."""
+    draws: Callable[[str], bool]
+    """Return whether the module at a path, or one inside of it, draws masks of dropout or other random numbers."""
     collectives: Callable[[str], str]
     """Describe the collectives that the program sends for a module, bucket or unit."""
     parts: Callable[[int], Sequence[BatchPart]]
     """Compute the parts of a step on one device; steps count from 0."""
-    uses: Callable[[str, int], Sequence[Tensor]]
-    """Compute the gradient of each single use of a tied weight in a step; steps count from 0."""
-    chunks: Callable[[str, int], Sequence[Tensor]]
-    """Compute the gradient of a weight from each chunk of the loss in a step; empty where the loss has no chunks."""
-    stages: Sequence[Set[str]]
-    """The parameters of each pipeline stage; empty without a pipeline."""
-    experts: Callable[[str], tuple[int, str]]
-    """Return how many experts a parameter holds along its first dimension, and as text the index of its expert where
-    it belongs to one alone; (0, "") where it belongs to none."""
-    clips: bool
-    """Whether the job clips gradients."""
     balances: bool
     """Whether the job adds a loss that balances experts; a single part of a batch has none."""
     shares_values: bool = False

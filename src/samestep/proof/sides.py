@@ -16,16 +16,14 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.families import facts_of
 from samestep.building.optimizer import OptimizerSource
 from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
@@ -34,7 +32,7 @@ from samestep.independence.roundings import EXACT, NUM_PERTURBED, allowance
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
 from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop, resumes
 from samestep.proof.comparison import BatchPart, Comparison, Evidence
@@ -250,46 +248,26 @@ def _evidence(
     """Return the evidence for the search of a cause; further runs on one device take place only on request."""
     model = run.model
     spec = subject.spec
-    programs = subject.programs()
-    layers = spec.layers
     buffers = [buffer.clone() for buffer in model.buffers()]
 
-    def before(step: int) -> None:
+    def parts(step: int) -> Sequence[BatchPart]:
         weights = comparison.whole_of(reference.steps[step - 1].weights) if step else None
         values = start if weights is None else [weights[piece.name] for piece in run.updater.pieces]
         observation.restart(run, values, buffers)
-
-    def parts(step: int) -> Sequence[BatchPart]:
-        before(step)
         return _parts(run, subject, step)
 
-    def uses(name: str, step: int) -> Sequence[Tensor]:
-        before(step)
-        return _uses(run, subject, (name, *aliases[name]), step)
+    def draws(path: str) -> bool:
+        numbers = [mask.owner for mask in spec.masks if mask.is_numbers]
+        return masks.has_dropout(model.get_submodule(path)) or any(is_below(owner, path) for owner in numbers)
 
-    def chunks(name: str, step: int) -> Sequence[Tensor]:
-        before(step)
-        return _chunks(run, subject, name, step)
-
-    aliases = {param.name: param.aliases for param in spec.params}
     return Evidence(
         reference=reference,
         ranks=ranks,
         comparisons=comparisons,
         layers={param.name: param.layer for param in spec.params},
-        aliases=aliases,
-        dropout=lambda path: masks.has_dropout(model.get_submodule(path)),
-        weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
-        draws={mask.owner: mask.is_numbers for mask in spec.masks},
-        positional=facts_of(model).is_positional,
-        boundaries=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
-        collectives=functools.partial(_collectives, programs),
+        draws=draws,
+        collectives=functools.partial(_collectives, subject.programs()),
         parts=functools.lru_cache(parts),
-        uses=uses,
-        chunks=chunks,
-        stages=_stages(spec, programs),
-        experts=functools.partial(_experts, spec),
-        clips=subject.job.optimizer.clip_norm is not None,
         balances=spec.balanced_experts > 0,
         shares_values=spec.uses_batch_values,
     )
@@ -301,22 +279,6 @@ def _collectives(programs: Sequence[Program], path: str) -> str:
         f"{op.kind} over {op.axis}" for program in programs for _, op in program.ops() if op.axis and op.owner == path
     )
     return f"; its collectives are {', '.join(sent)}" if sent else ""
-
-
-def _stages(spec: ModelSpec, programs: Sequence[Program]) -> list[set[str]]:
-    """Return the parameters of each pipeline stage, each with the first stage that uses it; none without a pipeline."""
-    if len(programs) == 1:
-        return []
-    indices = [{layer for chunk in program.chunks for layer in chunk} for program in programs]
-    return [{param.name for param in spec.params if param.layer in layers} for layers in indices]
-
-
-def _experts(spec: ModelSpec, name: str) -> tuple[int, str]:
-    """Return how many experts a parameter holds along its first dimension, or the index of its only one."""
-    stacked = next((param.experts for param in spec.params if param.name == name), 0)
-    owners = (dispatch.owner for layer in spec.layers for dispatch in layer.dispatches)
-    leaf = next((name.removeprefix(f"{o}.").split(".")[0] for o in owners if name.startswith(f"{o}.")), "")
-    return stacked, leaf if leaf.isdigit() else ""
 
 
 def _batch(subject: Subject, step: int) -> Batch:
@@ -355,56 +317,6 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
             )
             parts.append(BatchPart(rank, microbatch, gradients, loss, counted))
     return parts
-
-
-def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[Tensor]:
-    """Return the gradient of each use of a tied weight, from a run in which every use has a separate weight."""
-    model = run.model
-    tied = model.get_parameter(names[0])
-    base = [nn.Parameter(tied.detach().clone()) for _ in names]
-    homes = [name.rpartition(".")[::2] for name in names]
-    try:
-        for (path, leaf), param in zip(homes, base, strict=True):
-            setattr(model.get_submodule(path), leaf, param)
-        run.forward_backward(_batch(subject, step))
-    finally:
-        for path, leaf in homes:
-            setattr(model.get_submodule(path), leaf, tied)
-    return [torch.zeros_like(param) if param.grad is None else param.grad for param in base]
-
-
-def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
-    """Return the gradient of a weight from each chunk of the loss, of all micro-batches; none where the loss has no chunks."""
-    head, size = subject.spec.layers[-1].head, subject.layout.loss_chunk
-    if head is None or size is None:
-        return []
-    run.adopt(_without_balance)
-    layout, count, batch = subject.layout, subject.programs()[0].step.num_microbatches, _batch(subject, step)
-    tensors: dict[int, Tensor] = {}
-    for rank in range(layout.dp):
-        for indices in batch.shares(rank, layout.dp, count):
-            part = Batch(step, indices, subject.dataset, seed=subject.job.train.seed)
-            for number in range(-(-len(indices) * head.rows // size)):
-                with _of_rows(run.model.get_submodule(head.owner), slice(number * size, (number + 1) * size)):
-                    gradients, _, _ = _gradients(run, part)
-                tensors[number] = tensors.get(number, 0.0) + gradients[name]
-    return [tensors[number] for number in sorted(tensors)]
-
-
-@contextmanager
-def _of_rows(head: nn.Module, rows: slice) -> Iterator[None]:
-    """Give only these rows of the logits a gradient inside."""
-
-    def masked(gradient: Tensor) -> Tensor:
-        mask = torch.zeros(gradient.shape[:-1], dtype=gradient.dtype, device=gradient.device).flatten()
-        mask[rows] = 1.0
-        return gradient * mask.view(*gradient.shape[:-1], 1)
-
-    handle = head.register_forward_hook(lambda _, args, logits: logits.register_hook(masked) and None)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, float]:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from samestep.program.ops import FLAG_SLOTS, REPLICA_SCALARS, StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step

@@ -161,6 +161,16 @@ class HeldAssembly:
         for piece in updater.pieces:
             stored.load(updater, piece)
 
+    def begin_step(self) -> str:
+        """Let all replicas follow the loop; return why its changes since the last step cannot be followed, empty where they can."""
+        return ""
+
+    def note_loop(self) -> None:
+        """Note the state after a step, which the loop may not change."""
+
+    def forget_loop(self) -> None:
+        """Forget it: the weights are read from a file, or set by the loop."""
+
     def exchange(self, step: int) -> None:
         """Do what is due after a step."""
 

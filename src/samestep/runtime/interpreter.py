@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.job import Job
+from samestep.building.loss import LabelError
 from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
@@ -26,12 +26,12 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.guards.loss_trials import LossTrials
+from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.open_step import WHOLE, StepBackward
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_observer import StepBatch, StepObserver
+from samestep.runtime.step_observer import StepBatch
 from samestep.schedules import TaskKind
 
 
@@ -40,10 +40,10 @@ class Interpreter:
     """Carries out the tasks of one step on one rank. Every rank makes one for each replica that it trains."""
 
     assembly: Assembly
-    job: Job
-    place: RankInfo
-    observer: StepObserver
-    trials: StepTrials
+    seed: int
+    """The seed of the job's random numbers."""
+    guards: StepGuards
+    trials: LossTrials
     step: int
     """The step, counted from 1."""
     of: StepBackward = WHOLE
@@ -65,9 +65,9 @@ class Interpreter:
         """
         model, parallel, store = self.assembly.model, self.assembly.parallel, self.assembly.weights.store
         objective, layout = self.assembly.objective, parallel.program.step.layout
-        totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=self.place.device)
+        totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=parallel.mesh.device)
         microbatches = Microbatches(self.assembly, batch)
-        self.trials.generators.leave()  # the loop's code has run, which may draw
+        self.guards.generators.leave()  # the loop's code has run, which may draw
         model.dropout.begin_step()
         store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
@@ -79,19 +79,19 @@ class Interpreter:
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
-                with self.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
+                with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
                     if not store.calls.gave_up:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
-            self.trials.loss_is_tried = True  # where the model ends
+            self.trials.is_tried = True  # where the model ends
         again = functools.partial(microbatches.samples_again, 0)
-        self.trials.check_generators(self.assembly, self.step, again)
+        self.guards.check_generators(self.assembly, self.step, again)
         if self.of.is_apart:  # the loop's code runs before the update
-            self.trials.generators.leave()
+            self.guards.generators.leave()
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)
-        if self.observer.dropout_mode() is None and not store.calls.gave_up:
+        if self.guards.observer.dropout_mode() is None and not store.calls.gave_up:
             model.dropout.end_step()
         for part in parallel.step_parts:
             part.end_backwards()
@@ -131,15 +131,18 @@ class Interpreter:
             indices = microbatches.indices(task.microbatch)
             share = part, len(indices)
             objective.watch.pairs.clear()
-            with parallel.batch_norms.of_loss(task.microbatch):
-                result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
+            try:
+                with parallel.batch_norms.of_loss(task.microbatch):
+                    result = objective.sums.result(task.microbatch, loss_inputs, part, objective.loss)
+            except LabelError as error:
+                raise error.of(indices) from error
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(result, outputs, loss_inputs, share, later, weight)
         if objective.sums.moved:
             self.trials.refuse_moved_counts(objective.sums.moved)
         objective.watch.least |= result.least
         if weight and self.trials.sees_new_loss(objective.watch, loss.own):
-            self.trials.ask_for_trial(self.assembly, loss.own, outputs, part, indices)
+            self.trials.ask(self.assembly, loss.own, outputs, part, indices)
         # What is kept of it: the numbers for the report, and for the backward which of its gradients are uses of weights.
         numbers = loss.numbers(result, objective.names, totals)
         totals += numbers if weight == 1.0 else numbers * weight
@@ -159,7 +162,7 @@ class Interpreter:
     def _outputs(self, task: Task, samples: Any) -> Any:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""
         parallel = self.assembly.parallel
-        self.trials.generators.settle()
+        self.guards.generators.settle()
         for part in parallel.step_parts:
             part.begin_forward()
         norms = parallel.batch_norms.of(task.microbatch)
@@ -184,12 +187,12 @@ class Interpreter:
 
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
-        make_mode, state = self.observer.dropout_mode(), self.assembly.model.dropout
+        make_mode, state = self.guards.observer.dropout_mode(), self.assembly.model.dropout
         islands = self.assembly.parallel.precise.of_forward()
         if make_mode is None and state.dropout is Dropout.ABSENT:
             return islands
-        samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-        draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
+        samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.assembly.parallel.mesh.device)
+        draw = dropout.Draw(self.seed, microbatches.batch.step, samples, self.of.number)
         return state.drawing(draw, make_mode, within=islands)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:

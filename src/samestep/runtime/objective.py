@@ -13,7 +13,7 @@ what the loss returns ─► sums        one sum and one count: of one term, of 
 
 A loss that closes over the model may read whole weights. A part of one would give another number on each rank, and so would a value that
 a forward has computed from the samples of one rank: the first call is watched for both (`watching_reads`). Gradients that the loss sends to the
-weights by such ways are found by `guards/loss_paths.py`. A proof trains a copy of an instance, of which a loss that closes over the
+weights by such ways are found by `guards/loss_trials.py`. A proof trains a copy of an instance, of which a loss that closes over the
 instance sees the first weights alone.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.models.spec import LossNames
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.guards.loss_trials import LossTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_observer import StepBatch, StepNumbers, SummedScalars
@@ -34,7 +34,7 @@ class StepBackward:
     """The weights whose gradients count; None for all."""
     held: Assembly | None = None
     """The assembly with the loss of this backward; None where it is the run's."""
-    trials: StepTrials | None = None
+    trials: LossTrials | None = None
     """The trials of that loss."""
     is_apart: bool = False
     """Whether the update is a call of its own, which may come later."""

@@ -51,7 +51,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.saved_run import Lent
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.guards import chosen_kernels
-from samestep.runtime.guards.loss_spikes import SpikeWatch
+from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
 from samestep.runtime.memory_limits import held_bytes
 from samestep.runtime.open_step import Progress
@@ -203,7 +203,7 @@ class Run(RunInParts):
     @steps_taken.setter
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
-        self._stepper.guards.forget_replicas()
+        self._own.forget_loop()
         self._forget_gradients()
 
     def prepare(self, example: Any) -> None:

@@ -372,10 +372,8 @@ class Stepper:
         assembly, trials = of.held or current, of.trials or self.guards.trials
         assembly.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
         self.refusals.watch = assembly.objective.watch
-        self.refusals.try_loss = functools.partial(trials.try_loss, assembly, batch)
-        interpreter = Interpreter(
-            assembly, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of
-        )
+        self.refusals.try_loss = functools.partial(self.guards.try_loss, trials, assembly, batch)
+        interpreter = Interpreter(assembly, self.job.train.seed, self.guards, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = current.weights.store.calls.gave_up
@@ -405,10 +403,10 @@ class Stepper:
         """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.trials.generators.settle()
+            self.guards.generators.settle()
             update()
-            self.guards.trials.check_generators(assembly, self.steps_taken + 1)
-            self.guards.trials.generators.leave()  # to the loop
+            self.guards.check_generators(assembly, self.steps_taken + 1)
+            self.guards.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()
@@ -422,7 +420,7 @@ class Stepper:
         self.follow(step)
         if self._own.are_apart:
             self._own.exchange(step + 1)
-            self.guards.note_replicas()
+            self._own.note_loop()
 
     def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
         """Let models that follow others move after a step, or after an update of some of its weights.

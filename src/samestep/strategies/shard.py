@@ -75,7 +75,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return refusal
     if step.layout.virtual_stages > 1 and (refusal := _refuse_again(step)):
         return refusal
-    return _refuse_weights(step.model)
+    return None
 
 
 def _refuse_own_code(step: StepSpec) -> LayoutError | None:
@@ -132,18 +132,6 @@ def _used_by_several(model: ModelSpec) -> str | None:
     blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
     shared = (p.name for p in model.params if any(blocks[0] < use.layer < blocks[-1] for use in p.uses))
     return next(shared, None)
-
-
-@cache_by_model
-def _refuse_weights(model: ModelSpec) -> LayoutError | None:
-    """Refuse weights that FSDP2 cannot shard, or cannot gather separately from others."""
-    for param in model.params:
-        if param.sparse_gradient and param.trainable:
-            return LayoutError(
-                "zero-sparse-gradient",
-                f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0",
-            )
-    return None
 
 
 def apply(program: Program) -> Program:

@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -211,44 +211,43 @@ def _or_given(returned: Any, gradients: Any) -> Any:
 
 
 @contextmanager
-def _functions(applied: Applied) -> Iterator[None]:
-    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
-
-    def apply(function: type, *args: Any, **named: Any) -> Any:
-        plain = original.__get__(None, function)
-        outcome = plain(*args, **named)
-        if threading.get_ident() == thread and not function.__module__.startswith(_KNOWN):
-            applied(plain, args, named, outcome)
-        return outcome
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
-    """Let a function mode see the call of a custom Function in this thread as one function, as it sees a function of torch.
-
-    It would see the operations within alone, which know nothing of the Function's backward.
-    """
+def _calls_carried_out(carry_out: Callable[[type, Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let a function carry out the calls of custom Functions in this thread inside; those of torch and samestep run as they are."""
     original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
 
     def apply(function: type, *args: Any, **named: Any) -> Any:
         plain = original.__get__(None, function)
         if threading.get_ident() != thread or function.__module__.startswith(_KNOWN):
             return plain(*args, **named)
-
-        def call(*args: Any, **named: Any) -> Any:
-            return plain(*args, **named)
-
-        call.__name__ = function.__name__
-        return mode.__torch_function__(call, (), args, named)
+        return carry_out(function, plain, args, named)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _functions(applied: Applied) -> AbstractContextManager[None]:
+    def report(_: type, plain: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        outcome = plain(*args, **named)
+        applied(plain, args, named, outcome)
+        return outcome
+
+    return _calls_carried_out(report)
+
+
+def seen_by(mode: TorchFunctionMode) -> AbstractContextManager[None]:
+    """Let a function mode see the call of a custom Function in this thread as one function, as it sees a function of torch.
+
+    It would see the operations within alone, which know nothing of the Function's backward.
+    """
+
+    def show(function: type, plain: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            return plain(*args, **named)
+
+        call.__name__ = function.__name__
+        return mode.__torch_function__(call, (), args, named)
+
+    return _calls_carried_out(show)

@@ -185,7 +185,7 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     """
     watch = ForwardTracer(module, {}, keeps_all=keeps_all)
     batch = watch.copies_of(sample, num_samples)
-    with _on_meta(module, watch, value_of), watch, watch.functions:
+    with _on_meta(module, watch, value_of), watch, watch.flow_recorder:
         return call_model(module, batch), batch
 
 
@@ -226,7 +226,6 @@ def watch_forward(
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _unpack_saved))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
-            stack.enter_context(watch.functions)
             watch.analysis.given(batch)
             outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
@@ -268,22 +267,14 @@ def _unpack_saved(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _enter(watch: ForwardTracer, path: str, outside: bool, part: nn.Module, *arguments: Any) -> None:
-    watch.enter(path, part, outside, arguments)
-
-
-def _leave(watch: ForwardTracer, path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    watch.leave(path, part, (args, kwargs), output)
-
-
 @contextmanager
 def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
     """Report every module that is entered and left to `watch`."""
     with ExitStack() as hooks:
         for path, part in module.named_modules():
-            enter = functools.partial(_enter, watch, path, is_outside(path, containers))
+            enter = functools.partial(watch.enter, path, is_outside(path, containers))
             hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(functools.partial(_leave, watch, path), with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(functools.partial(watch.leave, path), with_kwargs=True))
         yield
 
 

@@ -43,7 +43,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.output.durable_files import LastingStream, write_whole
 from samestep.program.ops import COMPUTE_DTYPE, TF32
-from samestep.runtime.guards.skipped_steps import MASKED
+from samestep.runtime.guards.unusual_steps import MASKED
 from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.step_report import StepReport
 from samestep.training.trackers import Tracker

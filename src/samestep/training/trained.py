@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from samestep import calls, wings
-from samestep.building.families import facts_of, quiet
+from samestep.building.families import POSITIONS_FIELD, VOCABULARY_FIELD, quiet, setting
 from samestep.building.initial_values import Blueprint, fill
 from samestep.building.model import blueprint_of
 from samestep.building.model_changes import lora
+from samestep.building.predictions import prediction_of
 from samestep.building.pretrained_form import Merged, PretrainedForm, is_of_transformers
 from samestep.datasets import open_tokenizer
 from samestep.errors import CheckpointError, DataError, JobError, ModelError
@@ -71,11 +72,15 @@ def sample_tokens(
         seen = tokens[-window:]
         filled = seen + seen[-1:] * (-len(seen) % multiple)
         outputs = run.outputs({"input_ids": torch.tensor([filled])})
-        batch_logits = getattr(outputs, "logits", outputs)
-        if not isinstance(batch_logits, Tensor) or batch_logits.dim() != 3:
+        try:
+            batch_logits = prediction_of(outputs)
+        except JobError:
+            return None
+        # Without labels, some models return the logits of the last token alone.
+        if batch_logits.dim() != 3 or batch_logits.shape[1] not in {len(filled), 1 if filled == seen else len(filled)}:
             return None
         # A model may have more embeddings than the tokenizer has tokens: those are never sampled.
-        logits = batch_logits[0, len(seen) - 1, :most].double().cpu()
+        logits = batch_logits[0, min(len(seen), batch_logits.shape[1]) - 1, :most].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue
@@ -295,8 +300,7 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
 def _room_behind(model: Any, tokens: list[int]) -> int:
     """Return the number of positions that a model has after the given tokens; 0 where that is unknown, or there is
     none."""
-    facts = facts_of(model)
-    most = facts.setting(model, facts.positions_field)
+    most = setting(model, POSITIONS_FIELD)
     return most - len(tokens) if isinstance(most, int) else 0
 
 
@@ -306,14 +310,13 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
     Raises:
         ModelError: the model has fewer positions than the text has tokens.
     """
-    tokenizer, facts = open_tokenizer(job), facts_of(model)
-    most = facts.setting(model, facts.positions_field)
+    tokenizer, most = open_tokenizer(job), setting(model, POSITIONS_FIELD)
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(
             "model-data-sizes",
             f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions. Use a smaller --tokens",
         )
-    words = facts.setting(model, facts.vocabulary_field)
+    words = setting(model, VOCABULARY_FIELD)
     unknown = list(range(tokenizer.vocab_size, words)) if isinstance(words, int) else []
     settings: dict[str, Any] = {"do_sample": False}
     if temperature > 0:

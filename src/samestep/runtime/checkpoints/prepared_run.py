@@ -19,7 +19,7 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.lanes import CarriedLanes
-from samestep.runtime.guards.loss_spikes import SpikeWatch
+from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo

@@ -119,7 +119,7 @@ class SavedRun(PreparedRun):
         """
         self._refuse_lent("load_state_dict")
         if self._own.is_prepared:
-            whole_state.load(self, whole_state.checked_state(state), self._stepper.guards.forget_replicas)
+            whole_state.load(self, whole_state.checked_state(state), self._own.forget_loop)
         else:
             self._dict = whole_state.copied(state)
 
@@ -133,7 +133,7 @@ class SavedRun(PreparedRun):
             for group, of_loop in zip(groups, options, strict=True):  # what the loop has set since the load stays
                 set_options(group, of_loop)
         if self._dict is not None:
-            whole_state.load(self, self._dict, self._stepper.guards.forget_replicas)
+            whole_state.load(self, self._dict, self._own.forget_loop)
             self._dict = None
 
     # -- to files and dicts ------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class SavedRun(PreparedRun):
         """
         self._refuse_lent("gathered")
         if self._own.is_prepared:
-            note_written = self._stepper.guards.forget_replicas
+            note_written = self._own.forget_loop
             with whole_state.gathered(self, note_written) as model, self._lending(Lent.WHOLE):
                 yield model
             return

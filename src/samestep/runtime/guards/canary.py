@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.examination.examine import Loss
 from samestep.independence.roundings import (
     NUM_PERTURBED,
     allowance,
@@ -40,23 +39,21 @@ from samestep.independence.roundings import (
     largest_deviation,
     relative_deviation,
 )
-from samestep.job import Job
 from samestep.job_tables import Waiver
 from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
-from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode, tokens_of_first
 from samestep.runtime.guards.divided_samples import Samples, deviation_of_halves
+from samestep.runtime.guards.loss_trials import is_split
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.repeat import HalvedRun, Repeat
+from samestep.runtime.guards.repeat import HalvedRun, Nudge, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.microbatches import Microbatches
-from samestep.runtime.step_observer import Indices, MakeMode, StepBatch, StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.state.writes import Marks
 from samestep.trees import have_same_values, tensors_in
 
 _ELEMENTS = 2**16
@@ -131,42 +128,15 @@ def _off_halves(run: HalvedRun) -> float | None:
     return 0.0 if run.together.outputs is None else deviation_of_halves(run.together, run.halves)
 
 
-class Canary:
-    """The repetitions of a run's steps under watch, and what they have shown. Every rank makes one."""
+@dataclass(slots=True)
+class WatchRecord:
+    """The outcome of the watched steps of a run so far, on this rank."""
 
-    def __init__(self, assembly: Assembly, job: Job, loss: Loss, refusals: Refusals) -> None:
-        self.assembly, self.job, self.loss, self.refusals = assembly, job, loss, refusals
-        step, spec = assembly.parallel.program.step, assembly.model.spec
-        self.is_split = step.layout.dp > 1 or step.num_microbatches > 1
-        self.alone = not spec.couples_samples
-        """Whether samples are run without the rest of their micro-batch."""
-        self.routed = any(layer.dispatches for layer in spec.layers)
-        self.allowance = 0.0
-        self.waived: set[Waiver] = set()
-        self._num_watched = 0
-
-    @contextmanager
-    def watching(
-        self, batch: StepBatch, inner: StepObserver, weights: Marks, *, is_first: bool, replays: bool
-    ) -> Iterator[WatchedStep]:
-        """Return the context of a watched step, which began with these `weights`; the canary's observer replaces `inner` and calls it.
-
-        `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
-        """
-        model, store = self.assembly.model, self.assembly.weights.store
-        model.dropout.begin_step()  # its hooks are part of the state that is kept below
-        turn, self._num_watched = self._num_watched, self._num_watched + 1
-        again = Repeat(self.assembly, batch, self.loss, self.job.train.seed, inner.dropout_mode, weights=weights)
-        watched = WatchedStep(self, batch, inner, again, turn, is_first=is_first, replays=replays)
-        store.watch.compare_values(True)
-        handle = model.module.register_forward_hook(watched.see, with_kwargs=True)
-        try:
-            yield watched
-        finally:
-            handle.remove()
-            store.watch.compare_values(False)
-            if model.dropout.dropout is Dropout.ABSENT:
-                dropout.untrack_modules(model.module)
+    num_watched: int = 0
+    allowance: float = 0.0
+    """The largest deviation that roundings explain, as they were measured last."""
+    waived: set[Waiver] = field(default_factory=set)
+    """The words of `run.allow` for which a repetition has shown that the job needs them: these are looked for no more."""
 
 
 class WatchedStep(StepObserver):
@@ -174,29 +144,50 @@ class WatchedStep(StepObserver):
 
     def __init__(
         self,
-        canary: Canary,
-        batch: StepBatch,
-        inner: StepObserver,
         again: Repeat,
-        turn: int,
+        inner: StepObserver,
+        refusals: Refusals,
+        shown: WatchRecord,
         *,
         is_first: bool,
         replays: bool,
     ) -> None:
-        assembly = canary.assembly
-        num_microbatches = assembly.parallel.program.step.num_microbatches
-        self._canary, self._assembly, self._step, self._inner = canary, assembly, batch.step + 1, inner
-        self._turn, self._is_first, self._replays = turn, is_first, replays
-        self._microbatch = -(turn + 1) % num_microbatches  # the last one first, too
-        self._indices = Microbatches(assembly, batch).drawn(self._microbatch)
-        """The samples of the micro-batch."""
-        self.again = again
-        """The repetitions of the step, those of its loss too."""
-        self._inputs: list[_Sampled] = []
-        self._outputs: list[_Sampled] = []
-        """Elements of what the model was given, and of its outputs, in the forward of the step."""
+        """Watch the step of `again`, and call `inner`, which observes it otherwise.
+
+        `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
+        """
+        assembly = again.assembly
+        step, spec = assembly.parallel.program.step, assembly.model.spec
+        self.again, self._inner, self._refusals, self._shown = again, inner, refusals, shown
+        self._replays, self._is_event = replays, replays and not is_first
+        self._is_routed = any(layer.dispatches for layer in spec.layers)
+        self._is_divided = is_split(assembly.parallel.program) and not spec.couples_samples
+        """Whether samples are run without the rest of their micro-batch."""
+        number = -(shown.num_watched + 1) % step.num_microbatches  # the last one first, too
+        self._microbatch, self._indices = number, Microbatches(assembly, again.batch).drawn(number)
+        self._noted: tuple[list[_Sampled], list[_Sampled]] | None = [], []
+        """Elements of what the model was given, and of its outputs, in the forward of the step; None once it was run again."""
         self._task: Task | None = None
-        self._is_measured = False
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """The repetitions of the step, for the trial of its loss; None if they choose experts as the step does."""
+        return None if self._is_routed else self.again
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return the context of the step."""
+        model, store = self.again.assembly.model, self.again.assembly.weights.store
+        store.watch.compare_values(True)
+        handle = model.module.register_forward_hook(self._see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            self._shown.num_watched += 1
+            handle.remove()
+            store.watch.compare_values(False)
+            if model.dropout.dropout is Dropout.ABSENT:
+                dropout.untrack_modules(model.module)
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
@@ -204,9 +195,11 @@ class WatchedStep(StepObserver):
         replay = None
         with self._inner.running(task, samples):
             self._task = task
-            if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._canary.waived:
-                updater = self._assembly.weights.updater
-                replay = None if updater.whole.couples_weights else UpdateReplay.before(updater, self._turn)
+            if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._shown.waived:
+                updater = self.again.assembly.weights.updater
+                replay = (
+                    None if updater.whole.couples_weights else UpdateReplay.before(updater, self._shown.num_watched)
+                )
             yield
             self._task = None
         if replay is not None and (deviation := replay.deviation()):
@@ -215,7 +208,7 @@ class WatchedStep(StepObserver):
     def dropout_mode(self) -> MakeMode | None:
         """Return the mode that notes the experts of the micro-batch that is run again."""
         make = self._inner.dropout_mode()
-        if make is not None or not (self._canary.routed and self._is_chosen()):
+        if make is not None or not (self._is_routed and self._is_chosen()):
             return make
         return functools.partial(RouteMode, routes=self.again.routes, own=tokens_of_first, replays=False)
 
@@ -231,16 +224,15 @@ class WatchedStep(StepObserver):
             UnprovenError: it did in the first step of this process, or between the steps of regular checks.
         """
         self._inner.agreed(scalars)
-        if self._is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
+        if self._noted is None or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
             return
-        self._is_measured = True
-        if {"samples", "random", "state", "data", "loss"} & self._canary.waived:
-            return
-        with self.again.running():
-            finding = self._repeat()
-        if finding is not None:
-            self._refuse(*finding)
-            self._canary.refusals.raise_found(self._assembly.parallel.mesh.size("world"))
+        if not {"samples", "random", "state", "data", "loss"} & self._shown.waived:
+            with self.again.running():
+                finding = self._repeat(*self._noted)
+            if finding is not None:
+                self._refuse(*finding)
+                self._refusals.raise_found(self.again.world_size)
+        self._noted = None
 
     def checked(self, report: StepReport) -> StepReport:
         """Return the report of the step, in which an update may have been made again.
@@ -250,18 +242,16 @@ class WatchedStep(StepObserver):
         Raises:
             RepeatError: the repeated update gave something else on some rank.
         """
-        refusals = self._canary.refusals
         if self._replays:
-            refusals.raise_found(self._assembly.parallel.mesh.size("world"))
-        return replace(report, remarks=(*report.remarks, *refusals.news()))
+            self._refusals.raise_found(self.again.world_size)
+        return replace(report, remarks=(*report.remarks, *self._refusals.news()))
 
     def _refuse(self, waiver: Waiver, text: str) -> None:
         """Refuse the step, on all ranks at the next `Refusals.raise_found`; what `run.allow` waives is looked for no more."""
-        if waiver in self._canary.job.run.allow:
-            self._canary.waived.add(waiver)
-        text = f"step {self._step}, rank {self._assembly.parallel.mesh.rank}: {text}"
-        is_event = self._replays and not self._is_first
-        self._canary.refusals.add(waiver, "repetition-differs", text, is_event=is_event)
+        if self._refusals.is_waived(waiver):
+            self._shown.waived.add(waiver)
+        text = f"step {self.again.batch.step + 1}, rank {self.again.assembly.parallel.mesh.rank}: {text}"
+        self._refusals.add(waiver, "repetition-differs", text, is_event=self._is_event)
 
     # -- samples of different sizes ----------------------------------------------------------------
 
@@ -269,7 +259,7 @@ class WatchedStep(StepObserver):
         """Hold the loss of two samples read together against the sum of theirs alone: of two of different sizes, padded to one, or of any
         two, where none can be taken out of those that are read together.
         """
-        if not self._canary.is_split or not self._canary.alone or self._canary.routed:
+        if not self._is_divided or self._is_routed:
             return None
         everything, words = self.again.everyone, _TOGETHER if any_two else _PADDED
         groups = self._indices, everything
@@ -290,40 +280,41 @@ class WatchedStep(StepObserver):
         task = self._task
         return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == self._microbatch
 
-    def see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep elements of the model's inputs and outputs in the forward of the step."""
-        if not self._is_chosen() or self._is_measured:
+        if self._noted is None or self._task is None or not self._is_chosen():
             return
-        self._inputs = [*map(_Sampled.of, tensors_in((args, kwargs)))]
-        task, stage = self._task, self._assembly.parallel.stage
-        if task is not None and stage.is_last(task.chunk):
-            self._outputs = [_Sampled.of(leaf) for leaf in floating_tensors(output)]
+        inputs = [*map(_Sampled.of, tensors_in((args, kwargs)))]
+        is_last = self.again.assembly.parallel.stage.is_last(self._task.chunk)
+        self._noted = inputs, [_Sampled.of(leaf) for leaf in floating_tensors(output)] if is_last else self._noted[1]
 
     # -- once more ---------------------------------------------------------------------------------
 
-    def _repeat(self) -> Finding | None:
-        """Run the micro-batch again, and parts of it; return what that shows, which is the same on all ranks but for its text."""
-        again, step = self.again, self._assembly.parallel.program.step
+    def _repeat(self, inputs: list[_Sampled], outputs: list[_Sampled]) -> Finding | None:
+        """Run the micro-batch again, and parts of it; return what that shows, which is the same on all ranks but for its text.
+
+        `inputs` and `outputs` are elements of those of the step.
+        """
+        again, step = self.again, self.again.assembly.parallel.program.step
         if again.weights_were_written:  # which could not be put back
             return ("state", _WRITES) if step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[step.compute_dtype]).eps
         if finding := self._pair(rounding):
             return finding
-        divided = self._canary.alone and self._canary.is_split
         # Of experts, whose choices are known for a micro-batch alone.
-        is_one = self._canary.routed and again.largest(float(len(self._indices) < 2)) > 0
-        run = again.halves if self._canary.routed else again.divided_first
-        halved = run(self._indices) if divided and not is_one else None
+        is_one = self._is_routed and again.largest(float(len(self._indices) < 2)) > 0
+        run = again.halves if self._is_routed else again.divided_first
+        halved = run(self._indices) if self._is_divided and not is_one else None
         same, few, offs = None, self._indices, []
         if halved is not None:
             same, few = self._same(halved), halved.indices[: halved.halves[0].size]
             offs, pair = [_off_halves(halved)], halved.indices[:2]
         has_more = again.largest(float(halved is not None and halved.together.size > 2)) > 0
         has_other = again.largest(float(same is None))  # as on a rank with a smaller micro-batch than others have
-        outputs = self._forward() if same is None or has_other else same.outputs
-        finding = self._changed(outputs, rounding)
+        repeated = self._forward() if same is None or has_other else same.outputs
+        finding = self._changed(inputs, _deviation(outputs, repeated), rounding)
         again.latest = None
-        del halved, same, outputs  # before further forwards
+        del halved, same, repeated  # before further forwards
         if finding is not None:
             return finding
         if has_more and (paired := again.halves(pair)) is not None:
@@ -332,7 +323,7 @@ class WatchedStep(StepObserver):
             del paired
         if offs:
             return self._coupled(offs, few, rounding)
-        return self._pair(rounding, any_two=True) if divided else None
+        return self._pair(rounding, any_two=True) if self._is_divided else None
 
     def _same(self, run: HalvedRun) -> Samples | None:
         """Return the part of a run that is the micro-batch; None if none is. No run names a sample twice, as a micro-batch may."""
@@ -340,15 +331,17 @@ class WatchedStep(StepObserver):
         parts = (run.together, run.halves[0]) if number == len(self._indices) else ()
         return next((samples for samples in parts if samples.size == number), None)
 
-    def _changed(self, outputs: Any, rounding: float) -> Finding | None:
-        """Hold the outputs of the micro-batch that was run again against those of the step."""
-        deviation = self.again.largest(self._deviation(outputs))
-        if deviation <= max(self._canary.allowance, allowance(rounding)):
+    def _changed(self, inputs: list[_Sampled], deviation: float, rounding: float) -> Finding | None:
+        """Return why the outputs of the micro-batch that was run again deviate from those of the step, which had these inputs."""
+        deviation = self.again.largest(deviation)
+        if deviation <= max(self._shown.allowance, allowance(rounding)):
             return None
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
-        repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else allowance(rounding)
+        repeatable = 0.0 if self.again.assembly.parallel.mesh.device.type == "cpu" else allowance(rounding)
         text = _CHANGED.format(int(self._indices[0]), deviation)
-        if self.again.largest(float(self._has_other_inputs())):
+        read = [_Sampled.of(leaf) for leaf in tensors_in(self.again.read(self._indices))]
+        is_read = (any(noted.has_same_values(leaf) for leaf in read) for noted in inputs if len(noted.shape))
+        if self.again.largest(float(not all(is_read))):
             works = "Use a forward and a loss that change no batch in place, and a data set that draws no numbers"
             return "data", f"{text}it reads other values the second time. {works}"
         first = self._forward()
@@ -365,38 +358,36 @@ class WatchedStep(StepObserver):
         if self.again.largest(float(None in offs)):  # no dimension holds the samples
             return self._pair(rounding, any_two=True)
         deviation = self.again.largest(max(filter(None, offs), default=0.0))
-        if deviation <= max(self._canary.allowance, allowance(rounding)):
+        is_little = deviation <= max(self._shown.allowance, allowance(rounding))
+        if is_little or not self._is_more(deviation, few, rounding):
             return None
-        if not self._is_more(deviation, few, rounding):
-            return None
-        has_dropout = self._assembly.model.dropout.dropout is not Dropout.ABSENT
+        has_dropout = self.again.assembly.model.dropout.dropout is not Dropout.ABSENT
         drawn = ", or random numbers are drawn in another order, as by torch.rand(K * B) instead of torch.rand(K, B)"
         return "samples", _COUPLED.format(int(few[0]), deviation, drawn if has_dropout else "")
 
     def _is_more(self, deviation: float, few: Indices, rounding: float) -> bool:
         """Return whether a deviation of some samples is more than roundings explain, which are measured."""
-        microbatch = None if self._canary.alone else self._microbatch
-        samples = self.again.read(few)
-        runs = [
-            self.again.run(few, samples, microbatch=microbatch, nudge=nudge)[0]
-            for nudge in (None, *((rounding, seed) for seed in range(NUM_PERTURBED)))
-        ]
-        measured = self.again.largest(max(largest_deviation(outputs, runs[0]) for outputs in runs[1:]))
-        self._canary.allowance = allowance(rounding, measured)
-        return deviation > self._canary.allowance
+        nudges = ((rounding, seed) for seed in range(NUM_PERTURBED))
+        forwards = self._forwards(few, (None, *nudges))
+        first = next(forwards)
+        measured = self.again.largest(max(largest_deviation(outputs, first) for outputs in forwards))
+        self._shown.allowance = allowance(rounding, measured)
+        return deviation > self._shown.allowance
 
     def _forward(self) -> Any:
         """Run the micro-batch again; return its outputs, None where there are none."""
-        microbatch = None if self._canary.alone else self._microbatch
-        return self.again.run(self._indices, self.again.read(self._indices), microbatch=microbatch)[0]
+        return next(self._forwards(self._indices, (None,)))
 
-    def _has_other_inputs(self) -> bool:
-        """Return whether the micro-batch, read again, is not what the step has read."""
-        read = [_Sampled.of(leaf) for leaf in tensors_in(self.again.read(self._indices))]
-        return not all(any(noted.has_same_values(leaf) for leaf in read) for noted in self._inputs if len(noted.shape))
+    def _forwards(self, indices: Indices, nudges: Sequence[Nudge | None]) -> Iterator[Any]:
+        """Yield the outputs of the micro-batch, or of a few of its samples, which are read once."""
+        microbatch = self._microbatch if self.again.assembly.model.spec.couples_samples else None
+        samples = self.again.read(indices)
+        for nudge in nudges:
+            yield self.again.run(indices, samples, microbatch=microbatch, nudge=nudge)[0]
 
-    def _deviation(self, outputs: Any) -> float:
-        """Return the largest relative deviation from the step's outputs."""
-        sampled = () if outputs is None else (_Sampled.of(noted) for noted in floating_tensors(outputs))
-        pairs = [(noted, now) for noted, now in zip(self._outputs, sampled, strict=False) if noted.shape == now.shape]
-        return max((relative_deviation(noted.values, now.values) for noted, now in pairs), default=0.0)
+
+def _deviation(noted: list[_Sampled], outputs: Any) -> float:
+    """Return the largest relative deviation of outputs from those that were noted."""
+    sampled = () if outputs is None else map(_Sampled.of, floating_tensors(outputs))
+    pairs = [(before, now) for before, now in zip(noted, sampled, strict=False) if before.shape == now.shape]
+    return max((relative_deviation(before.values, now.values) for before, now in pairs), default=0.0)

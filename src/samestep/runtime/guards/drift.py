@@ -6,9 +6,9 @@
     once            what the ranks of each group sent in the first step that is checked: kind, dtype and bytes of every
                     collective, since a backend adds up what it is given, and checks nothing
 
-Bits are compared by sums of words made where the weights are (`state/fingerprints.py`). Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends
-a few hundred bytes a tensor, in groups of its own. Only after a difference do ranks send more, to name the one that
-differs.
+Bits are compared by sums of words made where the weights are (`state/fingerprints.py`). A check sends one hash for all weights that the same
+ranks hold, and 16 bytes for each tensor that a cut leaves whole. Only after a difference do ranks send more, to name the tensor and the
+rank that differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
-from samestep.runtime.processes.mesh import Mesh, group_among
+from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import Piece
@@ -44,17 +43,16 @@ class DriftMonitor:
     """Checks the invariants of one run. Every rank makes one, and all ranks call its methods alike."""
 
     def __init__(self, assembly: Assembly) -> None:
-        """Make the groups to compare in.
-
-        Collective over the world, see [Note: collective calls].
-        """
+        """Note which weights this rank shares with others."""
         mesh = self._mesh = assembly.parallel.mesh
         pieces = assembly.weights.updater.pieces
         step = assembly.parallel.program.step
         self._has_compared_sent = False
         holdings = {param.name: step.holding(param) for param in step.model.params}
         cut_over = {axis for axis, ranks in step.layout.model_axes.items() if ranks > 1}
-        self._redundant = [piece for piece in pieces if {*holdings[piece.name].replicated_over} == cut_over]
+        redundant = [piece for piece in pieces if {*holdings[piece.name].replicated_over} == cut_over]
+        self._redundant = {f"{mesh.members('model')} {piece.name}": piece for piece in redundant if cut_over}
+        """Weights that the ranks of a tensor cut compute redundantly, by these ranks and name."""
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
@@ -62,11 +60,8 @@ class DriftMonitor:
         replica = (
             mesh.index(shares.axis) if shares is not None and shares.ranks > 1 and step.sharing.trains_apart else 0
         )
-        digests = {axis: f"{replica} {_digest_of(mesh, same, holdings)}" for axis, same in of_axis.items()}
-        groups = _groups_of_equals(mesh, digests)
-        self._replicas = [(same, groups[axis]) for axis, same in of_axis.items()]
-        """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
-        self._cut_ranks = _groups_of_equals(mesh, {"model": str(mesh.members("model"))})["model"] if cut_over else None
+        self._pieces = {f"{replica} {axis} {_digest_of(mesh, same, holdings)}": same for axis, same in of_axis.items()}
+        """Pieces by what they are: ranks with an equal key hold the same ones, of experts other ranks than of the rest."""
 
     def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
         """Take a step on the samples of `indices`, then compare; the first such step also compares what was sent.
@@ -96,33 +91,28 @@ class DriftMonitor:
         Raises:
             DriftError: it names the tensor and the rank that differs from most.
         """
-        names: list[str] = []
-        values: list[Any] = []
-        for pieces, group in self._replicas:
-            # Under offload the values are on the host, and ranks compare on their devices.
-            prints = torch.stack([word_sums(piece.master()) for piece in pieces]) if pieces else torch.zeros(0)
-            odd = _differing(prints.to(self._mesh.device), group)
-            names += [pieces[index].name for index in odd]
-            values += prints[odd].tolist() if odd else []
-        if self._cut_ranks is not None and not names and self._redundant:
-            sizes = torch.stack([_project(piece.master()) for piece in self._redundant]).to(self._mesh.device)
-            diverged = _diverged_rows(sizes, self._cut_ranks)
-            names = [self._redundant[index].name for index in diverged]
-            values = sizes[diverged].tolist() if diverged else []
         facts = {
             "the step": report.step,
-            "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()) >> 1,
+            "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()),
             "the loss": _bits(report.loss),
             "the gradient norm": _bits(report.grad_norm),
         }
-        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=self._mesh.device)
-        both = torch.cat([numbers, -numbers])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        most, least = both.chunk(2)
-        unequal = [name for name, high, low in zip(facts, most[:-1], -least[:-1], strict=True) if high != low]
-        if unequal or int(most[-1]):
-            reports = {name: (value,) for name, value in facts.items() if name in unequal}
-            self._raise_disagreement(report.step, reports | dict(zip(names, map(tuple, values), strict=True)))
+        prints = {key: torch.stack([word_sums(piece.master()) for piece in same]) for key, same in self._pieces.items()}
+        bits = {key: xxhash.xxh3_64_intdigest(sums.cpu().numpy().tobytes()) for key, sums in prints.items()}
+        sizes = {key: _project(piece.master()).tolist() for key, piece in self._redundant.items()}
+        everyone = self._gather((facts | bits, sizes))
+        reports = [report for report, _ in everyone]
+        odd = _unequal(reports)
+        if odd and odd[0] not in facts:
+            names = {key: zip(self._pieces[key], prints[key].tolist(), strict=True) for key in odd if key in prints}
+            reports = self._gather({f"{key} {piece.name}": row for key, rows in names.items() for piece, row in rows})
+            odd = _unequal(reports)
+        if not odd:
+            reports = [sizes for _, sizes in everyone]
+            odd = [key for key, values in _by_key(reports).items() if _have_diverged([*values.values()])]
+        if odd:
+            values = {rank: str(value) for rank, value in _by_key(reports)[odd[0]].items()}
+            self._raise_disagreement(report.step, odd[0] if odd[0] in facts else odd[0].rpartition(" ")[2], values)
 
     def check_sent(self, step: int, ledger: Ledger) -> None:
         """Compare what the ranks of each group sent in a step.
@@ -133,40 +123,40 @@ class DriftMonitor:
             DriftError: it names the collective in which two ranks took part with different kinds, dtypes or sizes.
         """
         of_group = {group: _comparable(rows) for group, rows in ledger.rows.items()}
-        of_group = {group: rows for group, rows in of_group.items() if rows}
-        prints = self._gather_by_group(
-            {group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in of_group.items()}
+        prints = {group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in of_group.items() if rows}
+        everyone = self._gather(prints)
+        odd = next(
+            (
+                group
+                for group in dict.fromkeys(group for sent in everyone for group in sent)
+                if len({everyone[rank].get(group) for rank in _ranks_of(group)}) > 1
+            ),
+            None,
         )
-        groups = dict.fromkeys(group for digests in prints for group in digests)
-        odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
-        if not odd:
+        if odd is None:
             return
-        lists_of = self._gather_by_group(
-            {group: [*rows, ("nothing more", "", 0)] for group, rows in of_group.items() if group in odd}
+        lists_of = self._gather([*of_group.get(odd, ()), ("nothing more", "", 0)])
+        ranks = _ranks_of(odd)
+        differing = next(
+            rows for rows in zip(*(lists_of[rank] for rank in ranks), strict=False) if len({*map(tuple, rows)}) > 1
         )
-        ranks = _ranks_of(odd[0])
-        lists = [lists_of[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
-        differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
         words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
         other = next(index for index, row in enumerate(words) if row != words[0])
         raise DriftError(
             "ranks-drift",
-            f"in step {step} ranks {odd[0]} disagree on one collective, so its result is "
+            f"in step {step} ranks {odd} disagree on one collective, so its result is "
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes",
         )
 
-    def _gather_by_group(self, values: Any) -> list[Any]:
+    def _gather(self, values: Any) -> list[Any]:
         return gather_values(values, self._mesh.size("world"))
 
-    def _raise_disagreement(self, step: int, values: dict[str, tuple[Any, ...]]) -> None:
+    def _raise_disagreement(self, step: int, name: str, holders: Mapping[int, str]) -> None:
         """Raise an error that names the rank that differs from most of those that hold the same value.
 
         Raises:
             DriftError: always.
         """
-        reports = self._gather_by_group(values)
-        name = next(name for report in reports for name in report)
-        holders = {rank: report[name] for rank, report in enumerate(reports) if name in report}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
@@ -177,6 +167,26 @@ class DriftMonitor:
             "ranks-drift",
             f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause",
         )
+
+
+def _by_key(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
+    """Return the values of all ranks by key and rank."""
+    values: dict[str, dict[int, Any]] = {}
+    for rank, report in enumerate(reports):
+        for key, value in report.items():
+            values.setdefault(key, {})[rank] = value
+    return values
+
+
+def _unequal(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that have different values on the ranks that report them."""
+    return [key for key, values in _by_key(reports).items() if len({*map(str, values.values())}) > 1]
+
+
+def _have_diverged(sizes: Sequence[tuple[float, float]]) -> bool:
+    """Return whether projections of a tensor, each in front of its norm, differ between ranks by more than the tolerance of the norm."""
+    projections, norms = zip(*sizes, strict=True)
+    return max(projections) - min(projections) > TOLERANCE * max(*norms, 1e-30)
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
@@ -208,42 +218,6 @@ def _digest_of(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holdi
     return xxhash.xxh3_64_hexdigest(repr(places).encode())
 
 
-def _groups_of_equals(mesh: Mesh, values: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
-    """Make for each name the group of the ranks with equal values for it; None for a rank that has no equal.
-
-    Collective over the world: every rank calls it, with or without a value for a name; if one does not, the others wait
-    until the time limit.
-    """
-    reports: list[Mapping[str, str]] = gather_values(values, mesh.size("world"))
-    groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(values)
-    for name in dict.fromkeys(name for report in reports for name in report):
-        equals: dict[str, list[int]] = {}
-        for rank, report in enumerate(reports):
-            if name in report:
-                equals.setdefault(report[name], []).append(rank)
-        parts = [tuple(ranks) for ranks in equals.values() if len(ranks) > 1]
-        group = group_among(parts, "watch", mesh.timeout_s) if parts else None
-        groups |= {name: group} if name in values else {}
-    return groups
-
-
-def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the rows that are not the same on all ranks of the group."""
-    if group is None or not len(prints):
-        return []
-    both = torch.stack([prints, -prints])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
-
-
-def _diverged_rows(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
-    both = torch.stack([sizes, -sizes])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    spread = (both[0] + both[1])[:, 0]
-    return (spread > TOLERANCE * both[0, :, 1].clamp_min(1e-30)).nonzero().flatten().tolist()
-
-
 @torch.no_grad()
 def _project(value: Tensor) -> Tensor:
     """Return a projection of a tensor and its norm, float64 [2]."""
@@ -254,5 +228,5 @@ def _project(value: Tensor) -> Tensor:
 
 
 def _bits(number: float) -> int:
-    """Return the upper 63 bits of a float64 number as an integer whose negative is in range too."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0]) >> 1
+    """Return the bits of a float64 number, of which NaN equals NaN."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])

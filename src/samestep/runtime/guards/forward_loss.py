@@ -42,7 +42,7 @@ from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices, StepBatch
+from samestep.runtime.step_observer import Indices
 from samestep.trees import map_tensors, tensors_in
 
 _FEW = 8
@@ -89,10 +89,14 @@ class _Trial:
     """The forwards of a few samples of one rank."""
 
     loss: ModelLoss
-    assembly: Assembly
     again: Repeat
     masks: list[Labels] = field(default_factory=list)
     """The masks whose ones, or zeros, the forward may count."""
+
+    @property
+    def assembly(self) -> Assembly:
+        """The assembly whose forwards run."""
+        return self.again.assembly
 
     def run(self, indices: Indices, samples: Any, items: int = 1, *, detaches_others: bool = False) -> _Part | None:
         """Run the forward of some samples; return None on other stages than the last."""
@@ -117,7 +121,7 @@ class _Trial:
 
     def everyone(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        return gather_values(value, self.assembly.parallel.mesh.size("world"))
+        return gather_values(value, self.again.world_size)
 
     def parts(self, variant: _Variant) -> list[_Part]:
         """Run the forwards of A, of B, and of both; return none on other stages than the last."""
@@ -138,13 +142,13 @@ class _Trial:
         return limit_of_values(precision.DTYPES[self.assembly.parallel.program.step.compute_dtype])
 
 
-def find_rule(loss: ModelLoss, assembly: Assembly, batch: StepBatch, seed: int) -> str:
+def find_rule(loss: ModelLoss, again: Repeat) -> str:
     """Find out what the loss of a forward is divided by; return why nothing fits, or an empty text.
 
     Collective over the world, see [Note: collective calls].
     """
-    again = Repeat(assembly, batch, loss, seed)
-    trial = _Trial(loss, assembly, again)
+    assembly = again.assembly
+    trial = _Trial(loss, again)
     call = loss_within(assembly.model.module)
     call.watch = LossWatch()
     with outside_step():

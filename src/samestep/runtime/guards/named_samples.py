@@ -37,21 +37,26 @@ class NamedSamples:
     """The samples of one step, read again by their indices, as the step reads them."""
 
     def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
-        self._assembly, self._batch = assembly, batch
+        self.assembly, self.batch = assembly, batch
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.assembly.parallel.mesh.size("world")
 
     @property
     def everyone(self) -> Indices:
         """The indices of the samples of all ranks."""
-        return self._batch.shares(0, 1, 1)[0]
+        return self.batch.shares(0, 1, 1)[0]
 
     @property
     def mine(self) -> Indices:
         """The indices of this rank's samples; there may be none."""
-        return self._batch.shares(*self._assembly.parallel.mesh.data_share, 1)[0]
+        return self.batch.shares(*self.assembly.parallel.mesh.data_share, 1)[0]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""
-        return microbatches.read(self._assembly, self._batch, np.asarray(indices, dtype=np.int64))[0]
+        return microbatches.read(self.assembly, self.batch, np.asarray(indices, dtype=np.int64))[0]
 
     def few(self, number: int, first: Indices | None = None) -> Indices:
         """Return so many samples and at least two: those of `first`, others of this rank, and then of other ranks; the same one twice if the
@@ -71,14 +76,13 @@ class NamedSamples:
 
         Collective over the world, see [Note: collective calls].
         """
-        world_size = self._assembly.parallel.mesh.size("world")
         reason = self._differs_again(self.mine[:_READ_TWICE]) if len(self.mine) else ""
-        if world_size == 1 and not is_split:
+        if self.world_size == 1 and not is_split:
             return reason
         few = self.everyone[:_READ_ALONE]
         together = self.read(few)
         with outside_step():
-            digests = gather_values([digest(self.everyone.tolist()), digest(tree_leaves(together))], world_size)
+            digests = gather_values([digest(self.everyone.tolist()), digest(tree_leaves(together))], self.world_size)
         other = next((rank for rank, pair in enumerate(digests) if pair != digests[0]), None)
         reason = reason or (self._differs_alone(few, together) if is_split else "")
         if reason or other is None:

@@ -13,7 +13,7 @@ Generators that a module or a variable of the code holds are compared too, where
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,27 +23,17 @@ from torch import nn
 from samestep.datasets.generators import states_of
 from samestep.state.snapshot import Snapshot
 
-
-def _states(device: torch.device, generators: Sequence[Any] = ()) -> tuple[object, ...]:
-    """Return marks of the states of the process-wide and of some other generators; equal if nothing was drawn between."""
-    states = states_of(generators)
-    if device.type != "cuda":
-        return states
-    of_gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return (*states, of_gpu.get_offset(), of_gpu.initial_seed())
+_NAMES = ("torch's generator of the CPU", "Python's `random`", "numpy's global generator")
+_OF_GPU = ["torch's generator of the GPU"] * 2
 
 
-_NAMES = (
-    "torch's generator of the CPU",
-    "Python's `random`",
-    "numpy's global generator",
-    *["torch's generator of the GPU"] * 2,
-)
+def _generator_of(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _attention_moves(device: torch.device) -> bool:
     """Return whether attention without dropout moves the generator of this GPU, as some kernels did that draw nothing."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator = _generator_of(device)
     offset = generator.get_offset()
     query = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
@@ -53,16 +43,25 @@ def _attention_moves(device: torch.device) -> bool:
 class GeneratorWatch:
     """The comparison of the generators around the forwards and backwards of one rank's steps, and around its updates."""
 
-    def __init__(self, device: torch.device, generators: Sequence[tuple[str, Any]] = ()) -> None:
-        """Watch the generators of the process, and the named ones that the model or the loss holds."""
-        is_blind = device.type == "cuda" and _attention_moves(device)
-        place = torch.device("cpu") if is_blind else device
-        named_generators = tuple(generator for _, generator in generators)
-        self._names = (*_NAMES[:3], *(name for name, _ in generators), *_NAMES[3:])
+    def __init__(self, device: torch.device) -> None:
+        """Watch the generators of the process."""
+        is_seen = device.type == "cuda" and not _attention_moves(device)
+        self._of_gpu = _generator_of(device) if is_seen else None
+        self._named: dict[int, tuple[str, Any]] = {}
+        """The generators that code holds, with their names, by identity."""
         self._seen: tuple[object, ...] | None = None
         """The states that the generators must keep; None while other code runs, which may draw."""
-        is_plain = place.type != "cuda" and not named_generators
-        self._states = states_of if is_plain else functools.partial(_states, place, named_generators)
+
+    def watch(self, code: nn.Module | Callable[..., Any]) -> None:
+        """Watch the generators that a model or a loss holds, or that its code reaches, too."""
+        for name, generator in Snapshot(code, weights=False).named_generators:
+            self._named.setdefault(id(generator), (f"the generator {name}", generator))
+        self.leave()
+
+    def _states(self) -> tuple[object, ...]:
+        """Return marks of the states of all generators; equal if nothing was drawn between."""
+        states = states_of([generator for _, generator in self._named.values()])
+        return states if self._of_gpu is None else (*states, self._of_gpu.get_offset(), self._of_gpu.initial_seed())
 
     def leave(self) -> None:
         """Let code run that may draw, until the states are taken next."""
@@ -81,7 +80,8 @@ class GeneratorWatch:
         last, self._seen = self._seen, now
         if now == last:
             return ""
-        return next(name for name, old, new in zip(self._names, last, now, strict=False) if old != new)
+        names = (*_NAMES, *(name for name, _ in self._named.values()), *_OF_GPU)
+        return next(name for name, old, new in zip(names, last, now, strict=False) if old != new)
 
     def first_module_that_draws(self, model: nn.Module, run: Callable[[], object]) -> str:
         """Run a forward again; return the path of the innermost module in which a generator moves, or nothing."""
@@ -107,15 +107,6 @@ class GeneratorWatch:
                 handle.remove()
         self._seen = self._states()
         return paths[0] if paths else ""
-
-
-def own_generators(*roots: nn.Module | Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Return the generators that a model or a loss holds, or that its code reaches, with their names."""
-    by_id: dict[int, tuple[str, Any]] = {}
-    for root in roots:
-        for name, generator in Snapshot(root, weights=False).named_generators:
-            by_id.setdefault(id(generator), (f"the generator {name}", generator))
-    return list(by_id.values())
 
 
 def refusal(who: str, generator: str) -> str:

@@ -3,7 +3,7 @@
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
 and raises the flag `refuses` of the step's one all_reduce (`step_observer.py`); where the sum shows that some rank has a reason,
 all ranks exchange their reasons and raise the first. A rank whose loss has done what was not tried yet raises the flag too: then all ranks
-try it together (`step_trials.py`), before the update.
+try it together (`loss_trials.py`), before the update.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ class Refusals:
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
+    def is_waived(self, waiver: Waiver) -> bool:
+        """Return whether `run.allow` skips this kind of check."""
+        return waiver in self._settings.allow
+
     def add(self, waiver: Waiver, code: str, reason: str, *, is_event: bool = False) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
-        if waiver in self._settings.allow:
+        if self.is_waived(waiver):
             self.remark(self._settings.waived(waiver, code, reason))
         elif self._pending is None:
             self._pending = code, reason, waiver, is_event

@@ -152,7 +152,7 @@ class Repeat(NamedSamples):
     @functools.cached_property
     def weights_were_written(self) -> bool:
         """Whether a forward of the step has written weights on some rank, which one that is repeated would write once more."""
-        here = self._weights is not None and any(marks_of_weights(self._assembly).since(self._weights))
+        here = self._weights is not None and any(marks_of_weights(self.assembly).since(self._weights))
         return self.largest(float(here)) > 0
 
     def run(
@@ -174,15 +174,15 @@ class Repeat(NamedSamples):
         """
         modes = functools.partial(self._modes, indices)
         around = functools.partial(self._around, indices, samples, microbatch)
-        shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
+        shaken = nudge_outputs(self.assembly.model.module, *nudge) if nudge else nullcontext()
         # The lists of weights that recurrent layers keep are restored to those of the beginning, so weights must be where they were.
-        self._assembly.weights.store.calls.end_forward_only()
-        with self.state.restored(), self._assembly.parallel.precise.of_forward(), shaken:
+        self.assembly.weights.store.calls.end_forward_only()
+        with self.state.restored(), self.assembly.parallel.precise.of_forward(), shaken:
             outputs = self._forward(samples, around)
             if outputs is not None and self._measure is not None:
-                parallel = self._assembly.parallel
+                parallel = self.assembly.parallel
                 outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
-            if outputs is None or not with_loss or self._assembly.objective.sums.is_whole:
+            if outputs is None or not with_loss or self.assembly.objective.sums.is_whole:
                 return outputs, None
             with preserve_function(self._loss_of_user):
                 return outputs, self._loss_of(outputs, samples, (modes, around))
@@ -196,7 +196,7 @@ class Repeat(NamedSamples):
         losses: list[Tensor] = []
         half = len(indices) // 2
         parts = [(few, self._attempt(self.read, few)) for few in (indices, indices[:half], indices[half:])]
-        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
+        self.assembly.weights.store.calls.end_forward_only()  # as `run` does
         with self.state.restored():  # what there is now is noted once for all three
             for few, samples in parts:
                 if samples is not None and (result := self._attempt(self.run, few, samples, with_loss=with_loss)):
@@ -213,7 +213,7 @@ class Repeat(NamedSamples):
 
     def divided(self, indices: Indices) -> HalvedRun | None:
         """Run samples and their halves; those of two micro-batches if the model takes whole micro-batches alone."""
-        step = self._assembly.parallel.program.step
+        step = self.assembly.parallel.program.step
         self.latest = None  # before further forwards
         self.latest = self.halves(indices) or self.halves(self.few(2 * step.microbatch_samples, indices))
         return self.latest
@@ -249,7 +249,7 @@ class Repeat(NamedSamples):
         In 16 bits a coupled loss may differ by less than roundings, if its outputs cannot be divided. Collective over the world, see
         [Note: collective calls].
         """
-        dtype = precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]
+        dtype = precision.DTYPES[self.assembly.parallel.program.step.compute_dtype]
         trial = LossTrial(judged=False)
         for few in windows:
             run = self.divided(few)
@@ -259,20 +259,20 @@ class Repeat(NamedSamples):
                 trial = LossTrial() if trial.is_indivisible and is_sum else trial
             if not self.largest(float(tried is not None and not trial.judged)):
                 break
-        return self._with_slices(trial, run) if self._assembly.parallel.program.step.layout.cp > 1 else trial
+        return self._with_slices(trial, run) if self.assembly.parallel.program.step.layout.cp > 1 else trial
 
     def _with_slices(self, trial: LossTrial, run: HalvedRun | None) -> LossTrial:
         """Return a trial with a reason against outputs without a row for each token that differ between slices of the same samples.
 
         Collective over the world, see [Note: collective calls].
         """
-        mesh, together = self._assembly.parallel.mesh, Samples((), (), 0) if run is None else run.together
+        mesh, together = self.assembly.parallel.mesh, Samples((), (), 0) if run is None else run.together
         length = tokens_of(together.batch).shape[1] if together.size else 0
         others = [
             leaf for leaf in tensors_in(together.outputs) if leaf.is_floating_point() and length not in leaf.shape[1:]
         ]
         norms = [float(leaf.detach().double().norm()) for leaf in others]
-        everyone = gather_values((mesh.data_share[0], norms), mesh.size("world"))
+        everyone = gather_values((mesh.data_share[0], norms), self.world_size)
         if (trial.reason and trial.of_tokens) or all(
             np.allclose(theirs, norms) for share, theirs in everyone if share == mesh.data_share[0] and theirs
         ):
@@ -289,11 +289,11 @@ class Repeat(NamedSamples):
         if run.together.outputs is None:
             return LossTrial()
         loss, of_user = tried.loss, self._loss_of_user
-        number = 0 if self._assembly.parallel.program.step.layout.cp > 1 else self._batch.num_samples
+        number = 0 if self.assembly.parallel.program.step.layout.cp > 1 else self.batch.num_samples
         trial = loss_of_parts.judge(
             loss, run.together, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
         )
-        if self._assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
+        if self.assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
             return trial
         length, loss_of_tokens = tokens_of(run.together.batch).shape[1], loss_of_parts.judge_tokens
         of_tokens = loss_of_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
@@ -305,10 +305,10 @@ class Repeat(NamedSamples):
 
         Collective over the world, see [Note: collective calls].
         """
-        mesh = self._assembly.parallel.mesh
+        mesh = self.assembly.parallel.mesh
         share, _ = mesh.data_share
         indices = None if tried is None or tried.indices is None else tried.indices.tolist()
-        answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), mesh.size("world"))
+        answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), self.world_size)
         first = next((some for other, some, _ in answers if other == share and some is not None), None)
         number = min((number for *_, number in answers if number), default=0)
         return number, None if first is None else np.array(first, dtype=np.int64)
@@ -321,7 +321,7 @@ class Repeat(NamedSamples):
 
     def all_windows(self) -> Iterator[Indices]:
         """Yield all samples of this rank, some at a time, as often as any rank has some."""
-        for start in range(0, self._batch.num_samples, _AT_ONCE):
+        for start in range(0, self.batch.num_samples, _AT_ONCE):
             yield self.few(_AT_ONCE, self.mine[start : start + _AT_ONCE])
 
     def _forward(self, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Any:
@@ -329,11 +329,11 @@ class Repeat(NamedSamples):
         while True:
             outputs, gave_up = None, False
             try:
-                outputs = evaluation.forward(self._assembly, samples, around)
+                outputs = evaluation.forward(self.assembly, samples, around)
             except CalledAgainError:
-                self._assembly.weights.store.calls.give_up_forward()
+                self.assembly.weights.store.calls.give_up_forward()
                 gave_up = True
-            if self._assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
+            if self.assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
                 return outputs
 
     def _loss_of(self, outputs: Any, samples: Any, contexts: tuple[_Context, _Context]) -> Tensor:
@@ -342,53 +342,52 @@ class Repeat(NamedSamples):
         try:
             return self._loss(outputs, samples, modes)
         except FAILURES:
-            if not has_own_graph(self._assembly):
+            if not has_own_graph(self.assembly):
                 raise
         with torch.enable_grad():
             with around():
-                with_graph = precision.for_loss(call_model(self._assembly.model.module, samples))
+                with_graph = precision.for_loss(call_model(self.assembly.model.module, samples))
             return self._loss(with_graph, samples, modes).detach()
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values."""
-        mesh = self._assembly.parallel.mesh
-        if mesh.size("world") == 1:
+        if self.world_size == 1:
             return value
-        number = torch.tensor(value, dtype=torch.float64, device=mesh.device)
+        number = torch.tensor(value, dtype=torch.float64, device=self.assembly.parallel.mesh.device)
         with outside_step():
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return float(number)
 
     def _loss(self, outputs: Any, samples: Any, modes: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Return the sums and counts of the loss's terms and values on outputs of samples, float64, concatenated."""
-        like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
+        like = torch.zeros((), dtype=torch.float64, device=self.assembly.parallel.mesh.device)
         with modes():
-            loss = self._measure or self._assembly.objective.loss
+            loss = self._measure or self.assembly.objective.loss
             result = loss_result(loss(outputs, self._own(samples)))
         return torch.stack([as_number(number, like) for amount in result.amounts.values() for number in amount])
 
     def _own(self, samples: Any) -> Any:
         """Return this rank's tokens of samples."""
-        return self._assembly.parallel.slicing.part(samples)
+        return self.assembly.parallel.slicing.part(samples)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return the context of repetitions, which leave no trace in the step: what the modules hold is noted once for all of them."""
-        self._assembly.weights.store.calls.end_forward_only()  # as `run` does
+        self.assembly.weights.store.calls.end_forward_only()  # as `run` does
         with (
             outside_step(),
             torch.no_grad(),
             preserve_generators(self.state.generators),
             self.state.restored(),
-            self._assembly.parallel.checkpoints,
+            self.assembly.parallel.checkpoints,
         ):
             yield
-            self._assembly.weights.store.calls.end_forward_only()
+            self.assembly.weights.store.calls.end_forward_only()
 
     @contextmanager
     def _around(self, indices: Indices, samples: Any, microbatch: int | None) -> Iterator[None]:
         """Return the context of one forward of samples."""
-        parallel = self._assembly.parallel
+        parallel = self.assembly.parallel
         norms: AbstractContextManager[Any] = (
             nullcontext() if microbatch is None else parallel.batch_norms.of(microbatch)
         )
@@ -399,14 +398,14 @@ class Repeat(NamedSamples):
     @contextmanager
     def _modes(self, indices: Indices) -> Iterator[None]:
         """Return the context of one forward: the masks and experts that the step had for these samples."""
-        model = self._assembly.model
+        model = self.assembly.model
         make: Callable[..., dropout.DropoutMode] | None = self._make_mode()
         if make is None and self.routes:
             make = functools.partial(RouteMode, routes=self.routes, own=tokens_of_first, replays=True)
         if make is None and model.dropout.dropout is Dropout.ABSENT:
             yield
             return
-        samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)
-        draw = dropout.Draw(self._seed, self._batch.step, samples)
+        samples = torch.as_tensor(indices, device=self.assembly.parallel.mesh.device)
+        draw = dropout.Draw(self._seed, self.batch.step, samples)
         with model.dropout.mode(draw, make):
             yield

@@ -3,8 +3,9 @@
 ```
 take    ─► watch          a watched step: samples run again, one update made again, ranks compared
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
-tasks   ─► observer       that of the run, in a watched step by way of the canary
-        ─► trials         random numbers, calls of torch.distributed, the loss
+tasks   ─► observer       that of the run, in a watched step by way of `WatchedStep`
+        ─► generators     random numbers
+        ─► trials         the loss, calls of torch.distributed
         ─► take_over, refuse_lost_writes     weights that code replaces or writes
 agree   ─► refusals       one flag of the step's all_reduce
 decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked; a spike
@@ -25,29 +26,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from samestep.building.model_changes import copy_modes
+from samestep.building.model import call_model
+from samestep.building.model_loss import ModelLoss
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Loss
+from samestep.randomness.mode import needs_mode
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
-from samestep.runtime.guards.canary import Canary
+from samestep.runtime.guards.canary import WatchedStep, WatchRecord
 from samestep.runtime.guards.drift import DriftMonitor
-from samestep.runtime.guards.loss_spikes import SpikeWatch
-from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
+from samestep.runtime.guards.loss_trials import LossTrials, is_split
+from samestep.runtime.guards.named_samples import NamedSamples
+from samestep.runtime.guards.outside_changes import OutsideChanges
+from samestep.runtime.guards.randomness import GeneratorWatch, refusal
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
-from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
-from samestep.runtime.guards.step_trials import StepTrials, is_split
+from samestep.runtime.guards.unusual_steps import MASKED, SkippedSteps, SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
+from samestep.state.writes import Marks
 
 
 class StepGuards:
@@ -56,7 +62,7 @@ class StepGuards:
     def __init__(self, assemblies: HeldAssembly, observer: StepObserver) -> None:
         """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
-        """What sees the steps: in a watched step the canary, which passes on what it hears."""
+        """What sees the steps: in a watched step the one that watches it, which passes on what it hears."""
         self.refusals = Refusals(assemblies.job.run)
         self.skipped = SkippedSteps(assemblies.job.numerics)
         self.spikes = SpikeWatch(assemblies.job.numerics)
@@ -64,7 +70,12 @@ class StepGuards:
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
         self._own = assemblies
-        self._loop_changes: LoopChanges | None = None
+        self._is_data_tried = False
+        self._shown = WatchRecord()
+        self._weights: Marks | None = None
+        """The marks of the weights at the beginning of a watched step, and of the first one."""
+        self._again: Repeat | None = None
+        """The repetitions of a watched step, which it shares with the trial of the loss."""
 
     # -- a whole step ------------------------------------------------------------------------------
 
@@ -79,22 +90,28 @@ class StepGuards:
         """
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
-        self.trials.again = None
         is_early, regularly = self._due(batch.step, taken)
-        weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
-        self.trials.weights = weights
-        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
+        self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
+        self._again = None
+        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
             return take()
         assembly.weights.store.settle()  # what is repeated or compared reads any weight
         if self.observer.is_proof:  # which compares more
             return self._compare(batch, take) if regularly else take()
-        self.trials.loss_is_tried = False  # again: a loss may come to couple samples later
-        inner = self.observer
-        assert weights is not None, "the step is watched"
-        watching = self._canary.watching(batch, inner, weights, is_first=taken == 1, replays=regularly and replays)
-        with watching as watched, self._observing_by(watched):
-            self.trials.again = None if self._canary.routed else watched.again
+        self.trials.is_tried = False  # again: a loss may come to couple samples later
+        assembly.model.dropout.begin_step()  # its hooks are part of the state that a repetition keeps
+        make_mode, is_first = self.observer.dropout_mode, taken == 1
+        again = Repeat(assembly, batch, self.trials.loss, self._seed, make_mode, weights=self._weights)
+        watched = WatchedStep(
+            again, self.observer, self.refusals, self._shown, is_first=is_first, replays=regularly and replays
+        )
+        self._again = watched.repeat
+        with watched.watching(), self._observing_by(watched):
             return watched.checked(self._compare(batch, take) if regularly else take())
+
+    @property
+    def _seed(self) -> int:
+        return self._own.job.train.seed
 
     def _due(self, step: int, taken: int) -> tuple[bool, bool]:
         """Return whether samples are run again in a step, counted from 0, since it is an early one: the first, second, fourth and so on
@@ -129,7 +146,19 @@ class StepGuards:
 
         Collective over the world, see [Note: collective calls].
         """
-        self.trials.try_model_loss(assembly, batch, self._own.job.train.seed)
+        loss = self._own.source.loss
+        if isinstance(loss, ModelLoss) and loss.rule is None:
+            self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
+
+    def try_loss(self, trials: LossTrials, assembly: Assembly, batch: StepBatch, asks: int) -> None:
+        """Try a loss on samples of this step, as often as some rank has asked.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        is_of_run = trials is self.trials  # other losses may be tried after an update of the same step
+        again = self._again if is_of_run else None
+        weights = self._weights if is_of_run else None
+        trials.run(assembly, again or Repeat(assembly, batch, trials.loss, self._seed, weights=weights), asks)
 
     @contextmanager
     def trying_measure(self, assembly: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
@@ -144,7 +173,7 @@ class StepGuards:
             yield
             return
         used = evaluation.Measure(measure)
-        again = Repeat(assembly, batch, measure, self._own.job.train.seed, measure=used)
+        again = Repeat(assembly, batch, measure, self._seed, measure=used)
         with evaluation.evaluating(assembly):
             reasons = gather_values(
                 again.try_loss(TriedLoss(used, ()), again.all_windows()).reason, self._own.layout.world_size
@@ -170,14 +199,40 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
-            if replica.model is not assembly.model:
-                copy_modes(assembly.model.module, replica.model.module)
-        self.refusals.compare(self._outside.evaluated_paths())
-        reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
-        if reason := reason or self._outside.refusal(assembly):
+        reason = self._own.begin_step() or self._outside.refusal(assembly)
+        if reason:
             self.refuse_state(batch, reason)
-        self.trials.try_data(assembly, batch)
+        self.refusals.compare(self._outside.evaluated_paths())
+        if not self._is_data_tried:
+            self._is_data_tried = True
+            is_parted = is_split(assembly.parallel.program)
+            if reason := NamedSamples(assembly, batch).refusal(is_split=is_parted):
+                self.refusals.add("data", "data-differs", reason)
+
+    def check_generators(self, assembly: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
+        """Refuse a step, counted from 1, if a generator has moved since they settled: in its forwards and backwards, some of which
+        `samples` returns; or without them in its update.
+        """
+        generator, layout, model = self.generators.moved(), self._own.layout, assembly.model.module
+        if not generator:
+            return
+        if samples is None:
+            reason = refusal("the optimizer", generator)
+            if layout.world_size == 1:  # other layouts refuse it by their own rule
+                self.refusals.remark(reason)
+                return
+        elif needs_mode(model):
+            self.refusals.asks_again = True
+            return
+        else:
+            path = ""
+            if layout.model_ranks == 1 and not assembly.parallel.batch_norms.sends and not layout.gathers_weights:
+                assembly.weights.store.settle()
+                again = samples()
+                with assembly.model.compiled.off():
+                    path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
+            reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
+        self.refusals.add("random", "random-numbers", f"step {step}: {reason}")
 
     @property
     def sees_hooks(self) -> bool:
@@ -213,36 +268,28 @@ class StepGuards:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""
         self.refusals.add("state", "forward-state", f"step {batch.step + 1}: {reason}")
 
-    def note_replicas(self) -> None:
-        """Note, after a step, what the loop may not change of the first replica, where this rank trains several."""
-        number = len(self._own.assemblies)
-        self._loop_changes = LoopChanges(self._own.current, number) if number > 1 else None
-
-    def forget_replicas(self) -> None:
-        """Forget it: the weights are read from a file, or set by the loop."""
-        self._loop_changes = None
-
     # -- the guards --------------------------------------------------------------------------------
 
+    def trials_of(self, loss: Loss) -> LossTrials:
+        """Return the trials of a loss, whose generators are watched from now on."""
+        self.generators.watch(loss)
+        return LossTrials(loss, self._own.current.parallel.program, self.refusals)
+
     @functools.cached_property
-    def trials(self) -> StepTrials:
-        """The trials of the run's data and loss, and the watch over its generators."""
-        assemblies = self._own
-        return StepTrials(
-            assemblies.current,
-            assemblies.source.loss,
-            self.refusals,
-            assemblies.place.device,
-            assemblies.job.train.seed,
-        )
+    def trials(self) -> LossTrials:
+        """The trials of the run's loss."""
+        return self.trials_of(self._own.source.loss)
+
+    @functools.cached_property
+    def generators(self) -> GeneratorWatch:
+        """The watch over the generators of the process, and over those that the model or a loss holds."""
+        generators = GeneratorWatch(self._own.place.device)
+        generators.watch(self._own.current.model.module)
+        return generators
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
         return DriftMonitor(self._own.current)
-
-    @functools.cached_property
-    def _canary(self) -> Canary:
-        return Canary(self._own.current, self._own.job, self._own.source.loss, self.refusals)
 
     @functools.cached_property
     def _outside(self) -> OutsideChanges:

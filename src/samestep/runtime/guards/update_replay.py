@@ -24,7 +24,7 @@ from samestep.datasets.generators import GENERATORS
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import has_hooks
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.pieces import Piece, sparse_of_rows
 from samestep.state.snapshot import preserve_generators
 from samestep.trees import tree_leaves, tree_map
 
@@ -69,7 +69,8 @@ class UpdateReplay:
     def deviation(self) -> float:
         """Update the copy too; return the ratio of the difference to the largest weight, or 0 within rounding."""
         if self.piece.name not in self._updater.unused:
-            self._value.grad = (self._gradient * self._updater.factor).to(self._value.device).view_as(self._value)
+            gradient = (self._gradient * self._updater.factor).to(self._value.device).view_as(self._value)
+            self._value.grad = sparse_of_rows(gradient) if self.piece.name in self._updater.whole.by_rows else gradient
         options = [vars(self._twin), *self._twin.param_groups]
         with preserve_generators(value for values in options for value in values.values()), alone(self.optimizer):
             self._twin.step()

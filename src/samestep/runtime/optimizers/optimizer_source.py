@@ -331,8 +331,7 @@ def check_optimizer(
         )
     if evaluating:
         return model
-    sparse = [param.name for param in params if param.sparse_gradient]
-    rule = read_rule(source, shapes, parts, marks, trial, sparse=sparse)
+    rule = read_rule(source, shapes, parts, marks, trial, sparse=[p.name for p in params if p.sparse_gradient])
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
             "random-optimizer",
@@ -345,15 +344,23 @@ def check_optimizer(
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
             f"another update. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}",
         )
-    uncut = [name for name in rule.whole if name in parts]
-    return (
-        replace(
-            model,
-            params=tuple(replace(p, is_updated_whole=True) if p.name in uncut else p for p in model.params),
+    if divided := [name for name in rule.by_rows if name in parts]:
+        word, _ = spread[0]
+        raise LayoutError(
+            "optimizer-sparse",
+            f"the update of {divided[0]} by {rule.optimizer} has only the rows of its sparse gradient, and {word} leaves a rank a part of the "
+            f"weight. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}, or sparse=False with adamw",
         )
-        if uncut
-        else model
+    uncut = [name for name in rule.whole if name in parts]
+    marked = (
+        replace(p, is_updated_whole=True)
+        if p.name in uncut
+        else replace(p, is_updated_by_rows=True)
+        if p.name in rule.by_rows
+        else p
+        for p in model.params
     )
+    return replace(model, params=tuple(marked)) if uncut or rule.by_rows else model
 
 
 def check_call(
@@ -376,7 +383,8 @@ def check_call(
     if not params or not spread:
         return
     parts = {param.name: shape for param in params if (shape := parts_of(param, layout))}
-    rule = read_rule(source, dict(WholeWeights.of(model, {}).shapes), parts, attributes, before=before)
+    sparse = [param.name for param in params if param.is_updated_by_rows]
+    rule = read_rule(source, dict(WholeWeights.of(model, {}).shapes), parts, attributes, before=before, sparse=sparse)
     divided = [param.name for param in params if param.name in rule.whole and param.name in parts]
     divided = [name for name in divided if not any(p.name == name and p.is_updated_whole for p in params)]
     if rule.coupled or divided:
@@ -392,7 +400,8 @@ def check_call(
 def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation."""
     shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
-    return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
+    sparse = [param.name for param in model.params if param.is_updated_by_rows]
+    return bool(shapes) and bool(read_rule(source, shapes, {}, attributes, sparse=sparse).coupled)
 
 
 def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole_weights: WholeWeights) -> bool:

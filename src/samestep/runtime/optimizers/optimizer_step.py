@@ -53,7 +53,7 @@ from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer, check_scale
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.moving_averages import WeightAverages
-from samestep.runtime.weights.pieces import LiveWeights, Piece, gradients_of
+from samestep.runtime.weights.pieces import LiveWeights, Piece, gradients_of, sparse_of_rows
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import StepCode, optimizers_with_states, rows_in_group
 
@@ -230,7 +230,8 @@ class Updater:
         the context; a window of a buffer, which is the gradient in every step, they keep.
         """
         lent: list[Tensor] = []
-        if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], tensors)):
+        by_rows = self.whole.by_rows
+        if not (self.unused or by_rows) and all(map(operator.is_, [piece.value.grad for piece in chunk], tensors)):
             return _NOTHING  # they are where autograd has put them, or the last update has
         for piece, gradient in zip(chunk, tensors, strict=True):
             value = piece.value
@@ -241,6 +242,8 @@ class Updater:
                 value.grad = None
             elif grad is not gradient:
                 value.grad = gradient if gradient.shape == value.shape else gradient.view_as(value)
+            if piece.name in by_rows and value.grad is not None:
+                value.grad = sparse_of_rows(value.grad)
         return AtEnd(functools.partial(_drop_gradients, lent))  # which would stay allocated in the next step
 
     def forget_states(self) -> None:

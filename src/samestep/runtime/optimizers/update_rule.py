@@ -44,6 +44,8 @@ class UpdateRule:
     """How weights influence each other; empty if none does."""
     draws: str = ""
     """The operation that draws random numbers; empty if none does."""
+    by_rows: Collection[str] = ()
+    """Weights of which it updates only the rows that are in their sparse gradients."""
 
 
 def read_rule(
@@ -61,7 +63,7 @@ def read_rule(
     The gradients of the weights that are `sparse` are sparse tensors on one device.
 
     Raises:
-        ModelError: it holds none of the weights, fails at a step, or updates only the rows of a sparse gradient.
+        ModelError: it holds none of the weights, or fails at a step.
     """
     optimizer, weights = made or skeleton(source, shapes, marks)
     options_of = _options_of(optimizer, weights)
@@ -76,12 +78,8 @@ def read_rule(
         reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))].whole for name in options_of}
         return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     trial = UpdateTrial(source, shapes, marks, kind, before)
-    if (with_sparse := [name for name in sparse if name in options_of]) and trial.needs_sparse(with_sparse):
-        raise ModelError(
-            "optimizer-sparse",
-            f"{kind} updates only the rows that are in a sparse gradient, as the gradient of {with_sparse[0]} is, and gradients are summed as dense "
-            "tensors. Use SGD or Adagrad, which make the same update of both, or sparse=False with adamw",
-        )
+    by_rows = [name for name in sparse if name in options_of]
+    by_rows = by_rows if by_rows and trial.takes_rows(by_rows) else []
     kinds: dict[str, list[str]] = {}
     for name, options in options_of.items():
         kinds.setdefault(repr((sorted(options), _rule_options(options), shapes[name], marks.get(name))), []).append(
@@ -91,7 +89,7 @@ def read_rule(
     updated_whole = {
         name: tried.whole[n] for names in kinds.values() for n in names[:2] if n in tried.whole for name in names
     }
-    return UpdateRule(kind, updated_whole, tried.coupled, tried.draws)
+    return UpdateRule(kind, updated_whole, tried.coupled, tried.draws, by_rows)
 
 
 _OF_TORCH: dict[type[Optimizer], TorchRule] = {

@@ -84,8 +84,10 @@ class UpdateTrial:
     """The name of the optimizer's class."""
     before: Callable[[Optimizer], None] | None = None
     """What a loop calls in front of each step."""
-    of_rows: Callable[[Tensor], Tensor] | None = None
-    """What the gradients are made into, of which each step then has other rows; None where they are dense."""
+    rows_of: Collection[str] = ()
+    """Weights whose gradients have other rows in each step, as those of an embedding have."""
+    is_sparse: bool = True
+    """Whether these gradients are sparse tensors."""
     _numbers: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
     _is_fragile: bool | None = None
     _counts: list[int] = field(default_factory=list)
@@ -115,25 +117,24 @@ class UpdateTrial:
         moved = {name for step in together for name, update in step.items() if update.any()}
         return Tried(dict.fromkeys((name for name in names if name not in moved), "no step moves it") | uncut, "", "")
 
-    def needs_sparse(self, names: Collection[str]) -> bool:
-        """Return whether sparse gradients, which have some rows, give these weights another update than dense ones."""
+    def takes_rows(self, names: Collection[str]) -> bool:
+        """Return whether sparse gradients, which have some rows, give these weights another update than dense ones; then the trial's are."""
         shapes = {name: small_shape(self.shapes[name], _SMALL) for name in names}
-        with disable_compiler(), preserve_generators():
+        self.rows_of = names
+
+        def updates(*, is_sparse: bool) -> Updates | None:
+            self.is_sparse = is_sparse
             try:
-                self.of_rows = lambda gradient: gradient.to_sparse(1)
-                expected = self._updates(shapes)
-            except TRIED:  # such code runs on dense ones alone
-                return False
-            finally:
-                self.of_rows = None
-            try:
-                self.of_rows = lambda gradient: gradient
-                dense = self._updates(shapes)
+                return self._updates(shapes)
             except TRIED:
-                return True
-            finally:
-                self.of_rows = None
-        return any(self._differs(name, dense, expected) for name in shapes)
+                return None
+
+        with disable_compiler(), preserve_generators():
+            dense, sparse = updates(is_sparse=False), updates(is_sparse=True)
+        # Without `sparse`, the code runs on dense ones alone.
+        takes = sparse is not None and (dense is None or any(self._differs(name, dense, sparse) for name in shapes))
+        self.rows_of = names if takes else ()
+        return takes
 
     def _together(self, shapes: Mapping[str, tuple[int, ...]]) -> Updates:
         """Return the updates of all weights, in float64 or, if the optimizer does not take it, in float32."""
@@ -279,10 +280,10 @@ class UpdateTrial:
         drawn, count = self._numbers[name, shape], math.prod(shape)
         first = _SHIFT + 1 + step % _SHIFT
         gradient = (size * (drawn[_SHIFT : _SHIFT + count] + drawn[first : first + count])).view(shape).to(self._dtype)
-        if self.of_rows is None:
+        if name not in self.rows_of:
             return gradient
         gradient[step % 2 :: 2] = 0.0
-        return self.of_rows(gradient)
+        return gradient.to_sparse(1) if self.is_sparse else gradient
 
     def _differs(self, name: str, updates: Updates, together: Updates, window: Window | None = None) -> bool:
         """Return whether a step gives a weight, or the part in a window of it, another update than all weights together get.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from samestep.building.optimizer import OptimizerSource, class_names, members_of
 from samestep.building.torch_seams import disable_compiler
-from samestep.errors import ModelError
+from samestep.errors import JobError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
@@ -111,6 +111,8 @@ class WholeOptimizer:
     """Whether the update of a weight is known to depend on which others it holds; asked for runs with steps under watch."""
     updates_in_chunks: bool = False
     """Whether it may update some weights before others, where the job's numerics make anything depend on it."""
+    by_rows: frozenset[str] = frozenset()
+    """The weights of which it updates only the rows that are in their sparse gradients."""
 
     def evaluates(self, part: UpdatedPart) -> bool:
         """Return whether the step of a member of a part evaluates the loss again."""
@@ -130,6 +132,7 @@ class WholeOptimizer:
         Raises:
             LayoutError: its rule couples what the layout spreads; the text says which layout word works.
             ModelError: it cannot be used in any layout.
+        JobError: it updates rows of sparse gradients, which the job compresses or exchanges.
         """
         weights = WholeWeights.of(model, attributes)
         evaluating = members_that_evaluate(source, weights)
@@ -138,4 +141,11 @@ class WholeOptimizer:
         is_watched = 0 < job.train.watch_every <= job.train.steps or bool(model.tried)
         couples = bool(evaluating) or (is_watched and couples_weights(source, marked, attributes))
         in_chunks = updates_in_chunks(source, job.numerics, weights)
-        return cls(source, weights, member_of_weight(source, weights), evaluating, couples, in_chunks), marked
+        by_rows = frozenset(param.name for param in marked.params if param.is_updated_by_rows)
+        if by_rows and (job.numerics.compression != "none" or job.numerics.exchange_every > 1):
+            raise JobError(
+                "optimizer-sparse",
+                f"the update of {min(by_rows)} has only the rows of its sparse gradient, and a gradient that is compressed, or of replicas that "
+                "are trained independently, has all rows. Use sparse=False with adamw, or whole gradients in every step",
+            )
+        return cls(source, weights, member_of_weight(source, weights), evaluating, couples, in_chunks, by_rows), marked

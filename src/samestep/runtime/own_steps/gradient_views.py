@@ -23,6 +23,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
+from samestep.runtime.weights.pieces import NO_ROW
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.writes import version_of
@@ -143,8 +144,7 @@ class LeftGradients:
     """The gradients that stand in `param.grad` of a module while some wait for an update, which a loop may not change there.
 
     Between `run.backward` and `run.update` these are gradients of this rank's own samples, or of its part of a weight, and of a sum
-    that no count has divided yet. What a plain loop does to `param.grad` (`clip_grad_norm_`, a new tensor in its place) would be done
-    to each rank's part by itself, or to nothing. `run.gradients()` returns the gradients of the whole step, which may be changed.
+    that no count has divided yet. A loop that reads `param.grad` is given those of `run.gradients()` in their place.
     """
 
     def __init__(self) -> None:
@@ -152,12 +152,14 @@ class LeftGradients:
         self._in_loops: WeightsInLoops | None = None
         self._may_be_written = False
 
-    def note(self, assembly: Assembly, *, may_be_written: bool = False) -> None:
-        """Note what stands there now, and let its values be refused; `may_be_written` of gradients that the loop was given to change in
-        place.
+    def note(
+        self, assembly: Assembly, gradients: Callable[[], Mapping[str, Tensor]], *, may_be_written: bool = False
+    ) -> None:
+        """Note what stands there now, in whose place a loop is given the `gradients` of whole weights; `may_be_written` of those that it
+        was given already.
         """
         self._may_be_written, self._in_loops = may_be_written, assembly.weights.in_loops
-        self._in_loops.wait(True)
+        self._in_loops.wait(gradients)
         self._left = {
             name: _Left(param, param.grad, _version(param.grad))
             for name, param in assembly.model.module.named_parameters()
@@ -168,7 +170,7 @@ class LeftGradients:
         """Forget what was noted, where nothing waits."""
         self._left = {}
         if self._in_loops is not None:
-            self._in_loops.wait(False)
+            self._in_loops.wait(None)
 
     def refuse_changes(self, method: str) -> None:
         """Refuse that a loop has changed what stands there.
@@ -268,7 +270,7 @@ class WaitingGradients:
                 if name in self._fresh:
                     gradient.mul_(self.factor)
                 else:
-                    gradient.zero_()
+                    gradient.fill_(NO_ROW)
                 if name in self._own:
                     gradient.add_(self._own[name])
             self._fresh, self.factor, self._is_as_left = self._fresh | self._owned, 1.0, False
@@ -289,7 +291,7 @@ class WaitingGradients:
             if piece.name in self._fresh:
                 gradient.mul_(self.factor)
             else:
-                gradient.zero_()
+                gradient.fill_(NO_ROW)
             if index in self._kept:
                 gradient.add_(self._kept.pop(index))
         self._fresh, self.factor, self._is_as_left = self.names, 1.0, False

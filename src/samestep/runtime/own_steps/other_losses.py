@@ -21,7 +21,7 @@ from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
-from samestep.runtime.guards.step_trials import StepTrials, is_split
+from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.objective import watched, watching_reads
@@ -37,12 +37,12 @@ class OtherLosses:
 
     def __init__(self, stepper: Stepper, assemblies: HeldAssembly) -> None:
         self._stepper, self._own = stepper, assemblies
-        self._known: dict[object, tuple[StepTrials, LossNames, LossWatch]] = {}
+        self._known: dict[object, tuple[LossTrials, LossNames, LossWatch]] = {}
         """The trials of each loss, the names of what it reports, and the watch over its calls, by its code."""
 
     def of_backward(
         self, assembly: Assembly, loss: Loss | None, batch: StepBatch
-    ) -> tuple[Assembly | None, StepTrials | None]:
+    ) -> tuple[Assembly | None, LossTrials | None]:
         """Return the assembly with another loss than the run's, and the trials of that loss, which functions of one code share.
 
         Raises:
@@ -67,9 +67,7 @@ class OtherLosses:
             )
         key, seen = _key_of(loss), loss
         if key not in self._known:
-            trials = StepTrials(
-                assembly, loss, self._stepper.refusals, self._stepper.place.device, self._stepper.job.train.seed
-            )
+            trials = self._stepper.guards.trials_of(loss)
             self._known[key] = trials, self._names_in(assembly, loss, batch), LossWatch()
             seen = watching_reads(loss, self._own.source, assembly.model.module, program)
             if assembly.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw

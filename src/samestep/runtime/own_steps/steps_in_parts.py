@@ -352,10 +352,11 @@ class RunInParts(SavedRun):
         waiting.add_up()
         assembly = self._stepper.held
         by_name = assembly.weights.store.local.finished()
-        self._left.note(assembly, may_be_written=True)
-        return gradient_views.of_whole_weights(
+        gradients = gradient_views.of_whole_weights(
             assembly, {name: gradient for name, gradient in by_name.items() if name in names}
         )
+        self._left.note(assembly, lambda: gradients, may_be_written=True)
+        return gradients
 
     def _refuse_waiting(self, method: str) -> None:
         """Refuse a call while gradients wait.
@@ -405,7 +406,7 @@ class RunInParts(SavedRun):
     def _note_left(self) -> None:
         """Note what stands in the module's gradients, where some wait."""
         if self._waiting is not None and self._waiting.names:
-            self._left.note(self._stepper.held)
+            self._left.note(self._stepper.held, self.gradients)
         else:
             self._left.forget()
 

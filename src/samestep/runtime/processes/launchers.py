@@ -19,11 +19,11 @@ task of a step of several: it starts workers of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 from samestep.errors import JobError
 from samestep.runtime.processes.launch_info import ALONE, UNKNOWN, LaunchInfo, number
-from samestep.runtime.processes.rank_variables import ENGINES, HOSTS, TASKS, is_shell, missing_srun
+from samestep.runtime.processes.rank_variables import ENGINES, HostLauncher, Launcher
 
 
 def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) -> LaunchInfo:
@@ -39,7 +39,7 @@ def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) ->
     env, pid = os.environ if env is None else env, os.getpid() if pid is None else pid
     half = ""
     for engine in ENGINES:
-        if (engine.name == "srun" and is_shell(env, pid)) or (missing := engine.missing(env)) is None:
+        if _is_shell(engine, env, pid) or (missing := engine.missing(env)) is None:
             continue
         if not missing:
             info = engine.read(env)
@@ -61,34 +61,28 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
     Raises:
         JobError: they contradict it.
     """
-    if launch_info.num_hosts > 1:
-        _check_hosts(launch_info, env)
-        return
     if launch_info.launcher == "Ray":  # a cluster of Ray may be inside any step
         return
-    if launch_info.launcher == "torchrun":
-        for name, tasks in (*_tasks(env, pid), *_hosts(env)):
-            if launch_info.world_size == 1:
-                raise JobError(
-                    "launcher-variables",
-                    f"{name}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own. Use no RANK and "
-                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
-                )
-        for name, tasks in _tasks(env, pid):
-            if "TORCHELASTIC_RUN_ID" not in env and launch_info.world_size % tasks:
-                raise JobError(
-                    "launcher-variables",
-                    f"WORLD_SIZE={launch_info.world_size} contradicts {name}={tasks}. Use WORLD_SIZE={tasks}, or no WORLD_SIZE",
-                )
+    others = [engine for engine in ENGINES if engine.name != launch_info.launcher]
+    if launch_info.num_hosts > 1:
+        _check_hosts(launch_info, env, [engine for engine in others if isinstance(engine, HostLauncher)])
         return
-    theirs = {"RANK": launch_info.rank, "WORLD_SIZE": launch_info.world_size, "LOCAL_RANK": launch_info.local_rank}
-    for name, value in theirs.items():
+    if launch_info.launcher == "torchrun":
+        _check_processes(launch_info, env, [engine for engine in others if not _is_shell(engine, env, pid)])
+        return
+    names = {"RANK": launch_info.rank, "WORLD_SIZE": launch_info.world_size, "LOCAL_RANK": launch_info.local_rank}
+    for name, value in names.items():
         if name in env and value != UNKNOWN and number(env, name) != value:
             raise JobError(
                 "launcher-variables",
                 f"{name}={env[name]} contradicts {launch_info.launcher}, which sets {value}. Remove {name}",
             )
-    for name, value in _ranks_by_others(launch_info, env):
+    ranks = {"PMIX_RANK": launch_info.rank} if launch_info.launcher == "Open MPI" else {}
+    for engine in others:
+        # One task of one may start all of them.
+        if type(engine) is Launcher and engine.several(env) and env.get(engine.rank):
+            ranks |= {engine.rank: launch_info.rank, engine.size: launch_info.world_size}
+    for name, value in ranks.items():
         if number(env, name, value) != value:
             raise JobError(
                 "launcher-variables",
@@ -96,24 +90,29 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
             )
 
 
-def _ranks_by_others(launch_info: LaunchInfo, env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield the variables in which other launchers of ranks say where this process is, with the value that agrees."""
-    if launch_info.launcher == "Open MPI":
-        yield "PMIX_RANK", launch_info.rank
-    for rank, size in TASKS:
-        if number(env, size, 1) > 1 and env.get(rank):  # one task of one may start all of them
-            yield rank, launch_info.rank
-            yield size, launch_info.world_size
+def _check_processes(launch_info: LaunchInfo, env: Mapping[str, str], others: Sequence[Launcher]) -> None:
+    """Refuse a world of torchrun's variables that other launchers have started several times, or in parts of other sizes."""
+    for engine in others:
+        if not (tasks := engine.several(env)):
+            continue
+        if launch_info.world_size == 1:
+            raise JobError(
+                "launcher-variables",
+                f"{engine.size}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own. Use no RANK and "
+                f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            )
+        is_of_hosts = isinstance(engine, HostLauncher)
+        if not is_of_hosts and "TORCHELASTIC_RUN_ID" not in env and launch_info.world_size % tasks:
+            raise JobError(
+                "launcher-variables",
+                f"WORLD_SIZE={launch_info.world_size} contradicts {engine.size}={tasks}. Use WORLD_SIZE={tasks}, or no WORLD_SIZE",
+            )
 
 
-def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str]) -> None:
-    """Refuse the position of a host that another launcher of hosts gives otherwise.
-
-    Raises:
-        JobError: they contradict each other.
-    """
-    for engine in ENGINES:
-        if engine.name in HOSTS and engine.name != launch_info.launcher and engine.missing(env) == []:
+def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str], others: Sequence[Launcher]) -> None:
+    """Refuse the position of a host that another launcher of hosts gives otherwise."""
+    for engine in others:
+        if engine.missing(env) == []:
             other = engine.read(env)
             if (other.host_index, other.num_hosts) != (launch_info.host_index, launch_info.num_hosts):
                 raise JobError(
@@ -123,20 +122,10 @@ def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str]) -> None:
                 )
 
 
-def _tasks(env: Mapping[str, str], pid: int) -> Iterator[tuple[str, int]]:
-    """Yield the variables in which a launcher says that this process is one of several tasks, with their number."""
-    if not is_shell(env, pid) and missing_srun(env) == []:
-        yield "SLURM_STEP_NUM_TASKS", number(env, "SLURM_STEP_NUM_TASKS")
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
-        if number(env, name, 1) > 1:
-            yield name, number(env, name)
-
-
-def _hosts(env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield the variables in which a launcher says that this host is one of several, with their number."""
-    for name in ("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM"):
-        if env.get(name, "").isdecimal() and int(env[name]) > 1:
-            yield name, int(env[name])
+def _is_shell(engine: Launcher, env: Mapping[str, str], pid: int) -> bool:
+    """Return whether a terminal of `srun --pty` runs a shell, in which this process was started."""
+    is_terminal = engine.name == "srun" and "SLURM_PTY_PORT" in env
+    return is_terminal and env.get("SLURM_TASK_PID", str(pid)) != str(pid)
 
 
 def _allocation(env: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ SkyPilot, dstack and Flux.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import zlib
@@ -18,20 +19,9 @@ from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, check_lo
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _MOST_LISTED = 65536
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 ON_HOSTS = "SAMESTEP_ON_HOSTS"
 """The variable with the lines of bash that come before the command on each host over ssh, which passes no variables on."""
-
-
-@dataclass(frozen=True)
-class KnownLauncher:
-    """A launcher: the variables that it must set, and the function that reads them."""
-
-    name: str
-    missing: Callable[[Mapping[str, str]], Sequence[str] | None]
-    """The variables that are needed and not set; None where nothing shows this launcher."""
-    shown: Callable[[Mapping[str, str]], Sequence[str]]
-    """The variables that show this launcher."""
-    read: Callable[[Mapping[str, str]], LaunchInfo]
 
 
 def _given(env: Mapping[str, str], *names: str) -> list[str]:
@@ -42,50 +32,119 @@ def _absent(env: Mapping[str, str], *names: str) -> list[str]:
     return [name for name in names if env.get(name, "") == ""]
 
 
-_BY_HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+def _first(env: Mapping[str, str], names: Sequence[str]) -> int | None:
+    """Return the number of the first variable that is set; None where none is."""
+    return next((number(env, name) for name in _given(env, *names)), None)
 
 
-def _missing_torchrun(env: Mapping[str, str]) -> list[str] | None:
-    if not _given(env, *_BY_HAND):
-        return None
-    missing = _absent(env, "RANK", "WORLD_SIZE")
-    return missing or (_absent(env, *_MASTER) if number(env, "WORLD_SIZE") > 1 else [])
+def _port_of(env: Mapping[str, str], names: Sequence[str]) -> int:
+    """Return a port that all processes of a run derive from its name, and other runs seldom."""
+    name = next((env[name] for name in names if env.get(name)), "")
+    return _FIRST_PORT + zlib.crc32(name.encode()) % _NUM_PORTS
 
 
-def _read_torchrun(env: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, or the same ones set by hand or by Ray Train."""
-    rank, world = number(env, "RANK"), number(env, "WORLD_SIZE")
-    check_rank("RANK", rank, "WORLD_SIZE", world)
-    launcher = "Ray" if "RAY_RAYLET_PID" in env and "TORCHELASTIC_RUN_ID" not in env else "torchrun"
-    if world == 1:
-        return LaunchInfo(launcher)
-    per_node = number(env, "LOCAL_WORLD_SIZE", world)
-    local = number(env, "LOCAL_RANK", UNKNOWN if "LOCAL_WORLD_SIZE" not in env else rank % max(1, per_node))
-    check_local(("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", per_node), ("WORLD_SIZE", world))
-    return LaunchInfo(
-        launcher,
-        rank,
-        local,
-        world,
-        per_node if world % per_node == 0 else 1,
-        host=env["MASTER_ADDR"],
-        port=port(env, "MASTER_PORT"),
-        store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        node=f"agent {env['GROUP_RANK']}" if "GROUP_RANK" in env else "",
-    )
+@dataclass(frozen=True)
+class Launcher:
+    """The variables of a launcher, here of one that gives each task its number and no address."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    num_hosts: str = ""
+    run: tuple[str, ...] = ()
+    """The names of the run, one of which is set: no other run on this host has its value."""
+    node: str = ""
+
+    def shown(self, env: Mapping[str, str]) -> list[str]:
+        """Return the variables that show this launcher."""
+        return _given(env, self.rank, self.size)
+
+    def several(self, env: Mapping[str, str]) -> int:
+        """Return how many processes the launcher has started, if several; else 0."""
+        size = number(env, self.size, 1)
+        return size if size > 1 else 0
+
+    def missing(self, env: Mapping[str, str]) -> list[str] | None:
+        """Return the variables that are needed and not set; None where nothing shows this launcher, or one task alone."""
+        if not self.shown(env):
+            return None
+        if missing := _absent(env, self.rank, self.size):
+            return missing
+        if number(env, self.size) == 1 and number(env, self.rank) == 0:
+            return None
+        is_one_host = _first(env, self.local_size) == number(env, self.size) or number(env, self.num_hosts, 0) == 1
+        return [] if is_one_host else _absent(env, *_MASTER)
+
+    def read(self, env: Mapping[str, str]) -> LaunchInfo:
+        """Return the position of this process.
+
+        Raises:
+            JobError: the variables contradict each other, or are no numbers.
+        """
+        rank, world = number(env, self.rank), number(env, self.size)
+        check_rank(self.rank, rank, self.size, world)
+        local, here = _first(env, self.local_rank), _first(env, self.local_size)
+        local, here = UNKNOWN if local is None else local, world if here is None else here
+        local_name = next(iter(_given(env, *self.local_rank)), "local rank")
+        here_name = next(iter(_given(env, *self.local_size)), self.size)
+        check_local((local_name, local), (here_name, here), (self.size, world))
+        return LaunchInfo(
+            self.name,
+            rank,
+            local,
+            world,
+            here if world % here == 0 else 1,
+            host=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=port(env, "MASTER_PORT", _port_of(env, self.run)),
+            node=env.get(self.node, ""),
+        )
+
+
+class _Torchrun(Launcher):
+    """Torchrun's variables, or the same ones set by hand or by Ray Train; a world of one is one, too."""
+
+    def shown(self, env: Mapping[str, str]) -> list[str]:
+        return _given(env, self.rank, self.size, *self.local_rank)
+
+    def missing(self, env: Mapping[str, str]) -> list[str] | None:
+        if not self.shown(env):
+            return None
+        missing = _absent(env, self.rank, self.size)
+        return missing or (_absent(env, *_MASTER) if number(env, self.size) > 1 else [])
+
+    def read(self, env: Mapping[str, str]) -> LaunchInfo:
+        launcher = "Ray" if "RAY_RAYLET_PID" in env and "TORCHELASTIC_RUN_ID" not in env else self.name
+        if number(env, self.size) == 1:
+            check_rank(self.rank, number(env, self.rank), self.size, 1)
+            return LaunchInfo(launcher)
+        return dataclasses.replace(
+            super().read(env),
+            launcher=launcher,
+            store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            node=f"agent {env['GROUP_RANK']}" if "GROUP_RANK" in env else "",
+        )
+
+
+class _Srun(Launcher):
+    """The variables that srun gives to each task of a step."""
+
+    def several(self, env: Mapping[str, str]) -> int:
+        return super().several(env) if self.missing(env) == [] else 0
+
+    def missing(self, env: Mapping[str, str]) -> list[str] | None:
+        return _missing_srun(env)
+
+    def read(self, env: Mapping[str, str]) -> LaunchInfo:
+        return _read_srun(env)
 
 
 _BY_MPIRUN = ("OMPI_MCA_orte_launch", "OMPI_MCA_ess_base_jobid", "PRTE_LAUNCHED", "HYDI_CONTROL_FD")
 """Variables of processes that mpirun has started; its daemons may themselves be tasks of a Slurm step."""
 
 
-def is_shell(env: Mapping[str, str], pid: int) -> bool:
-    """Return whether a terminal of `srun --pty` runs a shell, in which this process was started."""
-    return "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID", str(pid)) != str(pid)
-
-
-def missing_srun(env: Mapping[str, str]) -> list[str] | None:
+def _missing_srun(env: Mapping[str, str]) -> list[str] | None:
     """Return the missing variables of a task of a step; None for a process that is the only one of its step, or in none."""
     # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
     if _given(env, *_BY_MPIRUN):
@@ -156,219 +215,135 @@ def _tasks_per_node(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class _TaskVariables:
-    """The variables of a launcher that gives each task its number and no address."""
+class HostLauncher(Launcher):
+    """The variables of a launcher that starts one process for each host; `rank` and `size` count hosts."""
 
-    launcher: str
-    rank: str
-    size: str
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...] = ()
-    num_hosts: str = ""
-    run: tuple[str, ...] = ()
-    """The names of the run, one of which is set: no other run on this host has its value."""
-    node: str = ""
+    other_rank: str = ""
+    """Another variable with the number of the host."""
+    address: str = ""
+    """The address of the first host, or those of all."""
+    port: str = ""
+    """The port of the run where the launcher must set one; else MASTER_PORT, or one that follows from the run's name."""
+    per_host: str = ""
+    """The ranks of a host."""
+    counts: bool = True
+    """Whether the launcher must set `size`; else the addresses are counted."""
 
     def shown(self, env: Mapping[str, str]) -> list[str]:
-        return _given(env, self.rank, self.size)
+        """Return the variables that show this launcher."""
+        return _given(env, self.rank, self.size, self.address, self.port, self.per_host, self.other_rank)
+
+    def several(self, env: Mapping[str, str]) -> int:
+        """Return how many hosts there are, if several; else 0."""
+        text = env.get(self.size, "")
+        return int(text) if text.isdecimal() and int(text) > 1 else 0
 
     def missing(self, env: Mapping[str, str]) -> list[str] | None:
-        """Return the variables that are needed and not set; None where nothing shows this launcher, or one task alone."""
-        if not self.shown(env):
+        """Return the variables that are needed and not set; None where nothing shows this launcher, or one host alone."""
+        needed = [name for name in (self.size if self.counts else "", self.address, self.port) if name]
+        # One that may be the only pod of its Job is no pod of several.
+        is_shown = _given(env, self.rank, *needed) or number(env, self.other_rank, 0) > 0
+        if not is_shown or (self._count(env) == 1 and number(env, self.rank, 0) == 0):
             return None
-        if missing := _absent(env, self.rank, self.size):
-            return missing
-        if number(env, self.size) == 1 and number(env, self.rank) == 0:
-            return None
-        return [] if self._is_one_host(env) else _absent(env, *_MASTER)
+        return [*_absent(env, *needed), *([] if _given(env, self.rank, self.other_rank) else [self.rank])]
 
-    def _is_one_host(self, env: Mapping[str, str]) -> bool:
-        size = self._first(env, self.local_size)
-        return (size is not None and size == number(env, self.size)) or (
-            self.num_hosts != "" and number(env, self.num_hosts, 0) == 1
-        )
-
-    def _first(self, env: Mapping[str, str], names: Sequence[str]) -> int | None:
-        return next((number(env, name) for name in names if env.get(name)), None)
+    def _count(self, env: Mapping[str, str]) -> int:
+        """Return the number of hosts: of a range that is one number, that; else that of the addresses."""
+        least, _, most = env.get(self.size, "").partition(":")
+        if most and least != most:
+            raise JobError(
+                "launcher-variables",
+                f"{self.size}={env[self.size]} is a range, which torchrun takes. Use torchrun --no-python samestep",
+            )
+        return number({self.size: least}, self.size, 0 if self.counts else len(env.get(self.address, "").split()))
 
     def read(self, env: Mapping[str, str]) -> LaunchInfo:
-        rank, world = number(env, self.rank), number(env, self.size)
-        check_rank(self.rank, rank, self.size, world)
-        local, here = self._first(env, self.local_rank), self._first(env, self.local_size)
-        names = [*_given(env, *self.local_rank), "local rank"], [*_given(env, *self.local_size), self.size]
-        local = UNKNOWN if local is None else local
-        here = world if here is None else here
-        check_local((names[0][0], local), (names[1][0], here), (self.size, world))
+        """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0."""
+        both, count = _given(env, self.rank, self.other_rank), self._count(env)
+        index = number(env, both[0])
+        if len(both) == 2 and number(env, both[1]) != index:
+            raise JobError(
+                "launcher-variables",
+                f"{both[0]}={index} contradicts {both[1]}={env[both[1]]}. Use one of both",
+            )
+        addresses = env[self.address].split()
+        if len(addresses) not in (1, count):
+            raise JobError(
+                "launcher-variables",
+                f"{self.size}={count} contradicts the {len(addresses)} addresses of {self.address}",
+            )
+        check_rank(both[0], index, self.size, count)
+        ranks = 0 if env.get(self.per_host, "") in _BY_DEVICE else number(env, self.per_host)
+        if ranks < 0:
+            raise JobError("value-out-of-range", f"{self.per_host}={ranks} is below 0; the launcher sets it")
         return LaunchInfo(
-            self.launcher,
-            rank,
-            local,
-            world,
-            here if world % here == 0 else 1,
-            host=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=port(env, "MASTER_PORT", _port_of(env, self.run)),
-            node=env.get(self.node, "") if self.node else "",
+            self.name,
+            ranks_per_node=ranks,
+            host=addresses[0],
+            port=port(env, self.port) if self.port else port(env, "MASTER_PORT", _port_of(env, self.run)),
+            num_hosts=count,
+            host_index=index,
+            store_is_kept=True,
         )
-
-
-OPEN_MPI = _TaskVariables(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    run=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    node="PMIX_HOSTNAME",
-)
-_MPICH = _TaskVariables(
-    "MPICH",
-    "PMI_RANK",
-    "PMI_SIZE",
-    ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    run=("PMI_JOBID", "PALS_APID"),
-)
-_FLUX = _TaskVariables(
-    "Flux",
-    "FLUX_TASK_RANK",
-    "FLUX_JOB_SIZE",
-    ("FLUX_TASK_LOCAL_ID",),
-    num_hosts="FLUX_JOB_NNODES",
-    run=("FLUX_JOB_ID",),
-)
-
-
-TASKS = tuple((launcher.rank, launcher.size) for launcher in (OPEN_MPI, _MPICH, _FLUX))
-"""The variables of the rank and of their number, of launchers that give each task its number and no address."""
-HOSTS = ("Kubernetes", "SkyPilot", "dstack")
-"""The launchers that start one process for each host."""
-
-
-def _port_of(env: Mapping[str, str], names: Sequence[str]) -> int:
-    """Return a port that all processes of a run derive from its name, and other runs seldom."""
-    name = next((env[name] for name in names if env.get(name)), "")
-    return _FIRST_PORT + zlib.crc32(name.encode()) % _NUM_PORTS
-
-
-_PET = ("PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-_KUBERNETES = (*_PET, "PET_NODE_RANK", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX")
-
-
-def _missing_kubernetes(env: Mapping[str, str]) -> list[str] | None:
-    """Return the missing variables of a pod; one that may be the only pod of its Job is no pod of several."""
-    shown = _given(env, *_PET, "PET_NODE_RANK")
-    is_one = env.get("PET_NNODES") in ("1", "1:1") and env.get("PET_NODE_RANK", "0") == "0"
-    if is_one or (not shown and number(env, "JOB_COMPLETION_INDEX", 0) == 0):
-        return None
-    index = [] if "JOB_COMPLETION_INDEX" in env else _absent(env, "PET_NODE_RANK")
-    return [*_absent(env, *_PET), *index]
-
-
-def _read_kubernetes(env: Mapping[str, str]) -> LaunchInfo:
-    """Read the variables of one pod of several, of a TrainJob or of an indexed Job that sets the same."""
-    least, _, most = env["PET_NNODES"].partition(":")
-    if most and least != most:
-        raise JobError(
-            "launcher-variables",
-            f"PET_NNODES={env['PET_NNODES']} is a range, which torchrun takes. Use torchrun --no-python samestep",
-        )
-    num_hosts = number({"PET_NNODES": least}, "PET_NNODES")
-    index = number(env, "PET_NODE_RANK" if env.get("PET_NODE_RANK") else "JOB_COMPLETION_INDEX")
-    both = _given(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
-    if len(both) == 2 and number(env, both[0]) != number(env, both[1]):
-        raise JobError(
-            "launcher-variables",
-            f"PET_NODE_RANK={index} contradicts JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}. Use one of both",
-        )
-    return _host_info(
-        "Kubernetes",
-        (both[0], index),
-        ("PET_NNODES", num_hosts),
-        env["PET_MASTER_ADDR"],
-        port(env, "PET_MASTER_PORT"),
-        ("PET_NPROC_PER_NODE", env.get("PET_NPROC_PER_NODE", "")),
-    )
-
-
-def _missing_skypilot(env: Mapping[str, str]) -> list[str] | None:
-    if not _given(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"):
-        return None
-    missing = _absent(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-    count = number(env, "SKYPILOT_NUM_NODES", len(env.get("SKYPILOT_NODE_IPS", "").split()))
-    is_one = count == 1 and number(env, "SKYPILOT_NODE_RANK", 0) == 0
-    return None if is_one and not missing else missing
-
-
-def _read_skypilot(env: Mapping[str, str]) -> LaunchInfo:
-    addresses = env["SKYPILOT_NODE_IPS"].split()
-    num_hosts = number(env, "SKYPILOT_NUM_NODES", len(addresses))
-    if num_hosts != len(addresses):
-        raise JobError(
-            "launcher-variables",
-            f"SKYPILOT_NUM_NODES={num_hosts} contradicts the {len(addresses)} addresses of SKYPILOT_NODE_IPS",
-        )
-    index, at = number(env, "SKYPILOT_NODE_RANK"), port(env, "MASTER_PORT", _port_of(env, ("SKYPILOT_TASK_ID",)))
-    per_host = ("SKYPILOT_NUM_GPUS_PER_NODE", env.get("SKYPILOT_NUM_GPUS_PER_NODE", ""))
-    return _host_info(
-        "SkyPilot", ("SKYPILOT_NODE_RANK", index), ("SKYPILOT_NUM_NODES", num_hosts), addresses[0], at, per_host
-    )
 
 
 _BY_DEVICE = ("", "auto", "cpu", "gpu", "xpu")
 """Words of torchrun's for the ranks of a host: as many as it has devices."""
-_DSTACK = ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP")
 
-
-def _missing_dstack(env: Mapping[str, str]) -> list[str] | None:
-    is_one = number(env, "DSTACK_NODES_NUM", 0) == 1 and number(env, "DSTACK_NODE_RANK", 0) == 0
-    return None if is_one or not _given(env, *_DSTACK) else _absent(env, *_DSTACK)
-
-
-def _read_dstack(env: Mapping[str, str]) -> LaunchInfo:
-    index, num_hosts = number(env, "DSTACK_NODE_RANK"), number(env, "DSTACK_NODES_NUM")
-    at = port(env, "MASTER_PORT", _port_of(env, ("DSTACK_RUN_ID", "DSTACK_RUN_NAME")))
-    per_host = ("DSTACK_GPUS_PER_NODE", env.get("DSTACK_GPUS_PER_NODE", ""))
-    first = env["DSTACK_MASTER_NODE_IP"]
-    return _host_info("dstack", ("DSTACK_NODE_RANK", index), ("DSTACK_NODES_NUM", num_hosts), first, at, per_host)
-
-
-def _host_info(
-    launcher: str, index: tuple[str, int], count: tuple[str, int], host: str, port: int, per_host: tuple[str, str]
-) -> LaunchInfo:
-    """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0.
-
-    Raises:
-        JobError: the position is none of the hosts, or the ranks of a host are neither a number nor a word of torchrun's.
-    """
-    check_rank(*index, *count)
-    ranks = 0 if per_host[1] in _BY_DEVICE else number({per_host[0]: per_host[1]}, per_host[0])
-    if ranks < 0:
-        raise JobError("value-out-of-range", f"{per_host[0]}={ranks} is below 0; the launcher sets it")
-    return LaunchInfo(
-        launcher,
-        ranks_per_node=ranks,
-        host=host,
-        port=port,
-        num_hosts=count[1],
-        host_index=index[1],
-        store_is_kept=True,
-    )
-
-
-ENGINES = (
-    KnownLauncher("torchrun", _missing_torchrun, lambda env: _given(env, *_BY_HAND), _read_torchrun),
-    KnownLauncher("srun", missing_srun, lambda env: _given(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), _read_srun),
-    KnownLauncher("Open MPI", OPEN_MPI.missing, OPEN_MPI.shown, OPEN_MPI.read),
-    KnownLauncher("MPICH", _MPICH.missing, _MPICH.shown, _MPICH.read),
-    KnownLauncher("Kubernetes", _missing_kubernetes, lambda env: _given(env, *_KUBERNETES), _read_kubernetes),
-    KnownLauncher(
-        "SkyPilot",
-        _missing_skypilot,
-        lambda env: _given(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
-        _read_skypilot,
+ENGINES: tuple[Launcher, ...] = (
+    _Torchrun("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    _Srun("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        run=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        node="PMIX_HOSTNAME",
     ),
-    KnownLauncher("dstack", _missing_dstack, lambda env: _given(env, *_DSTACK), _read_dstack),
-    KnownLauncher("Flux", _FLUX.missing, _FLUX.shown, _FLUX.read),
+    Launcher(
+        "MPICH",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        run=("PMI_JOBID", "PALS_APID"),
+    ),
+    HostLauncher(
+        "Kubernetes",
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        other_rank="JOB_COMPLETION_INDEX",
+        address="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+        per_host="PET_NPROC_PER_NODE",
+    ),
+    HostLauncher(
+        "SkyPilot",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NUM_NODES",
+        run=("SKYPILOT_TASK_ID",),
+        address="SKYPILOT_NODE_IPS",
+        per_host="SKYPILOT_NUM_GPUS_PER_NODE",
+        counts=False,
+    ),
+    HostLauncher(
+        "dstack",
+        "DSTACK_NODE_RANK",
+        "DSTACK_NODES_NUM",
+        run=("DSTACK_RUN_ID", "DSTACK_RUN_NAME"),
+        address="DSTACK_MASTER_NODE_IP",
+        per_host="DSTACK_GPUS_PER_NODE",
+    ),
+    Launcher(
+        "Flux",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        ("FLUX_TASK_LOCAL_ID",),
+        num_hosts="FLUX_JOB_NNODES",
+        run=("FLUX_JOB_ID",),
+    ),
 )
 
 

@@ -34,7 +34,7 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.runtime.weights.pieces import Piece, gradients_of
+from samestep.runtime.weights.pieces import NO_ROW, Piece, dense_of_rows, gradients_of
 
 
 @dataclass(slots=True)
@@ -119,14 +119,14 @@ class FlatBuffer:
         """Return a gradient that is sparse, or follows one that has arrived, as one that can take that one's place."""
         if slot.found is not None and slot.is_cast:  # in master precision autograd has added the two
             self.take_in()
-        return gradient.to_dense() if gradient.is_sparse else gradient
+        return dense_of_rows(gradient) if gradient.is_sparse else gradient
 
     def zero_untouched(self) -> None:
         """Set the gradients of weights that no sample used to zeros."""
         self.take_in()
         for member in self.bucket.members:
             if member.name in self.untouched:
-                self.gradients[member.span].zero_()
+                self.gradients[member.span].fill_(NO_ROW)
         self.untouched = set()
 
     def send(self, op: Op, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:

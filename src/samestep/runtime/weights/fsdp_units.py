@@ -399,9 +399,9 @@ class RunningUnit:
         for weight in weights:
             hook = self.hooks.get(id(weight.sharded_param))
             if hook is not None and weight.unsharded_accumulated_grad is not None:
-                weight.unsharded_accumulated_grad = hook(weight.unsharded_accumulated_grad)
+                weight.unsharded_accumulated_grad = hook(weight.unsharded_accumulated_grad).to_dense()
             elif hook is not None and weight._unsharded_param.grad is not None:
-                weight._unsharded_param.grad = hook(weight._unsharded_param.grad)
+                weight._unsharded_param.grad = hook(weight._unsharded_param.grad).to_dense()
 
     def _end_backward(self) -> None:
         """Let FSDP2 free the weights and reduce the gradients, which it does at no other time."""

@@ -30,6 +30,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
+from samestep.runtime.weights.pieces import without_no_row
 from samestep.state.snapshot import preserve_function
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
@@ -50,6 +51,8 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
     for spec in step.model.params:
         alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
         marks = next((plan.marks[name] for name in alike), None)
+        if spec.trainable and spec.sparse_gradient:
+            functions[spec.name] = functools.partial(without_no_row, lambda gradient: gradient)
         if marks is None or not spec.trainable or not (marks.hooks or marks.late_hooks):
             continue
         if step.splits_backward:
@@ -76,7 +79,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
             cut = functools.partial(placement.local_part, cut=spec, holding=step.holding(spec), mesh=mesh)
             with _preserved(valued):
                 _check_part(spec.name, function, drawn, cut)
-        functions[spec.name] = function
+        functions[spec.name] = functools.partial(without_no_row, function) if spec.sparse_gradient else function
     return functions
 
 

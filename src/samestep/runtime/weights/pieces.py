@@ -24,6 +24,12 @@ among random numbers, and for 4096 more. Were there more than that, their master
 The masters are joined in one buffer for an update, and split again after it: on GPUs a kernel finds remainders and halfway masters in one
 pass (`kernels/remainder_bits.py`). Code that writes into a weight leaves its remainder as it is; `LiveWeights.take_over` says how the
 master is then set.
+
+[Note: sparse gradients]
+
+The gradient of `nn.Embedding(sparse=True)` has the rows that a step reads, and SparseAdam updates no others. Gradients are added up as dense tensors,
+and these have the number -0.0 in the rows that a sparse one does not have. A sum of floats is -0.0 only if all summands are; so after the
+sums over micro-batches and ranks a row is -0.0 if no micro-batch of any rank has read it. The optimizer is given a sparse tensor of all other rows.
 """
 
 from __future__ import annotations
@@ -244,6 +250,31 @@ def gradients_of(pieces: Sequence[Piece]) -> list[Tensor]:
         piece.gradient() if gradient is None or gradient.is_sparse else gradient
         for piece, gradient in zip(pieces, gradients, strict=True)
     ]
+
+
+NO_ROW = -0.0
+"""The elements of the rows that a sparse gradient does not have, in a dense one: see [Note: sparse gradients]."""
+
+
+def without_no_row(change: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    """Return what hooks change a sparse gradient into, with no value that is `NO_ROW`."""
+    changed = change(gradient)
+    if not changed.is_sparse:
+        return changed
+    return torch.sparse_coo_tensor(changed._indices(), changed._values() + 0.0, changed.shape, check_invariants=False)
+
+
+def dense_of_rows(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient as a dense one, with `NO_ROW` in all rows that it does not have."""
+    return torch.full(gradient.shape, NO_ROW, dtype=gradient.dtype, device=gradient.device).add_(gradient)
+
+
+def sparse_of_rows(gradient: Tensor) -> Tensor:
+    """Return the sparse gradient with all rows of a dense one that are not `NO_ROW`."""
+    rows = ((gradient != 0) | ~gradient.signbit()).flatten(1).any(1).nonzero()[:, 0]
+    return torch.sparse_coo_tensor(
+        rows[None], gradient[rows], gradient.shape, check_invariants=False, is_coalesced=True
+    )
 
 
 _is_none = operator.is_

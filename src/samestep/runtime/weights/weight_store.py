@@ -44,7 +44,7 @@ from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, squared_norm
 from samestep.runtime.weights.gradient_codes import BucketCodes, GradientCodes, UnitCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.pieces import NO_ROW, Piece, dense_of_rows
 
 
 class ReplicaExchange:
@@ -273,9 +273,9 @@ def gradient_or_zero(param: nn.Parameter) -> Tensor:
     """Return the gradient of a weight; zeros where it has none."""
     gradient = param.grad
     if gradient is None:
-        param.grad = gradient = torch.zeros_like(param)
+        param.grad = gradient = torch.full_like(param, NO_ROW)
     elif gradient.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
-        param.grad = gradient = gradient.to_dense()
+        param.grad = gradient = dense_of_rows(gradient)
     return gradient
 
 

@@ -5,6 +5,8 @@
     one.norm()       one.kthvalue(k)            nn.init.normal_(one)    of the part alone: refused, and in `run.gathered()` right
     one.grad.norm()                                                     refused too where a rank has a part of the gradient
 
+Between `run.backward` and `run.update`, `one.grad` is the gradient of `run.gradients()`, so that code of torch clips it as in a plain loop.
+
 Such a weight has another class while the loop has it, and so has what the loop makes of it. Within a step, and in the forward of a
 module of the run, it is the parameter that it was.
 """
@@ -55,9 +57,23 @@ _NAMES_BY_ELEMENTS, _NAMES_WITHOUT_VALUES = frozenset(_BY_ELEMENTS.split()), fro
 
 @dataclass(slots=True)
 class Waiting:
-    """Whether gradients wait for an update, when `param.grad` has those of the samples of one rank, and of one backward."""
+    """The gradients that wait for an update, when the tensors in `grad` have those of the samples of one rank, and of one backward."""
 
-    now: bool = False
+    gradients: Callable[[], Mapping[str, Tensor]] | None = None
+    """Returns those of whole weights by name, which the loop may change in place; None if none wait. Collective as `run.gradients`."""
+
+    def of(self, name: str) -> Tensor | None:
+        """Return the gradient of a weight of any stage; None if it has none, or is that of a stage of which this rank is told nothing."""
+        return None if self.gradients is None else self.gradients().get(name)
+
+    def replace(self, name: str, value: Any) -> bool:
+        """Write what a loop puts into the place of a gradient into it; return whether it fits there."""
+        gradient = self.of(name)
+        if gradient is None or type(value) is not type(gradient) or value.shape != gradient.shape:
+            return False
+        if value is not gradient:
+            gradient.copy_(value.detach())
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,7 @@ class PartFacts:
     @property
     def divided(self) -> str:
         """When `param.grad` is not the whole gradient of a rank's part of the weight; empty if it is now."""
-        if self.waiting.now:
+        if self.waiting.gradients is not None:
             return "between run.backward and run.update"
         return self.reduced and f"under {self.reduced}"
 
@@ -118,12 +134,11 @@ class _Asked:
         name = name_of(func)
         if name in _COUNTS and isinstance(first, nn.Parameter) and not _is_asked_by_run(first.part_facts):
             return math.prod(first.part_facts.shape)
-        if (
-            name in _NAMES_WITHOUT_VALUES
-            or (name == "grad" and func.__name__ != "__get__")
-            or _is_asked_by_run(first.part_facts)
-        ):
+        if name in _NAMES_WITHOUT_VALUES or _is_asked_by_run(first.part_facts):
             return _plainly(func, args, kwargs)
+        if name == "grad" and func.__name__ != "__get__":
+            is_written = func.__name__ == "__set__" and first.part_facts.waiting.replace(first.part_facts.name, args[1])
+            return None if is_written else _plainly(func, args, kwargs)
         if name == "grad":
             return _gradient_of(args[0], _plainly(func, args, kwargs))
         if name == "repr":
@@ -249,6 +264,11 @@ def _refused(asked: Any, what: str) -> LayoutError:
 
 def _gradient_of(weight: Any, gradient: Tensor | None) -> Tensor | None:
     """Return what a loop is given as `param.grad`."""
+    facts: PartFacts = weight.part_facts
+    if facts.waiting.gradients is not None:
+        gradient = facts.waiting.of(facts.name)
+        if gradient is None or tuple(gradient.shape) == facts.shape:
+            return gradient
     if gradient is None or isinstance(gradient, _Asked):
         return gradient
     return _marked(gradient.detach(), PartGradient, weight.part_facts)
@@ -301,7 +321,9 @@ class WeightsInLoops:
         self._waits = next((fact.waiting for fact in facts.values()), Waiting())
         self._whole, self._entered = whole, 0
         for name, param in module.named_parameters():
-            if name in facts and not param.is_meta:
+            if param.is_meta:  # of another stage
+                vars(param)["waiting"] = self._waits
+            elif name in facts:
                 kind: type[Tensor] = type(param)
                 in_loop = PartWeight if kind is nn.Parameter else _part_class(kind, PartTensor)
                 is_part = facts[name].cut or facts[name].reduced
@@ -313,7 +335,7 @@ class WeightsInLoops:
             module.register_forward_hook(self._after_forward, always_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._lent) or self._waits.now
+        return bool(self._lent) or self._waits.gradients is not None
 
     def take(self) -> None:
         """Make these weights what they were before a loop had them."""
@@ -327,18 +349,19 @@ class WeightsInLoops:
         if not self._entered:
             _lend(self._now_lent)
 
-    def wait(self, now: bool) -> None:
-        """Note whether gradients wait from now on."""
-        if now == self._waits.now:
-            return
-        self._entered += 1
-        _take(self._waiting)
-        self._waits.now = now
-        self.lend()
+    def wait(self, gradients: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Note what returns the gradients that wait from now on; None if none do."""
+        changes = (gradients is None) != (self._waits.gradients is None)
+        if changes:
+            self._entered += 1
+            _take(self._waiting)
+        self._waits.gradients = gradients
+        if changes:
+            self.lend()
 
     @property
     def _now_lent(self) -> list[_Lent]:
-        return [*self._lent, *self._waiting] if self._waits.now else self._lent
+        return [*self._lent, *self._waiting] if self._waits.gradients is not None else self._lent
 
     def _refuse_whole_states(self, module: nn.Module) -> None:
         """Let `load_state_dict` of the modules whose weights are cut refuse whole weights by name, which torch calls a mismatch."""

@@ -7,7 +7,7 @@ recorder    sent alone, by the times at which each rank created and completed it
 ```
 An operation's own time is compute, without that of the operations it calls; within `Optimizer.step` it is the optimizer's. What the engine of autograd and the call of a collective
 spend themselves is a wait while a collective of the rank runs, and else the host's, as is what no operation takes.
-A trace has gigabytes, of which little is needed: its JSON is read as a stream, item by item.
+Of a trace's events, which are most of it, only intervals are kept while its JSON is read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import sys
 import zlib
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from samestep.errors import RecordError
+from samestep.wings.explain.step_kernels import own_times
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _SENT = re.compile(r"(?:gloo|nccl|ucc|mpi):(\w+)|nccl(?:Dev)?Kernel_?([A-Za-z]+)")
@@ -38,10 +38,6 @@ _PICKLE = b"\x80"
 _NOTHING: Mapping[str, Any] = {}
 _WAITING = ("autograd::engine::evaluate_function", "c10d::", "c10d_functional::", "_c10d_functional::")
 """The begin of the names of operations whose own time is no compute."""
-_PART = 1 << 20
-"""Characters of a part; as many as are left of a value that does not end in one."""
-_SPACE = " \t\n\r"
-_OF_NUMBERS = ".eE+-0123456789"
 
 
 @dataclass(slots=True)
@@ -78,8 +74,8 @@ def read_trace(path: Path, position: int) -> RankTrace:
             if file.peek(1)[:1] == _PICKLE:
                 plain_data = _plain_data(path, file)
             else:
-                with io.TextIOWrapper(file, "utf-8") as text:
-                    plain_data = read_members(text, "traceEvents", lambda path: _take(path, events))
+                plain_data = json.load(file, object_hook=lambda value: _take(value, events))
+                plain_data = plain_data if isinstance(plain_data, dict) else {}
     except RecordError:
         raise
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
@@ -112,14 +108,17 @@ class _TraceEvent:
     """The arguments of a collective; empty for others."""
 
 
-def _take(event: Mapping[str, Any], events: list[_TraceEvent]) -> None:
-    """Add what is needed of an event as it stands in a trace, if it is an interval."""
-    if event.get("ph") != "X" or "dur" not in event:
-        return
-    begin, arguments = round(float(event["ts"]) * 1e3), event.get("args") or {}
-    category, name = sys.intern(str(event.get("cat"))), sys.intern(str(event["name"]))
-    kept = arguments if "Collective name" in arguments or "Process Group Ranks" in arguments else _NOTHING
-    events.append(_TraceEvent(category, name, event.get("tid"), begin, begin + round(float(event["dur"]) * 1e3), kept))
+def _take(value: dict[str, Any], events: list[_TraceEvent]) -> dict[str, Any] | None:
+    """Add what is needed of an event as it stands in a trace, if it is an interval; return what is no event."""
+    if "ph" not in value:
+        return value
+    if value["ph"] == "X" and "dur" in value:
+        begin, arguments = round(float(value["ts"]) * 1e3), value.get("args") or {}
+        category, name = sys.intern(str(value.get("cat"))), sys.intern(str(value["name"]))
+        kept = arguments if "Collective name" in arguments or "Process Group Ranks" in arguments else _NOTHING
+        end = begin + round(float(value["dur"]) * 1e3)
+        events.append(_TraceEvent(category, name, value.get("tid"), begin, end, kept))
+    return None
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -178,8 +177,9 @@ def _of_kineto(record: Mapping[str, Any], events: Sequence[_TraceEvent], path: P
         for event in noted
         if event.name.startswith("Optimizer.step#") and (has_kernels or event.thread == main)
     )
-    own_s = _own_times([(*times(event), event.name) for event in operations])
-    trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own_s]
+    for name, begin, end in own_times([(*times(event), event.name) for event in operations]):
+        if not name.startswith(_WAITING):
+            trace.computing.append((begin, end, _operation(begin, updates)))
     for event in events:
         args = event.given
         sent = _SENT.match(event.name)
@@ -222,28 +222,6 @@ def _operation(begin: int, updates: Sequence[tuple[int, int]]) -> str:
     """Return the name of an operation that begins at a time, of the optimizer if that is in one of its updates."""
     last = bisect(updates, (begin, math.inf)) - 1
     return "update:operations" if last >= 0 and begin < updates[last][1] else "forward:operations"
-
-
-def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int]]:
-    """Yield the runs of instants in which nested operations compute: the innermost one is none that waits."""
-    stack: list[tuple[int, str]] = []
-    now = 0
-
-    def until(end: int) -> Iterator[tuple[int, int]]:
-        nonlocal now
-        while stack and stack[-1][0] <= end:
-            stop, name = stack.pop()
-            if stop > now and not name.startswith(_WAITING):
-                yield now, stop
-            now = max(now, stop)
-        if stack and end > now and not stack[-1][1].startswith(_WAITING):
-            yield now, end
-
-    for begin, end, name in sorted(operations, key=lambda operation: (operation[0], -operation[1])):
-        yield from until(begin)
-        now = max(now, begin)
-        stack.append((end, name))
-    yield from until(max((end for _, end, _ in operations), default=0))
 
 
 def _main_thread(events: Sequence[_TraceEvent]) -> Any:
@@ -312,90 +290,3 @@ def _of_flight_recorder(record: Mapping[str, Any], path: Path, position: int) ->
     trace.steps[0] = min(begin for begin, *_ in trace.sent), max(end for _, end, *_ in trace.sent)
     trace.missing.append("compute and steps: a flight recorder has collectives alone")
     return trace
-
-
-def read_members(file: TextIO, array: str, take: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the members of an object; items of its member `array` are given to `take`, and that is an empty list.
-
-    What is no object has no members.
-
-    Raises:
-        JSONDecodeError: the text is no JSON, or ends too early.
-    """
-    text = _Text(file)
-    if text.next() != "{":
-        text.value()
-        return {}
-    members: dict[str, Any] = {}
-    for name in text.items("{", "}"):
-        text.expect(":")
-        if name == array and text.next() == "[":
-            members[name] = []
-            for item in text.items("[", "]"):
-                take(item)
-        else:
-            members[name] = text.value()
-    return members
-
-
-class _Text:
-    """The text of a file, as far as it has been read and not been decoded."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._text, self._at = file, "", 0
-        self._decode = json.JSONDecoder().raw_decode
-
-    def _read(self) -> bool:
-        """Read another part; return whether there was one."""
-        left = self._text[self._at :]
-        part = self._file.read(max(_PART, len(left)))
-        self._text, self._at = left + part, 0
-        return bool(part)
-
-    def next(self) -> str:
-        """Return the next character that is no space; empty at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _SPACE:
-                    return self._text[self._at]
-                self._at += 1
-            if not self._read():
-                return ""
-
-    def expect(self, mark: str) -> None:
-        """Pass a character.
-
-        Raises:
-            JSONDecodeError: another one is next.
-        """
-        if self.next() != mark:
-            raise JSONDecodeError(f"Expecting {mark!r}", self._text, self._at)
-        self._at += 1
-
-    def items(self, begin: str, end: str) -> Any:
-        """Yield the items of an array, or the names of an object, whose values the caller reads."""
-        self.expect(begin)
-        while self.next() != end:
-            yield self.value()
-            if self.next() != end:
-                self.expect(",")
-        self.expect(end)
-
-    def value(self) -> Any:
-        """Return the next value.
-
-        Raises:
-            JSONDecodeError: there is none.
-        """
-        self.next()
-        while True:
-            try:
-                parsed, end = self._decode(self._text, self._at)
-            except JSONDecodeError:
-                if not self._read():
-                    raise
-                continue
-            may_go_on = end == len(self._text) or self._text[end] in _OF_NUMBERS
-            if not (may_go_on and self._read()):
-                self._at = end
-                return parsed

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+import os
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 from samestep.datasets.tokenizers import Tokenizer
 from samestep.errors import DataError
@@ -36,16 +38,8 @@ Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
 
 
-class Render(Protocol):
-    """A function that writes messages, and with `reply_follows` the prompt for a reply after them."""
-
-    def __call__(self, messages: Sequence[Message], reply_follows: bool, /) -> str:
-        """Return the text.
-
-        Raises:
-            DataError: the template refuses the messages.
-        """
-        ...
+Render = Callable[[Sequence[Message], bool], str]
+"""Writes messages, and where asked to the prompt for a reply after them; raises a `DataError` where the template refuses them."""
 
 
 def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turns) -> list[Counted]:
@@ -64,7 +58,7 @@ def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turn
     return [_encode(_pieces(conversation_turns[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
 
 
-def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
+def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: AbstractSet[str]) -> list[str]:
     """Return which of some names of `Conversation.said` make no difference to the text that the chat template writes.
 
     Raises:
@@ -74,30 +68,26 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
         return []
     messages, settings = _readable(conversation, tokenizer), conversation.settings
 
-    def is_same(end: int, others: Sequence[Message], words: Mapping[str, Any]) -> bool:
+    def text(others: Sequence[Message], end: int, words: Mapping[str, Any]) -> object:
         try:
-            texts = (
-                tokenizer.render_chat(messages_[:end], False, settings=each)
-                for messages_, each in ((messages, settings), (others, words))
-            )
-            return next(texts) == next(texts)
+            return tokenizer.render_chat(others[:end], False, settings=words)
         except DataError:  # the template needs the part that is left out
-            return False
+            return object()
 
+    whole, written = len(messages), text(messages, len(messages), settings)
     lost = {
         f"{key!r}"
         for key in settings
-        if f"{key!r}" in names
-        and is_same(len(messages), messages, {setting: settings[setting] for setting in settings if setting != key})
+        if f"{key!r}" in names and text(messages, whole, _without(settings, key)) == written
     }
     for number, message in enumerate(messages):
-        changed = [(f"{key!r}", {key_: message[key_] for key_ in message if key_ != key}) for key in message]
+        changed: dict[str, Message] = {f"{key!r}": _without(message, key) for key in message}
         if message["content"]:
-            changed.append((role_named(message), {**message, "content": _other_content(message["content"])}))
-        for name, text in changed:
-            others = [*messages[:number], text, *messages[number + 1 :]]
+            changed[role_named(message)] = {**message, "content": _other_content(message["content"])}
+        for name in names & changed.keys():
+            others = [*messages[:number], changed[name], *messages[number + 1 :]]
             # Some templates leave out the thoughts of earlier turns: only the last turn shows which parts are written.
-            if name in names and all(is_same(end, others, settings) for end in (number + 1, len(messages))):
+            if all(text(messages, end, settings) == text(others, end, settings) for end in (number + 1, whole)):
                 lost.add(name)
     if role_named({"role": "assistant"}) in lost:
         raise DataError(
@@ -105,6 +95,10 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
             "the tokenizer's chat template does not write the replies of the assistant. Use a template that does, or a folder without the template",
         )
     return sorted(lost)
+
+
+def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
 
 
 def _other_content(content: Any) -> Any:
@@ -245,8 +239,7 @@ def _check_calls(messages: Sequence[Message], number: int, render: Render) -> No
     calls = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
     if calls is None:
         return
-    without = {key: value for key, value in message.items() if key != calls}
-    if render(messages[: number + 1], False) == render([*messages[:number], without], False):
+    if render(messages[: number + 1], False) == render([*messages[:number], _without(message, calls)], False):
         raise DataError(
             "chat-template",
             f"the tokenizer's chat template does not write {calls!r} of message {number}. Use one that does, or messages "
@@ -266,12 +259,18 @@ def _pieces(
     for number in counted:
         prompt, text = _reply(messages[: number + 1], render, tokenizer)
         reply = text[len(prompt) :]
-        length = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
+        length = len(reply if _ends_with_words(reply, messages[number]) else reply.rstrip())
         pieces += [(_added_text(written, prompt), False), (reply[:length], True), (reply[length:], False)]
         written = text
     if counted[-1] + 1 < len(messages):
         pieces.append((_added_text(written, render(messages, False)), False))
     return pieces
+
+
+def _ends_with_words(reply: str, message: Message) -> bool:
+    """Return whether nothing but white space follows the words of a reply, so that this ends its turn."""
+    words, text = (_join_parts(message["content"]) or "").rstrip(), reply.rstrip()
+    return words.endswith(text) or (words != "" and text.endswith(words))
 
 
 def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -286,7 +285,8 @@ def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) ->
         return opened, text
     # Some templates prompt for thoughts that they leave out of a reply: the common beginning of any two replies opens
     # it.
-    opened = _common(*(render([*earlier, probe], False) for probe in _probes(tokenizer)))
+    probes = [{"role": "assistant", "content": _in_form(probe, tokenizer)} for probe in _PROBES]
+    opened = os.path.commonprefix([render([*earlier, probe], False) for probe in probes])  # noqa: RUF071 - of characters
     if text.startswith(opened):
         return opened, text
     raise DataError(
@@ -294,40 +294,6 @@ def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) ->
         "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
         "found. Use a folder without the template",
     )
-
-
-def _probes(tokenizer: Tokenizer) -> list[Message]:
-    return [{"role": "assistant", "content": _in_form(text, tokenizer)} for text in _PROBES]
-
-
-def _behind_turn(messages: Sequence[Message], render: Render, tokenizer: Tokenizer, reply: str) -> str:
-    """Return the white space that a reply's text has after the end of its turn."""
-    space = _space_behind_turns(tokenizer)
-    if space is None:  # the template takes no conversation of one question and its reply
-        space = _space_behind(*(render([*messages, probe], False) for probe in _probes(tokenizer)))
-    return space if space and reply.endswith(space) else ""
-
-
-@functools.lru_cache(maxsize=8)
-def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
-    """Return the white space that the template writes after the end of a reply's turn; None if it refuses one
-    question and reply."""
-    try:
-        asked = {"role": "user", "content": _in_form("0", tokenizer)}
-        return _space_behind(*(tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)))
-    except DataError:
-        return None
-
-
-def _space_behind(text: str, other: str) -> str:
-    """Return the white space that ends the common ending of two texts; empty where that white space is all of it."""
-    ending = _common(text[::-1], other[::-1])[::-1]
-    return ending[len(ending.rstrip()) :] if ending.strip() else ""
-
-
-def _common(text: str, other: str) -> str:
-    """Return the beginning that two texts have in common."""
-    return text[: next((at for at, pair in enumerate(zip(text, other, strict=False)) if len(set(pair)) > 1), len(text))]
 
 
 def _added_text(written: str, longer: str) -> str:

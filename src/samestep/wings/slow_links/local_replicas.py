@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from samestep.building.model_changes import copy_modes
 from samestep.errors import ModelError
 from samestep.examination.examine import Source, build_blueprint, examine, with_new_blueprint
 from samestep.job import Job
@@ -51,6 +52,7 @@ from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights.moving_averages import ModelAverages
 from samestep.runtime.weights.pieces import Piece
+from samestep.wings.slow_links.loop_changes import LoopChanges
 
 OF_REPLICA = ":"
 """The separator, in the keys of a checkpoint's states, between a replica and what it is of it."""
@@ -74,6 +76,7 @@ class LocalReplicas(HeldAssembly):
         self.momentum: list[Tensor] = []
         self.is_fresh = True
         """Whether every replica has the outer weights."""
+        self._changes: LoopChanges | None = None
         self.under_way: dict[int, bool] = {}
         """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
         self.arrived: dict[int, list[Tensor]] = {}
@@ -110,6 +113,22 @@ class LocalReplicas(HeldAssembly):
         self.weights = [piece.master().clone() for piece in updater.pieces]
         self.momentum = [torch.zeros_like(weight) for weight in self.weights]
         self.assemblies = assemblies
+
+    def begin_step(self) -> str:
+        """Let the modules of all replicas have the modes of the first one's; return why a change by the loop is not one of all replicas."""
+        first, *others = self.assemblies
+        for other in others:
+            copy_modes(first.model.module, other.model.module)
+        return self._changes.refusal() if self._changes is not None else ""
+
+    def note_loop(self) -> None:
+        """Note the state after a step, which the loop may not change where this rank trains several replicas."""
+        number = len(self.assemblies)
+        self._changes = LoopChanges(self.assemblies[0], number) if number > 1 else None
+
+    def forget_loop(self) -> None:
+        """Forget it: the weights are read from a file, or set by the loop."""
+        self._changes = None
 
     def each(self) -> Iterator[tuple[int, Assembly]]:
         """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""

@@ -33,9 +33,12 @@ class OtherStageWeight(nn.Parameter):
         is_write = func.__name__.endswith("_") and not func.__name__.endswith("__")
         if is_write and isinstance(written, Tensor) and not written.is_meta:
             raise _refusal(args[1:])
-        is_gradient = func.__name__ == "__get__" and name_of(func) == "grad"
+        is_gradient = func.__name__ in ("__get__", "__set__") and name_of(func) == "grad"
         if is_gradient and isinstance(written, Tensor) and written.requires_grad and asker({})[0] is Asker.LOOP:
-            return _gradient_of(written)
+            if func.__name__ == "__get__":
+                return _gradient_of(written)
+            if vars(written)["waiting"].replace(vars(written)["weight_name"], args[1]):
+                return None
         try:
             # Of a Parameter torch makes plain tensors, which would forget it.
             result = Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
@@ -57,10 +60,13 @@ class OtherStageWeight(nn.Parameter):
 
 
 def _gradient_of(weight: Any) -> Tensor:
-    """Return what a loop is given as the gradient of a weight of another stage: it has no values either, and is not None, as of a
-    weight without a gradient, which a sum over all weights would leave out.
+    """Return what a loop is given as the gradient of a weight of another stage: while gradients wait, the one that this stage was sent. Else
+    it has no values either, and is not None, as of a weight without a gradient, which a sum over all weights would leave out.
     """
     attributes = vars(weight)
+    sent: Tensor | None = attributes["waiting"].of(weight.weight_name)
+    if sent is not None:
+        return sent
     if "gradient" not in attributes:
         attributes["gradient"] = weightless = torch.empty_like(weight.detach()).as_subclass(OtherStageWeight)
         weightless.weight_name = f"{weight.weight_name}.grad"
