@@ -21,11 +21,9 @@ from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest, during_step
 from samestep.randomness import masks
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 from samestep.tracing import experts
-from tests.laboratory import clipped
+from tests.laboratory import clipped, run_from
 from tests.models import MODELS, ExpertDispatch, Tokens
 from tests.pool import pool
 
@@ -67,7 +65,7 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, before)
         source = source_of(model, layout)
-    run = Run(source, Layout(layout), clipped(), RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(source, layout, clipped(), rank, world)
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, after)
         run.step(next(batches(Tokens(), clipped())))

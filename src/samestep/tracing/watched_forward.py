@@ -33,6 +33,7 @@ from samestep.building.model import call_model, why_unfit
 from samestep.building.over_samples import Keeping, within
 from samestep.building.surface import process_randomness
 from samestep.building.torch_seams import (
+    Replaced,
     disable_compiler,
     disable_current_modes,
     distributions_unchecked,
@@ -287,11 +288,16 @@ _ASKED = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "
 """Functions of torch whose first argument is the type of a device."""
 
 
-@contextmanager
-def autocast_on_meta() -> Iterator[None]:
+def autocast_on_meta() -> Replaced:
     """Let code that runs inside use autocast of the meta device."""
-    enter = autocast_mode.autocast.__init__
+    return Replaced(
+        *((torch, name, _asking) for name in _ASKED),
+        *((module, "is_autocast_available", _asking) for module in (torch.amp, autocast_mode)),
+        (autocast_mode.autocast, "__init__", _entering),
+    )
 
+
+def _entering(enter: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(enter)
     def entered(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -299,17 +305,7 @@ def autocast_on_meta() -> Iterator[None]:
                 warnings.simplefilter("ignore")
             enter(self, _of_host(device_type), *args, **kwargs)
 
-    available = _asking(torch.amp.is_autocast_available)
-    replaced = [
-        *((torch, name, _asking(getattr(torch, name))) for name in _ASKED),
-        *((module, "is_autocast_available", available) for module in (torch.amp, autocast_mode)),
-        (autocast_mode.autocast, "__init__", entered),
-    ]
-    with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, stand_in)
-        yield
+    return entered
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
