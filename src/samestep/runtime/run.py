@@ -71,8 +71,6 @@ from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
 from samestep.runtime.weights.weights_in_loops import computing
 
-Measure = Callable[[Any, Any], Any]
-"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
@@ -236,7 +234,7 @@ class Run(RunInParts):
             CheckpointError: it is the first step after a load, and the data differs from the checkpoint.
             DataError: ranks were given different values without `local`; or every label is masked, in `numerics.max_skipped` steps
                 before too, since one such step is skipped.
-            UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
+            UnprovenError: the loss is not a sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
             ModelError: the run was released.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
@@ -339,7 +337,7 @@ class Run(RunInParts):
 
     @calls.checked
     def evaluate(
-        self, batch: StepBatch | Dataset | Any, metrics: Measure | None = None, *, local: bool = False
+        self, batch: StepBatch | Dataset | Any, metrics: Loss | None = None, *, local: bool = False
     ) -> dict[str, float]:
         """Return the mean of the loss over a dataset or a batch, as {"loss": ...}, without gradients; each sample counts once.
 

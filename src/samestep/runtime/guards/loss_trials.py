@@ -94,17 +94,15 @@ class LossTrials:
 
     # -- in the forwards of a step -----------------------------------------------------------------
 
-    def sees_new_loss(self, watch: LossWatch, total: Tensor) -> bool:
-        """Return whether the loss has done what was not tried, in the sum of a micro-batch; that of a forward shows by how its graph ends."""
-        if isinstance(self.loss, ModelLoss) and self._is_split:
-            watch.pairs.add(last_operations(total))
-        return watch.is_new or not self.is_tried
-
     def ask(self, assembly: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
-        """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
-        over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
+        """Ask for a trial of the loss at the end of the step's backward, if it has done what was not tried in the sum `total` of a micro-batch:
+        whether it is a sum over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
         watch, loss = assembly.objective.watch, self.loss
+        if isinstance(loss, ModelLoss) and self._is_split:  # which shows by how its graph ends
+            watch.pairs.add(last_operations(total))
+        if self.is_tried and not watch.is_new:
+            return
         if isinstance(scope := assembly.objective.sums, WholeBatch):  # no sum over samples, on any rank
             if scope.graph is not None:
                 self._refuse_way(self._way_beside(assembly, *scope.graph))
@@ -113,9 +111,8 @@ class LossTrials:
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
         is_of_forward, is_sliced = isinstance(loss, ModelLoss), self._layout.cp > 1
-        is_other = watch.tried and (watch.is_new or not self.is_tried)
         is_known = loss is cross_entropy if is_sliced else is_known_sum(loss)
-        if is_known or (is_of_forward and (is_sliced or not is_other)):
+        if is_known or (is_of_forward and (is_sliced or not watch.tried)):
             self._settle(watch, watch.pairs)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
@@ -157,7 +154,7 @@ class LossTrials:
         pairs = [tried.pairs for tried in asked]
         if again.weights_were_written:
             self._refusals.remark(
-                "the loss is not compared with that of parts of the batch, since the forward writes into weights"
+                "the loss is not compared with the loss of parts of the batch, since the forward writes into weights"
             )
             self._settle(assembly.objective.watch, *pairs)
             return
@@ -167,7 +164,7 @@ class LossTrials:
                 self._settle(assembly.objective.watch, *pairs)
                 return
             for tried in [*asked, *[None] * asks][:asks]:
-                trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
+                trial = again.try_loss(tried)
                 if tried is not None:
                     self._conclude(assembly, tried, trial)
 
@@ -182,7 +179,7 @@ class LossTrials:
         reason = forward_loss.find_rule(now, again)
         if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
             reason = (
-                f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
+                f"the forward has begun to compute another loss, which is divided by {now.rule}, and the loss of the first step was divided by "
                 f"{loss.rule}. Use a loss function (outputs, batch) -> (sum, count), or one rank with the whole batch"
             )
         if reason:
@@ -213,10 +210,10 @@ class LossTrials:
             self._refuse_way(tried.way)
             return
         what = "tokens" if trial.of_tokens else "samples"
-        text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
+        text = f"the loss is not a sum over the {what} of a batch: {trial.reason}"
         if not (trial.of_tokens or self._is_split):
             self._refusals.remark(
-                f"{text}; so a layout that splits the batch would give another result, and is refused"
+                f"{text}; so a layout that splits the batch would give another result, and is rejected"
             )
             return
         leaf = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
@@ -247,9 +244,9 @@ class LossTrials:
         if not way:
             return
         if not self._matters:
-            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
+            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are rejected")
             return
-        text = f"{way}. Use a forward that returns what the loss needs, or one rank"
+        text = f"{way}. Use a forward that returns all tensors of the loss, or one rank"
         if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
             text += ", and zero=1"
         self._refusals.add("loss", "loss-beside-outputs", text)
@@ -278,7 +275,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and stays as it is: models that are "
         'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
     )
 

@@ -175,13 +175,11 @@ class StepGuards:
         used = evaluation.Measure(measure)
         again = Repeat(assembly, batch, measure, self._seed, measure=used)
         with evaluation.evaluating(assembly):
-            reasons = gather_values(
-                again.try_loss(TriedLoss(used, ()), again.all_windows()).reason, self._own.layout.world_size
-            )
+            reasons = gather_values(again.try_loss(TriedLoss(used)).reason, again.world_size)
         if reason := next(filter(None, reasons), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
-                f"the measure of run.evaluate is no sum over samples: {reason}. Use (sum over samples, their number), or a measure "
+                f"the metric of run.evaluate is not a sum over samples: {reason}. Use (sum over samples, their number), or a metric "
                 "that is computed of run.predict(set), which returns the outputs of all samples",
             )
         outer = KeptValues(measure)
@@ -190,7 +188,7 @@ class StepGuards:
         if name := next(filter(None, names), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
-                f"the measure of run.evaluate keeps something between its calls ({name}), and each rank calls it on its own samples. Return "
+                f"the metric of run.evaluate keeps something between its calls ({name}), and each rank calls it on its own samples. Return "
                 "sums and counts, or compute of run.predict(set), which returns the outputs of all samples on every rank.",
             )
 
