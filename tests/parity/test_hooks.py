@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
+from samestep.errors import UnprovenError
 from tests.code.hooks import limited, to_unit_norm
 from tests.pool import pool
 
@@ -131,6 +132,42 @@ def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: st
     world = samestep.Layout(layout).world_size
     losses = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
     assert all(of_rank == pytest.approx(wanted, rel=1e-9) for of_rank in losses)
+
+
+class WarmLoss:
+    """A loss that grows in its first calls, which it counts in some way; a log of them changes nothing."""
+
+    def __init__(self, kept: str) -> None:
+        self.kept, self.calls, self.seen, self.is_first = kept, 0, list[int](), True
+        self.number = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, self.is_first = self.is_first, False
+        self.calls += 1
+        self.number += 1
+        self.seen.append(1)
+        counts = {
+            "a number": self.calls,
+            "a tensor": self.number,
+            "a list": len(self.seen),
+            "a flag": 1 if first else 3,
+        }
+        total, count = _sum(outputs, batch)
+        return total * min(1.0, counts.get(self.kept, 3) / 3), count
+
+
+@pytest.mark.parametrize("kept", ["a number", "a tensor", "a list", "a flag", "a log"])
+def test_a_loss_that_acts_by_its_first_calls_is_refused_with_micro_batches(kept: str) -> None:
+    """The warm-up ends within the first step, whose last micro-batch shows none of it."""
+    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    model = Net(limited, False).double()
+    given = _sgd([*model.parameters()])
+    run = samestep.parallelize(model, WarmLoss(kept), given, layout="dp=1 microbatch=3", job=job)
+    if kept == "a log":
+        run.step(_batch(True))
+        return
+    with pytest.raises(UnprovenError, match=r"number of its calls.*a number that the loop sets"):
+        run.step(_batch(True))
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
