@@ -196,3 +196,39 @@ def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> N
     run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout="dp=1", job=job)
     found = losses(lambda: run.model, lambda: run.step(_batch(False)).loss)
     assert found == pytest.approx(losses(lambda: model, plain_step), rel=1e-9)
+
+
+class GrowingHook:
+    """Scales gradients by the number of its calls, or those of every third call."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.calls = kind, 0
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * (1 + 0.1 * self.calls if self.kind == "each" else 2 - (self.calls % 3 > 0))
+
+
+def _registered(rank: int, world: int, kind: str) -> str:
+    """Return why a step is refused behind which a loop has registered one hook on all weights of a pipeline, or one on each."""
+    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    model = Net(limited, False).double()
+    run = samestep.parallelize(
+        model, "cross_entropy", _sgd([*model.parameters()]), layout="pp=2 microbatch=32", job=job
+    )
+    run.step(_batch(False))
+    shared = GrowingHook(kind)
+    for param in run.model.parameters():
+        param.register_hook(GrowingHook("each") if kind == "own" else shared)
+    try:
+        run.step(_batch(False))
+    except UnprovenError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["each", "third", "own"])
+def test_a_counting_hook_that_stages_share_is_refused(kind: str) -> None:
+    """A stage calls it for its own weights alone."""
+    for text in pool(2).run(_registered, kind):
+        assert ("pp=2 calls it for the weights of a stage alone" in text) is (kind != "own"), text
