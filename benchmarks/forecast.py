@@ -21,7 +21,7 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder
 from samestep.wings.plan.simulation import clock, cost, reserved_memory
-from samestep.wings.plan.simulation.simulate import class_of
+from samestep.wings.plan.simulation.accuracy import class_of
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may end in."""

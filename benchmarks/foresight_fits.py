@@ -117,7 +117,7 @@ from samestep import hardware as machines
 from samestep.hardware import Hardware
 from samestep.wings.plan.calibrate import Fit, scaled
 from samestep.wings.plan.simulation import cost
-from samestep.wings.plan.simulation.simulate import class_of
+from samestep.wings.plan.simulation.accuracy import class_of
 
 FAR = 64
 """Devices from which on a row is far from one node."""

@@ -184,6 +184,17 @@ def trace_ahead() -> None:
             source_of(model, Layout(layout), job_for(model))
 
 
+@contextlib.contextmanager
+def entered_and_traced(models: dict[str, Callable[[], nn.Module]]) -> Iterator[None]:
+    """Enter models into `MODELS` for a while, and trace all before the first pool of ranks is forked, which inherits them."""
+    MODELS.update(models)
+    for name in models:
+        source_of(name, Layout("tp=2"), clipped())
+    yield
+    for name in models:
+        del MODELS[name]
+
+
 def make_run(
     rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: Callable[[], Any] | None = None
 ) -> Run:
@@ -191,6 +202,12 @@ def make_run(
     place = RankInfo(rank, rank % per_node, world, per_node, device_of_ranks())
     where = Layout(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job, dataset), where, job, place)
+
+
+def run_from(source: Source, layout: str | Layout, job: Job, rank: int = 0, world: int = 1) -> Run:
+    """Return a run of a source on a rank of one host."""
+    where = Layout(layout) if isinstance(layout, str) else layout
+    return Run(source, where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
 
 
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.job_tables import LoraTable
 from samestep.wings.adapters.lora import insert
+from tests.parts import Words
 
 VOCABULARY, LENGTH = 61, 12
 
@@ -509,22 +510,14 @@ MODELS |= {
 }  # fmt: skip
 
 
-class ExpertDispatch(nn.Module):
+class ExpertDispatch(Words):
     """A user's own decoder with experts in a loop, a bias of each, and a plan that names them."""
 
     expert_plan: ClassVar[list[str]] = ["blocks.*.experts"]
 
     def __init__(self, experts: int = 4, crowded: bool = False, width: int = 12, blocks: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(DealingBlock(width, experts, crowded) for _ in range(blocks))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        kind = functools.partial(DealingBlock, width, experts, crowded)
+        super().__init__(*[kind] * blocks, width=width, entries=VOCABULARY)
 
 
 class DealingBlock(nn.Module):

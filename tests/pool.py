@@ -153,6 +153,20 @@ class Pool:
             return False, (time.monotonic(), RuntimeError(f"pool rank {rank} died with exit code {code}"))
 
 
+def telling(function: Callable[..., object]) -> Callable[..., str]:
+    """Let a function of ranks return the text of an error of samestep that it raises, or nothing."""
+
+    @functools.wraps(function)
+    def told(*args: Any) -> str:
+        try:
+            function(*args)
+        except SamestepError as error:
+            return str(error)
+        return ""
+
+    return told
+
+
 @functools.cache
 def warm_up() -> None:
     """Import here, once, what the first run of a process imports: each rank that is forked would take 3 s for it."""

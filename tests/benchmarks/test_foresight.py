@@ -15,7 +15,7 @@ import pytest
 
 from samestep.layout import Layout
 from samestep.wings.plan.simulation import clock
-from samestep.wings.plan.simulation.simulate import intervals
+from samestep.wings.plan.simulation.accuracy import intervals
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

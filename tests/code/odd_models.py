@@ -5,6 +5,7 @@ Each gives in every layout what one device gives, or is refused with the reason 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -21,19 +22,21 @@ WIDTH = 10
 
 
 class Language(nn.Module):
-    """Embedding, something in between, head: [B, T] tokens to [B, T, V] logits."""
+    """Embedding, parts, head: [B, T] tokens to [B, T, V] logits. What is special about a model is how it calls its parts (`through`)."""
 
-    def __init__(self, *parts: nn.Module) -> None:
+    def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.parts = nn.ModuleList(parts)
+        self.parts = nn.ModuleList(kind() for kind in kinds)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+        return self.head(self.through(self.embed(input_ids), input_ids))
+
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
         for part in self.parts:
             x = part(x)
-        return self.head(x)
+        return x
 
 
 class Block(nn.Module):
@@ -46,8 +49,9 @@ class Block(nn.Module):
         return x + F.gelu(self.mix(self.norm(x)))
 
 
-def language() -> nn.Module:
-    return Language(Block(), Block(), Block())
+def of(*kinds: Callable[[], nn.Module], model: Callable[..., nn.Module] = Language) -> Callable[[], nn.Module]:
+    """Return the build function of a model with such parts."""
+    return functools.partial(model, *kinds)
 
 
 def frozen_embedding() -> nn.Module:
@@ -93,15 +97,8 @@ class Turned(nn.Module):
         return x + self.gain * turned.real + self.few.sum() + self.shift.sum()
 
 
-def turned() -> nn.Module:
-    return Language(Turned(torch.view_as_complex), Turned(torch.view_as_complex))
-
-
-def turned_by_views() -> nn.Module:
-    def viewed(weight: Tensor) -> Tensor:
-        return weight.view(weight.dtype.to_complex()).squeeze(-1)
-
-    return Language(Turned(viewed), Turned(viewed))
+def viewed(weight: Tensor) -> Tensor:
+    return weight.view(weight.dtype.to_complex()).squeeze(-1)
 
 
 class Routed(nn.Module):
@@ -120,37 +117,24 @@ class Routed(nn.Module):
         return x + torch.tanh(y)
 
 
-class Branching(nn.Module):
+class Branching(Language):
     """A data-dependent branch: in a micro-batch of one sample, one expert of each block gets no gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Routed() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x, input_ids[:, 0] % 2 == 0)
-        return self.head(x)
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x, input_ids[:, 0] % 2 == 0)
+        return x
 
 
-class Skipping(nn.Module):
-    """Only samples with an even first token go through the block in the middle."""
+class Skipping(Language):
+    """Only samples with an even first token go through the part in the middle."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
         is_even = (input_ids[:, 0] % 2 == 0)[:, None, None]
-        x = self.blocks[0](self.embed(input_ids))
+        x = self.parts[0](x)
         if is_even.any():
-            x = torch.where(is_even, self.blocks[1](x), x)
-        return self.head(self.blocks[2](x))
+            x = torch.where(is_even, self.parts[1](x), x)
+        return self.parts[2](x)
 
 
 class Halves(Tokens):
@@ -163,38 +147,22 @@ class Halves(Tokens):
                 self.input_ids[batch.shares(index, 2, 1)[0], 0] = index
 
 
-class Unused(nn.Module):
-    """Weights that no forward uses: of the root, of a block, of a module that is never called."""
+class Unused(Language):
+    """Weights that no forward uses: of the root, of a part, of a module that is never called."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.spare = nn.Parameter(torch.ones(3, WIDTH))
-        self.pooler = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.blocks[1].spare = nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(Block, Block)
+        self.spare, self.pooler = nn.Parameter(torch.ones(3, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.parts[1].spare = nn.Parameter(torch.ones(5))
 
 
-class Repeated(nn.Module):
-    """Universal Transformer: one block used three times, another once."""
+class Repeated(Language):
+    """Universal Transformer: one part used three times, another once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.blocks[0](self.embed(input_ids))
-        x = self.blocks[0](self.blocks[1](x))
-        return self.head(self.blocks[0](x))
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for index in (0, 1, 0, 0):
+            x = self.parts[index](x)
+        return x
 
 
 class Echo(nn.Module):
@@ -208,23 +176,15 @@ class Echo(nn.Module):
         return x + self.last(self.mix(torch.tanh(self.first(self.first(self.mix(x))))))
 
 
-def echoing() -> nn.Module:
-    return Language(Echo(), Block(), Echo())
-
-
-class ReadOutside(nn.Module):
+class ReadOutside(Language):
     """The embedding's weight is the head's too, without a head."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        super().__init__(Block, Block)
+        del self.head
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.embed.weight.T
+        return self.through(self.embed(input_ids), input_ids) @ self.embed.weight.T
 
 
 class Empty(nn.Module):
@@ -233,7 +193,7 @@ class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.nothing = nn.Parameter(torch.randn(0, WIDTH))
-        self.inner = language()
+        self.inner = Language(Block, Block, Block)
         self.inner.parts[1].nothing = nn.Parameter(torch.randn(3, 0))
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -243,7 +203,7 @@ class Empty(nn.Module):
 def twice_listed() -> nn.Module:
     """One block that stands at two places of the list."""
     block = Block()
-    return Language(block, Block(), block)
+    return Language(lambda: block, Block, lambda: block)
 
 
 class Tied(Plain):
@@ -252,21 +212,17 @@ class Tied(Plain):
         self.head.weight = self.embed.weight
 
 
-class NamedAtRoot(nn.Module):
-    """A block's weight has a second name at the root, whose code reads it."""
+class NamedAtRoot(Language):
+    """A part's weight has a second name at the root, whose code reads it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.gain = self.blocks[1].norm.weight
+        super().__init__(Block, Block, Block)
+        self.gain = self.parts[1].norm.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x) * self.gain
-        return self.head(x)
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x) * self.gain
+        return x
 
 
 class TiedAndRead(Tied):
@@ -302,16 +258,12 @@ class OwnedByRoot(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
-        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.table, self.positions = (nn.Parameter(torch.randn(rows, WIDTH)) for rows in (VOCABULARY, LENGTH))
+        self.blocks = nn.Sequential(Block(), Block())
         self.bias = nn.Parameter(torch.randn(VOCABULARY))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.table[input_ids] + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.table.T + self.bias
+        return self.blocks(self.table[input_ids] + self.positions) @ self.table.T + self.bias
 
 
 class Gate(nn.Module):
@@ -325,16 +277,15 @@ class Gate(nn.Module):
         return x + torch.stack([self.gate, 2 * self.gate]).sum() * torch.tanh(self.inner(x))
 
 
-class Scaled(nn.Module):
+class Scaled(Language):
     """Parameters without dimensions."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Gate, Gate)
         self.temperature = nn.Parameter(torch.tensor(0.8))
-        self.inner = Language(Gate(), Gate())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids) * self.temperature
+        return super().forward(input_ids) * self.temperature
 
 
 class Narrow(nn.Module):
@@ -349,16 +300,11 @@ class Narrow(nn.Module):
         return x * self.gain + self.up(torch.tanh(self.down(x)))
 
 
-def narrow() -> nn.Module:
-    return Language(Narrow(), Narrow())
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, VOCABULARY)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.lstm(self.embed(input_ids))[0])
@@ -373,10 +319,6 @@ class RecurrentBlock(nn.Module):
         return x + self.gru(x)[0]
 
 
-def recurrent_blocks() -> nn.Module:
-    return Language(RecurrentBlock(), RecurrentBlock())
-
-
 def convolutional() -> nn.Module:
     """No names, no container within the container: an nn.Sequential alone."""
     return nn.Sequential(
@@ -385,20 +327,18 @@ def convolutional() -> nn.Module:
     )  # fmt: skip
 
 
-class Biased(nn.Module):
-    """Every block is given a learned bias too, whose gradient is known before those of the block's own weights."""
+class Biased(Language):
+    """Every part is given a learned bias too, whose gradient is known before those of the part's own weights."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.bias = nn.Embedding(VOCABULARY, 10), nn.Embedding(VOCABULARY, 10)
-        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(3))
-        self.head = nn.Linear(10, VOCABULARY)
+        super().__init__(BiasedBlock, BiasedBlock, BiasedBlock)
+        self.bias = nn.Embedding(VOCABULARY, WIDTH)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, bias = self.embed(input_ids), self.bias(input_ids)
-        for block in self.blocks:
-            x = block(x, bias)
-        return self.head(x)
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        bias = self.bias(input_ids)
+        for part in self.parts:
+            x = part(x, bias)
+        return x
 
 
 class BiasedBlock(nn.Module):
@@ -422,27 +362,19 @@ class InPlace(nn.Module):
         return self.block(x)
 
 
-def in_place() -> nn.Module:
-    return Language(InPlace(), InPlace())
-
-
-class Nested(nn.Module):
+class Nested(Language):
     """Stages of blocks: a ModuleList of ModuleLists."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        super().__init__(*(lambda: nn.ModuleList([Block(), Block()]) for _ in range(2)))
         self.joins = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for stage, join in zip(self.stages, self.joins, strict=True):
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for stage, join in zip(self.parts, self.joins, strict=True):
             for block in stage:
                 x = block(x)
             x = join(x)
-        return self.head(x)
+        return x
 
 
 class Flat(nn.Module):
@@ -468,25 +400,24 @@ class FlatWithRoot(Flat):
         return super().forward(x) + self.shift
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Language):
     """Every block of the decoder reads the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        del self.parts
         self.encoder = nn.ModuleList(Block() for _ in range(2))
         self.middle = nn.LayerNorm(WIDTH)
         self.decoder = nn.ModuleList(CrossBlock() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        memory = x = self.embed(input_ids)
+    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        memory = x
         for block in self.encoder:
             memory = block(memory)
         memory = self.middle(memory)
         for block in self.decoder:
             x = block(x, memory=memory)
-        return self.head(x)
+        return x
 
 
 class CrossBlock(nn.Module):
@@ -499,23 +430,19 @@ class CrossBlock(nn.Module):
         return self.block(x + self.attention(x, memory, memory, need_weights=False)[0])
 
 
-class Buffered(nn.Module):
+class Buffered(Language):
     """Buffers of numbers, whole and real; one not persistent, one changed by the forward of training."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Block, Block, Block)
         self.register_buffer("order", torch.arange(LENGTH - 1, -1, -1))
         angles = torch.arange(LENGTH)[:, None] / 10.0 ** torch.linspace(0, 2, WIDTH)
         self.register_buffer("waves", torch.sin(angles), persistent=False)
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
-        self.inner = language()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         self.num_calls += 1
-        x = self.inner.embed(input_ids[:, self.order]) + self.waves
-        for part in self.inner.parts:
-            x = part(x)
-        return self.inner.head(x)
+        return self.head(self.through(self.embed(input_ids[:, self.order]) + self.waves, input_ids))
 
 
 class Picking(nn.Module):
@@ -536,7 +463,7 @@ class Picking(nn.Module):
 
 
 def picking() -> nn.Module:
-    model = Language(Picking(), Picking())
+    model = Language(Picking, Picking)
     model.tensor_plan = {"parts.*.even": "gather"}
     return model
 
@@ -562,13 +489,11 @@ def instance_norm_in_evaluation() -> nn.Module:
 class WithBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(2))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(2)))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
 def frozen_batch_norm() -> nn.Module:
@@ -602,11 +527,11 @@ ODD: dict[str, Code] = {
     "frozen_start": learned(frozen_start),
     "frozen_middle": learned(frozen_middle),
     "frozen_biases": learned(frozen_biases),
-    "branching": learned(Branching),
+    "branching": learned(of(Routed, Routed, model=Branching)),
     "unused": learned(Unused),
-    "repeated": learned(Repeated),
+    "repeated": learned(of(Block, Block, model=Repeated)),
     "twice_listed": learned(twice_listed),
-    "echoing": learned(echoing),
+    "echoing": learned(of(Echo, Block, Echo)),
     "read_outside": learned(ReadOutside),
     "empty": learned(Empty),
     "tied": learned(Tied),
@@ -614,9 +539,9 @@ ODD: dict[str, Code] = {
     "tied_and_read": learned(TiedAndRead),
     "tied_within": learned(TiedWithin),
     "owned_by_root": learned(OwnedByRoot),
-    "narrow": learned(narrow),
+    "narrow": learned(of(Narrow, Narrow)),
     "recurrent": learned(Recurrent),
-    "recurrent_blocks": learned(recurrent_blocks),
+    "recurrent_blocks": learned(of(RecurrentBlock, RecurrentBlock)),
     "convolutional": learned(convolutional, lambda: Pairs((3, 12), 4, classes=True)),
     "nested": learned(Nested),
     "flat": learned(Flat, Pairs, "mse"),
@@ -632,10 +557,10 @@ ODD: dict[str, Code] = {
 ODD |= {
     "batch_norm": learned(WithBatchNorm, Pairs, "mse"),
     "instance_norm": learned(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
-    "in_place": learned(in_place),
-    "skipping": learned(Skipping, Halves),
-    "turned": learned(turned),
-    "turned_by_views": learned(turned_by_views),
+    "in_place": learned(of(InPlace, InPlace)),
+    "skipping": learned(of(Block, Block, Block, model=Skipping), Halves),
+    "turned": learned(of(*[functools.partial(Turned, torch.view_as_complex)] * 2)),
+    "turned_by_views": learned(of(*[functools.partial(Turned, viewed)] * 2)),
 }
 MODELS |= {f"odd {name}": code for name, code in ODD.items()}
 LAYOUTS = ["dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"]

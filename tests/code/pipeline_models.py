@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models import VOCABULARY
+from tests.parts import Words
 
 WIDTH = 8
 
@@ -23,22 +25,13 @@ class Block(nn.Module):
         return x + torch.tanh(self.mix(self.norm(x)))
 
 
-class Language(nn.Module):
+class Language(Words):
     """Embedding, four blocks, head; the plainest forward is that of this class."""
 
-    block: type[nn.Module] = Block
+    block: Callable[[], nn.Module] = Block
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Any:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(*[self.block] * 4, width=WIDTH, entries=VOCABULARY)
 
 
 class WithoutGradients(Language):

@@ -17,19 +17,9 @@ from tests.code.rows import Equal, of_cases
 from tests.covering import daily
 from tests.laboratory import Code, clipped
 from tests.models import MODELS, VOCABULARY
+from tests.parts import Residual
 
 WIDTH = 8
-
-
-class Part(nn.Module):
-    """A block: a norm and a linear layer, added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Repeating(nn.Module):
@@ -38,7 +28,7 @@ class Repeating(nn.Module):
     def __init__(self, between: Callable[[Repeating, Tensor], Tensor]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.blocks = nn.ModuleList(Residual(WIDTH, 16, norm=True) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.between = between
 

@@ -13,6 +13,7 @@ from samestep.datasets import batches
 from tests.code.pipeline_models import WIDTH, Language
 from tests.code.stages import IN_FLOAT32
 from tests.laboratory import Observed, code_of, in_loop, job_for, job_of, make_run, observe
+from tests.plain import Trained, assert_as_on_one_device
 from tests.pool import pool
 
 
@@ -99,7 +100,7 @@ class Functions(Language):
         return self.head(x)
 
 
-def _of_functions(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+def _of_functions(rank: int, world: int, layout: str) -> Trained:
     job = job_of("float64", 3)
     torch.manual_seed(0)
     model = Functions().double()
@@ -114,11 +115,7 @@ def _of_functions(rank: int, world: int, layout: str) -> tuple[list[float], dict
     "layout", ["pp=2", "pp=2 microbatch=4 recompute=full", "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"]
 )
 def test_functions_of_autograd_between_blocks_keep_their_backwards(layout: str) -> None:
-    ((wanted, weights),) = pool(1).run(_of_functions, "dp=1")
-    for losses, found in pool(2).run(_of_functions, layout):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_as_on_one_device(_of_functions, layout)
 
 
 # -- Forwards that take the items of a batch one by one --------------------------------------------
@@ -171,7 +168,7 @@ class ListedItems(ItemByItem):
         return torch.stack([self.of_one(item["input_ids"]).mean(0) for item in items])
 
 
-def _of_items(rank: int, world: int, build: type[Language], layout: str) -> tuple[list[float], dict[str, Tensor]]:
+def _of_items(rank: int, world: int, layout: str, build: type[Language]) -> Trained:
     job = job_of("float64", 2)
     torch.manual_seed(0)
     model = build().double()
@@ -206,11 +203,7 @@ def _listed_loss(outputs: Tensor, batch: list[dict[str, Tensor]]) -> tuple[Tenso
     ],
 )
 def test_items_taken_one_by_one_pass_between_stages_as_one_message(build: type[Language], layout: str) -> None:
-    wanted, weights = _of_items(0, 1, build, "dp=1")
-    for losses, found in pool(samestep.Layout(layout).world_size).run(_of_items, build, layout):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_as_on_one_device(_of_items, layout, build)
 
 
 class CarriedOver(ItemByItem):
@@ -226,4 +219,4 @@ class CarriedOver(ItemByItem):
 
 def test_an_item_that_needs_a_later_layer_of_the_one_before_is_refused() -> None:
     with pytest.raises(samestep.SamestepError, match=r"another item of the batch|samples influence each other"):
-        pool(2).run(_of_items, CarriedOver, "pp=2 microbatch=4")
+        pool(2).run(_of_items, "pp=2 microbatch=4", CarriedOver)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samestep.job import Job
 from tests.code.rows import entered
 from tests.laboratory import Code, job_of
+from tests.parts import Words
 
 WIDTH, VOCABULARY, LENGTH = 6, 11, 5
 
@@ -48,21 +49,18 @@ class Net(nn.Module):
         return h
 
 
-class Blocks(nn.Module):
+class Blocks(Words):
     """Tokens through blocks of a case's class."""
 
-    block: type[nn.Module]
+    block: Callable[[], nn.Module]
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+        super().__init__(self.block, self.block, width=WIDTH, entries=VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = self.run(block, x)
-        return self.head(x)
+        return x
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)

@@ -24,6 +24,7 @@ from tests import models
 from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks, source_of
 from tests.models import MODELS, VOCABULARY, Tokens
+from tests.pool import telling
 
 # -- models that become wrong while they train, which no trace can see -----------------------------------------------------
 
@@ -229,19 +230,14 @@ def test_what_a_model_does_later_is_named(model, layout, why):
     assert why in said[0]
 
 
-def told_of_coupling(rank: int, world: int, model: str, layout: str, job: Job, path: str) -> str:
+@telling
+def told_of_coupling(rank: int, world: int, model: str, layout: str, job: Job, path: str) -> None:
     """Take steps of any model, in which a module subtracts the mean of all samples from the second step on."""
     run = make_run(rank, world, model, layout, job)
-    try:
-        for batch in batches(Tokens(), job):
-            run.step(batch)
-            if batch.step == 0:
-                run.model.get_submodule(path).register_forward_hook(
-                    lambda module, args, output: output - output.mean(0)
-                )
-    except RepeatError as error:
-        return str(error)
-    return ""
+    for batch in batches(Tokens(), job):
+        run.step(batch)
+        if batch.step == 0:
+            run.model.get_submodule(path).register_forward_hook(lambda module, args, output: output - output.mean(0))
 
 
 @pytest.mark.parametrize(

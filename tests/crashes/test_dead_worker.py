@@ -166,35 +166,6 @@ def test_what_a_dead_worker_started_dies_too(tmp_path: Path) -> None:
     _wait_until_gone([int(pid) for file in tmp_path.glob("*.pid") if (pid := file.read_text())])
 
 
-_GROUPS = Path("/sys/fs/cgroup/memory")
-
-
-def _hold_too_much(place: RankInfo, group: Path) -> None:
-    """Take more memory than the control group of this process may have."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    held = torch.ones(64 << 20)
-    assert held.sum()
-
-
-@pytest.mark.skipif(
-    not (os.access(_GROUPS / "memory.limit_in_bytes", os.W_OK) and os.access("/dev/kmsg", os.R_OK)),
-    reason="no control groups of memory may be made here, or the kernel's log may not be read",
-)
-def test_a_kill_for_lack_of_memory_has_evidence() -> None:
-    group = _GROUPS / f"samestep-{os.getpid()}"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(str(48 << 20))
-    try:
-        with pytest.raises(
-            WorkerError, match=r"killed by SIGKILL \(out of memory: the kernel's log names the process\)"
-        ):
-            run_workers(_hold_too_much, (group,), ranks=1, quiet=True)
-    finally:
-        group.rmdir()
-
-
-def test_kills_are_counted_in_the_control_group_or_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_workers, "_kernel_log", lambda: "Out of memory: Killed process 123 (python)")
-    assert local_workers.evidence(123, local_workers.count()) == " (out of memory: the kernel's log names the process)"
-    assert local_workers.evidence(12, local_workers.count()) == ""
-    assert local_workers.evidence(12, local_workers.count() - 1).endswith("has counted such a kill since the start)")
+def test_kills_are_counted_in_the_control_group_or_on_the_machine() -> None:
+    assert local_workers.evidence(local_workers.count()) == ""
+    assert local_workers.evidence(local_workers.count() - 1).endswith("has counted such a kill since the start)")

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samestep import Job
-from samestep.datasets import batches
+from samestep.datasets import Batch, batches
 from samestep.errors import DataError
 from tests import small
 from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import MODELS, Tokens
+from tests.plain import Trained, train_plainly
 
 STEPS, MASKED = 4, (0, 2)
 """Steps, and the indices of those of which every label is masked; the first one is what a run is prepared from."""
@@ -46,26 +47,22 @@ def take(rank: int, world: int, model: str, layout: str, given: Job) -> tuple[li
 
 
 @functools.cache
-def plain() -> tuple[list[float], dict[str, Tensor]]:
+def plain() -> Trained:
     """Losses and weights of a plain loop that passes over the steps that count nothing; the rate goes on with their numbers."""
     run = make_run(0, 1, "plain", "dp=1", job(), Masked)
     run.prepare(next(batches(Masked(), job())).samples([0]))
     model = MODELS["plain"]().double()
     model.load_state_dict(run.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for batch in batches(Masked(), job()):
-        if batch.step in MASKED:
-            continue
-        samples = batch.samples(batch.indices)
-        loss = F.cross_entropy(model(samples["input_ids"]).flatten(0, 1), samples["labels"].flatten())
+
+    def of_batch(batch: Batch) -> Tensor:
+        samples: Any = batch.samples(batch.indices)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * (batch.step + 1) / STEPS
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, {name: value.detach() for name, value in model.named_parameters()}
+        return F.cross_entropy(model(samples["input_ids"]).flatten(0, 1), samples["labels"].flatten())
+
+    counting = (batch for batch in batches(Masked(), job()) if batch.step not in MASKED)
+    return train_plainly(model, counting, of_batch, optimizer)
 
 
 @pytest.mark.parametrize(

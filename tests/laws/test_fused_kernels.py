@@ -24,7 +24,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.program.step import StepSpec
 from samestep.strategies import refusal_of
 from samestep.tracing.costs import MovedElements
-from samestep.tracing.operations import WorkKind
+from samestep.tracing.operations import Work, WorkKind
 from samestep.tracing.trace import model_spec
 from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.models import LAW, MACHINES, MODELS, job_of
@@ -83,7 +83,7 @@ def _work(*calls: _Call, returned: str = "") -> tuple[int, int, int, int]:
     forward = MovedElements()
     for kind, given_, written in calls:
         reads, writes = (tuple((ord(letter), sizes[ord(letter)]) for letter in some) for some in (given_, written))
-        forward.ran("a", reads, writes, kind, is_cut=False)
+        forward.ran(Work("a", reads, writes, kind, None, None, is_cut=False, is_view=False))
     moved, fusible = forward.of({"a"}, sizes, {ord(letter) for letter in returned})
     return moved.elements, fusible.elements, moved.kernels, fusible.kernels
 

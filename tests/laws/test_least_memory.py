@@ -15,10 +15,8 @@ from samestep.memory.memory_use import memory_of
 from samestep.models.presets import preset
 from samestep.program.step import StepSpec
 from samestep.strategies import programs_of, refusal_of
-from samestep.wings.plan.bounds.data_splits import DataSplits
 from samestep.wings.plan.bounds.layer_costs import Prices
 from samestep.wings.plan.bounds.least_memory import Needs
-from samestep.wings.plan.candidate_groups import split_of
 from tests.laws.models import LAW, MACHINES, MODELS, Case, cases, data_cases, job_of, layouts, possible
 
 HARDWARE = MACHINES["slow"]
@@ -36,12 +34,9 @@ def test_no_bound_is_above_the_memory_of_a_step(drawn: Case) -> None:
         return StepSpec.of(drawn.model, drawn.job, layout, ranks_per_node)
 
     group = step(replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0))
-    splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
     stages = needs.stages(group)
     bounds = {
-        "of the first stage": splits.least_bytes(
-            (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
-        ),
+        "of the first stage": needs.first_stage_bytes(group, layout, layout.recompute),
         "of all splits": needs.stages_bytes(group, stages),
         "of a split": needs.split_need(group, stages, layout).total,
         "of the layout": needs.need(step(layout)).total,

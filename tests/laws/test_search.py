@@ -27,14 +27,13 @@ from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder, refusal_of
 from samestep.wings.plan import ranking, search
 from samestep.wings.plan.bounds.body_seconds import smallest
-from samestep.wings.plan.bounds.data_splits import DataSplits
 from samestep.wings.plan.bounds.layer_costs import COUNTED, Prices
 from samestep.wings.plan.bounds.least_memory import Needs
 from samestep.wings.plan.bounds.step_time import Bounds
-from samestep.wings.plan.candidate_groups import ThinnedList, split_of
 from samestep.wings.plan.open_groups import distance, nearest
 from samestep.wings.plan.search import Plan, plan
-from samestep.wings.plan.simulation.simulate import Prediction, intervals, predict
+from samestep.wings.plan.simulation.accuracy import intervals
+from samestep.wings.plan.simulation.simulate import Prediction, predict
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, in_chunks, job_of, machine, predictions
 
 LAUNCHED = replace(MACHINES["a100"], kernel_launch_s=1e-6)
@@ -147,11 +146,7 @@ def test_a_bound_is_never_above_what_it_bounds(
     )
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
-    splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
-    of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
-    roomy = splits.first_with_room(*of_one, float("inf"))
-    assert roomy
-    assert splits.first_with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1) is None
+    first_bytes = needs.first_stage_bytes(group, layout, layout.recompute)
     group_bytes, split_need = (
         needs.stages_bytes(group, needs.stages(group)),
         needs.split_need(group, needs.stages(group), layout).total,
@@ -166,12 +161,8 @@ def test_a_bound_is_never_above_what_it_bounds(
     waits_s = bounds.least_s(chunked, [base])
     of_sizes = in_chunks(model, given_job, degrees.but(recompute=data.draw(st.sampled_from(policies))), hardware)
     (of_size_s,) = bounds.sizes_s(of_sizes, [layout], [smallest(step).microbatch_samples])
-    states_s = splits.least_s(group, of_one[1], played.peak.total)
-    each_s = splits.each_s(group)[split_of(layout)]
-    assert max(degrees_s, roomy[1], states_s, each_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
-    assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
-        1 + 1e-9
-    )
+    assert max(degrees_s, waits_s, of_size_s, bounds.sharded_s(step)) <= played.step_s * (1 + 1e-9)
+    assert max(first_bytes, group_bytes, split_need, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
 @LAW
@@ -386,24 +377,6 @@ def test_the_own_clock_of_a_pipeline_knows_what_neighbours_wait_for_each_other(w
     bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
     assert bounds.step_s(step) < 0.98 * played.step_s
     assert 0.995 * played.step_s < bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("words", "sends"), [(words, f"{words} zero=3 accumulate=full") for words in ("dp=64", "dp=32 tp=2")]
-)
-def test_degrees_whose_states_only_shards_have_room_for_are_bounded_by_their_gathers(words: str, sends: str) -> None:
-    model, hardware = preset("mixtral-8x7b", 1024), load("h100x8")
-    given_job = Job(data={"sequence_length": 1024}, train={"global_batch": 512}, numerics={"precision": "bf16"})
-    layout, room_bytes = Layout(f"{words} microbatch=1"), hardware.memory_bytes
-    thinned, prices = ThinnedList(model, given_job, hardware), Prices(model, given_job, hardware)
-    splits = DataSplits(prices, Needs(prices, 2), thinned.split_layouts)
-    of_one = (StepSpec.of(model, given_job, layout, hardware.devices_per_node),), (("1f1b", 1),), ("none",)
-    short, roomy = (splits.first_with_room(*of_one, room) for room in (room_bytes, float("inf")))
-    assert short
-    assert roomy
-    states_s = splits.least_s(*of_one[0], of_one[1], room_bytes)
-    played_s = predict(model, given_job, Layout(f"{sends} microbatch=1"), hardware).step_s
-    assert 2 * roomy[1] < states_s <= short[1] <= played_s
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -1,4 +1,4 @@
-"""Models and losses that take sums and rows of all samples by name, with state that follows from them, and a plain loop."""
+"""Models and losses that take sums and rows of all samples by name, with state that follows from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from samestep import after_step, batch_cat, batch_mean, batch_sum
 from samestep.building.loss import cross_entropy
-from samestep.datasets import batches
-from tests.parity.whole_batch import WIDTH, Block, Case, Encoder, Views, job
+from tests.parity.whole_batch import CASES, WIDTH, Block, Case, Encoder
 
 
 class Centred(Encoder):
@@ -192,7 +191,7 @@ def whitened(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
     return -(gain * chosen).sum() + (logits.softmax(-1) * entropy).sum(), len(logits)
 
 
-CASES = {
+VALUES = {
     "centred": Case(Centred, to_class),
     "teacher": Case(Teacher, to_share),
     "codebook": Case(Codebook, to_input),
@@ -204,22 +203,4 @@ CASES = {
     "later seen": Case(LaterSeen, to_class),
     "later blocks": Case(LaterBlocks, to_class),
 }
-
-
-def plain(name: str, start: dict[str, Tensor], batch: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses and the state of a loop without samestep, in which the functions are those of torch."""
-    case, settings = CASES[name], job(batch)
-    model = case.model().double()
-    model.load_state_dict(start)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    losses = []
-    for step in batches(Views(), settings):
-        given = step.samples(step.indices)
-        total, count = case.loss(model(given["one"], given["two"]), given)
-        optimizer.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(trained, 2.0)
-        optimizer.step()
-        losses.append(float(total.detach() / count))
-    return losses, {key: value.clone() for key, value in model.state_dict().items()}
+CASES |= VALUES

@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 import samestep
 from samestep.job import Job
 from samestep.runtime.run import Run
+from tests.parts import Residual
 
 STEPS = 5
 Result = tuple[list[float], dict[str, Tensor]]
@@ -46,24 +47,8 @@ class Regression(nn.Module):
         return self.one(found), self.two(found)
 
 
-class Block(nn.Module):
-    """Two linear layers of four features around a ReLU, with a residual sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+Block = functools.partial(Residual, 4, 8, torch.relu)
+"""Two linear layers of four features around a ReLU, with a residual sum."""
 
 
 class Reading(nn.Module):
@@ -72,7 +57,11 @@ class Reading(nn.Module):
     def __init__(self, of_head: bool = False) -> None:
         super().__init__()
         self.of_head = of_head
-        self.lift, self.blocks, self.head = nn.Linear(6, 8), nn.ModuleList([Mlp(), Mlp()]), nn.Linear(8, 4)
+        self.lift, self.blocks, self.head = (
+            nn.Linear(6, 8),
+            nn.ModuleList([Residual(8, 16), Residual(8, 16)]),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         found = self.blocks[0](self.lift(x))
@@ -313,19 +302,17 @@ def run_of(loop: Loop, layout: str, **tables: Any) -> Run:
     return samestep.parallelize(built(loop), loop.loss, loop.optimizers, layout=layout, job=job_of(loop, **tables))
 
 
-def parts_result(
-    loop: Loop, layout: str, folder: Path | None = None, first: int = 0, last: int = STEPS
-) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Return the losses of each step and the weights of a loop with a run, which loads a checkpoint or saves one in between."""
+def parts_result(loop: Loop, layout: str, folder: Path | None = None, first: int = 0, last: int = STEPS) -> Result:
+    """Return the losses and the weights of a loop with a run, which loads a checkpoint or saves one in between."""
     run = run_of(loop, layout)
     if first:
         assert folder is not None
         run.load(folder)
-    losses = []
+    losses: list[float] = []
     for batch in samestep.batches(Points(), run.job, first_step=run.steps_taken):
         if batch.step == last:
             break
-        losses.append(loop.parts(run, batch, batch.step))
+        losses += loop.parts(run, batch, batch.step)
         assert run.steps_taken == batch.step + 1
     if folder is not None and last < STEPS:
         run.save(folder)

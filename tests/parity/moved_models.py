@@ -9,23 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parts import Words
+
 WIDTH, ENTRIES = 16, 64
 Make = Callable[[int], nn.Module]
 
 
-class Mixing(nn.Module):
+class Mixing(Words):
     """A decoder with a mixer of tokens in each of two blocks."""
 
     def __init__(self, make: Make) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(ENTRIES, WIDTH), nn.Linear(WIDTH, ENTRIES)
-        self.blocks = nn.ModuleList(MixingBlock(make) for _ in range(2))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(*[functools.partial(MixingBlock, make)] * 2, width=WIDTH, entries=ENTRIES)
 
 
 class MixingBlock(nn.Module):

@@ -18,9 +18,7 @@ from samestep.datasets import Batch, Dataset, batches, open_dataset
 from samestep.errors import DataError, JobError
 from samestep.examination.examine import Source
 from samestep.job import Job
-from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
+from tests.laboratory import run_from
 from tests.pool import pool
 
 SIDE = 8
@@ -61,7 +59,7 @@ def job_with(**run: Any) -> Job:
 
 def losses(rank: int, world: int, layout: str, job: Job, first: int = 0) -> list[float]:
     source = Source(model_source(job), loss_of(job), optimizer_of(job), "points")
-    run = Run(source, Layout(layout), job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(source, layout, job, rank, world)
     dataset = open_dataset(job)
     return [run.step(batch).loss for batch in batches(dataset, job, first_step=first)]
 

@@ -24,7 +24,6 @@ from samestep.layout import Layout
 from samestep.program.step import SampleGroups
 from samestep.runtime.axes import batch_norm
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
 from tests.laboratory import (
@@ -37,6 +36,7 @@ from tests.laboratory import (
     job_of,
     largest_error,
     perturbed,
+    run_from,
 )
 from tests.pool import pool
 
@@ -134,11 +134,10 @@ def batch_norm_job(coupled: int | None = None, batch: int = 8, **tables: Any) ->
 
 
 def run_of(rank: int, world: int, layout: str, job: Job, build: Any = Net) -> Run:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     where, source = Layout(layout), Source(perturbed(build), cross_entropy, optimizer_of(job), str(build))
     example = next(batches(Images(), job)).samples([0])
     prepared = traced.prepared(f"batch norm {build}", source, job, example, where)
-    return Run(replace(source, prepared=prepared), where, job, place)
+    return run_from(replace(source, prepared=prepared), where, job, rank, world)
 
 
 Buffers = dict[str, Tensor]

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from samestep import after_step, batch_cat, batch_mean, batch_sum
-from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
-from samestep.examination.examine import Source
-from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow
-from tests.parity.batch_values import CASES, plain
-from tests.parity.whole_batch import Views, job
+from tests.parity.batch_values import VALUES
+from tests.parity.whole_batch import Views, job, prove, run_of
 from tests.pool import pool
 
-Found = tuple[Observed, dict[str, Tensor], dict[str, float]]
-
-
-def run_of(rank: int, world: int, name: str, layout: str, batch: int = 8, part: str = "") -> Run:
-    case, settings = CASES[name], job(batch)
-    if part:
-        run = {"compile": part, "compile_backend": "aot_eager"}
-        settings = Job(**{**settings.model_dump(), "run": run})
-    source = Source(case.model, case.loss, optimizer_of(settings), name)
-    example = next(batches(Views(), settings)).samples([0])
-    prepared = traced.prepared(("batch values", name), source, settings, example, Layout(layout))
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(replace(source, prepared=prepared), Layout(layout), settings, place)
-
-
-def observe(rank: int, world: int, name: str, layout: str, batch: int = 8, part: str = "") -> Found:
-    run = run_of(rank, world, name, layout, batch, part)
-    seen = follow(run, Views(), run.job, record=True)
-    return seen, run.state_dict(on_every_rank=True), run.evaluate(next(batches(Views(), job(20))))
-
-
-@functools.cache
-def expected(name: str, batch: int = 8) -> tuple[list[float], dict[str, Tensor]]:
-    run = run_of(0, 1, name, "dp=1", batch)
-    run.prepare(next(batches(Views(), job(batch))).samples([0]))
-    return plain(name, run.state_dict(), batch)
-
-
 LAYOUTS = ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 recompute=full", "tp=2", "pp=2", "dp=2 pp=2", "dp=3")
-NOW = [name for name in CASES if not name.startswith("later")]
-LATER = [name for name in CASES if name.startswith("later")]
+NOW = [name for name in VALUES if not name.startswith("later")]
+LATER = [name for name in VALUES if name.startswith("later")]
 CHOICES = [(layout, names) for names in (NOW, LATER) for layout in LAYOUTS]
 ROWS = [(name, layout, batch) for layout, names in CHOICES for name in names for batch in (8, 5, 2)]
 DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (layout, names) in enumerate(CHOICES)}
@@ -66,12 +27,12 @@ DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (l
 )
 def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
     """Of five samples ranks have unequal numbers; of two a third rank has none."""
-    prove(name, layout, batch)
+    assert_proven(name, layout, batch)
 
 
 COMPILED = [
     (name, layout, part)
-    for name in CASES
+    for name in VALUES
     for layout, part in (
         ("dp=2", "blocks"),
         ("dp=2 zero=1 recompute=selective", "blocks"),
@@ -91,22 +52,7 @@ COMPILED = [
     ],
 )
 def test_code_that_takes_them_stays_outside_of_graphs(name: str, layout: str, part: str) -> None:
-    prove(name, layout, 8, part)
-
-
-def prove(name: str, layout: str, batch: int, part: str = "") -> None:
-    losses, state = expected(name, batch)
-    world = Layout(layout).world_size
-    given = name, layout, batch, part
-    ranks = pool(world).run(observe, *given) if world > 1 else [observe(0, 1, *given)]
-    for seen, ours, held_out in ranks:
-        assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
-        assert ours.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
-        assert held_out == ranks[0][2]
-    if world > 1:
-        assert_ledger([seen for seen, *_ in ranks], layout)
+    assert_proven(name, layout, 8, part)
 
 
 def test_outside_of_a_run_they_are_those_of_torch() -> None:
@@ -131,6 +77,11 @@ def test_outside_of_a_run_a_buffer_follows_when_an_optimizer_has_stepped() -> No
     assert torch.equal(buffer, torch.zeros(2))
     with pytest.raises(ModelError, match=r"was given a value .* for a buffer .*. Use a tensor of the buffer's shape"):
         after_step(buffer, torch.ones(3))
+
+
+def assert_proven(name: str, layout: str, batch: int, part: str = "") -> None:
+    held_out = prove(name, layout, batch, part)
+    assert held_out == [held_out[0]] * len(held_out)
 
 
 def prepared(rank: int, world: int, name: str, layout: str) -> None:

@@ -23,26 +23,17 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests.laboratory import run_from
 from tests.parity.loops import Block
+from tests.parts import Points
+from tests.plain import Trained, assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
 JOB = Job(
     train={"global_batch": 4, "steps": 4, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
 )
 LAYOUTS = ["dp=2", "dp=2 zero=3 microbatch=1", "tp=2", "pp=2 microbatch=2"]
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    """13 samples, which no number of ranks divides."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Padded(Points):
@@ -93,8 +84,7 @@ def measure(outputs: Any, batch: Any) -> dict[str, tuple[Tensor, int]]:
 def fresh_run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss, kind: Any = None) -> Run:
     """Return a run that is not prepared."""
     optimizer = optimizer_source(kind or (lambda params: torch.optim.AdamW(params, lr=0.01)), None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, used, optimizer), Layout(layout), JOB, place)
+    return run_from(Source(model, used, optimizer), layout, JOB, rank, world)
 
 
 def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss) -> Run:
@@ -225,7 +215,7 @@ def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 State = dict[str, Tensor]
 
 
-def loaded(rank: int, world: int, layout: str, of_rank_0: bool) -> tuple[list[float], State]:
+def loaded(rank: int, world: int, layout: str, of_rank_0: bool) -> Trained:
     """Losses before and after a state is loaded amid training, and the weights at the end."""
     run = run_of(rank, world, layout, Tied)
     losses = trained(run, 2)
@@ -235,30 +225,19 @@ def loaded(rank: int, world: int, layout: str, of_rank_0: bool) -> tuple[list[fl
 
 
 @functools.cache
-def plainly() -> tuple[list[float], State]:
+def plainly() -> Trained:
     """The same in a plain loop."""
     model = Tied().double()
     model.load_state_dict(run_of(0, 1, "dp=1", Tied).state_dict())
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
-    losses = []
-    for batch in samestep.batches(Points(), JOB):
-        if batch.step == 2:
+
+    def of_step(numbered: tuple[int, Any]) -> Any:
+        step, samples = numbered
+        if step == 2:
             model.load_state_dict(changed(model.state_dict()))
-        samples: Any = batch.samples(batch.indices)
-        total, count = loss(model(samples["x"]), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        losses.append((total / count).item())
-    return losses, model.state_dict()
+        return loss(model(samples["x"]), samples)
 
-
-def prove(found: tuple[list[float], State]) -> None:
-    losses, weights = plainly()
-    assert found[0] == pytest.approx(losses, abs=1e-9)
-    assert set(found[1]) == set(weights)
-    for name, one in weights.items():
-        assert torch.allclose(found[1][name], one, rtol=1e-9, atol=1e-9), name
+    return train_plainly(model, enumerate(whole_batches(Points(), JOB)), of_step, optimizer)
 
 
 SETTING = ["dp=1", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
@@ -267,11 +246,10 @@ SETTING = ["dp=1", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "pp=2 mi
 @pytest.mark.parametrize("layout", SETTING)
 @pytest.mark.parametrize("of_rank_0", [True, False])
 def test_a_state_is_loaded_amid_training(layout: str, of_rank_0: bool) -> None:
-    for found in everywhere(layout, loaded, of_rank_0):
-        prove(found)
+    assert_trained(everywhere(layout, loaded, of_rank_0), plainly(), 1e-9, 1e-9, 1e-9)
 
 
-def written(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+def written(rank: int, world: int, layout: str) -> Trained:
     """The same by writes into whole weights."""
     run = run_of(rank, world, layout, Tied)
     losses = trained(run, 2)
@@ -286,11 +264,10 @@ def written(rank: int, world: int, layout: str) -> tuple[list[float], State]:
 
 @pytest.mark.parametrize("layout", SETTING)
 def test_whole_weights_are_written(layout: str) -> None:
-    for found in everywhere(layout, written):
-        prove(found)
+    assert_trained(everywhere(layout, written), plainly(), 1e-9, 1e-9, 1e-9)
 
 
-def written_by_dicts(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+def written_by_dicts(rank: int, world: int, layout: str) -> Trained:
     """The same by state dicts of the model and of a part of it, each loaded within and read again."""
     run = run_of(rank, world, layout, Tied)
     losses = trained(run, 2)
@@ -305,11 +282,10 @@ def written_by_dicts(rank: int, world: int, layout: str) -> tuple[list[float], S
 
 @pytest.mark.parametrize("layout", SETTING)
 def test_whole_weights_are_written_by_state_dicts(layout: str) -> None:
-    for found in everywhere(layout, written_by_dicts):
-        prove(found)
+    assert_trained(everywhere(layout, written_by_dicts), plainly(), 1e-9, 1e-9, 1e-9)
 
 
-def replaced(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+def replaced(rank: int, world: int, layout: str) -> Trained:
     """The same by new tensors in the place of weights and buffers, as pruning puts a new mask."""
     run = run_of(rank, world, layout, Tied)
     losses = trained(run, 2)
@@ -325,8 +301,7 @@ def replaced(rank: int, world: int, layout: str) -> tuple[list[float], State]:
 
 @pytest.mark.parametrize("layout", SETTING)
 def test_tensors_in_the_place_of_whole_weights_are_kept(layout: str) -> None:
-    for found in everywhere(layout, replaced):
-        prove(found)
+    assert_trained(everywhere(layout, replaced), plainly(), 1e-9, 1e-9, 1e-9)
 
 
 def copied(rank: int, world: int, layout: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 import samestep
 from samestep.errors import UnprovenError
 from tests.laboratory import TOLERANCE, in_loop
+from tests.plain import train_plainly
 from tests.pool import pool
 
 CLASSES = 3
 POINTS = torch.randn(32, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = torch.randint(CLASSES, (32,), generator=torch.Generator().manual_seed(1))
+BATCHES = list(zip(POINTS.split(8), LABELS.split(8), strict=True))
 
 
 class Centred(nn.Module):
@@ -96,31 +99,30 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
+@functools.cache
 def plain(name: str) -> list[float]:
     """Return the losses of a loop without samestep, in which a buffer follows when the optimizer has stepped."""
-    model, loss, found = _model(), LOSSES[name](), []
-    optimizer = _sgd(model.parameters())
-    for batch in zip(POINTS.split(8), LABELS.split(8), strict=True):
-        given = loss(model(batch[0]), batch)
-        mean = given[0] / given[1] if isinstance(given, tuple) else given
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-        found.append(float(mean.detach()))
-    return found
+    model, loss = _model(), LOSSES[name]()
+    return train_plainly(model, BATCHES, lambda batch: loss(model(batch[0]), batch), _sgd(model.parameters()))[0]
+
+
+JOB = in_loop(
+    samestep.Job(train={"global_batch": 8, "steps": 4}, numerics={"precision": "float64"}, run={"device": "cpu"})
+)
+
+
+def started(name: str, layout: str) -> samestep.Run:
+    return samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=JOB)
 
 
 def trained(rank: int, world: int, name: str, layout: str, evaluates: bool = True) -> list[float]:
     """Return the losses of a run that evaluates its loss on other samples between its steps."""
-    numerics, run = {"precision": "float64"}, {"device": "cpu"}
-    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
-    started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=in_loop(job))
-    found = []
-    for batch in zip(POINTS.split(8), LABELS.split(8), strict=True):
-        found.append(started.step(batch).loss)
+    run, losses = started(name, layout), []
+    for batch in BATCHES:
+        losses.append(run.step(batch).loss)
         if evaluates:
-            started.evaluate((POINTS[:8] + 1, LABELS[:8]))
-    return found
+            run.evaluate((POINTS[:8] + 1, LABELS[:8]))
+    return losses
 
 
 ROWS = [
@@ -189,17 +191,11 @@ LOSSES["annealed"] = lambda: samestep.whole_batch(Annealed())
 
 def resumed(rank: int, world: int, name: str, layouts: tuple[str, str], folder: str) -> list[float]:
     """Return the losses of two runs, of which the second goes on from the checkpoint of the first with a loss made anew."""
-    numerics, run = {"precision": "float64"}, {"device": "cpu"}
-    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
-    found, batches = [], list(zip(POINTS.split(8), LABELS.split(8), strict=True))
-    for part, layout in enumerate(layouts):
-        started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=in_loop(job))
-        if part:
-            started.load(folder)
-        found += [started.step(batch).loss for batch in batches[2 * part : 2 * part + 2]]
-        if not part:
-            started.save(folder)
-    return found
+    first, second = (started(name, layout) for layout in layouts)
+    losses = [first.step(batch).loss for batch in BATCHES[:2]]
+    first.save(folder)
+    second.load(folder)
+    return losses + [second.step(batch).loss for batch in BATCHES[2:]]
 
 
 PAIRS = [("dp=2", "pp=2 microbatch=4"), ("pp=2 microbatch=4", "dp=2 zero=3"), ("tp=2", "dp=2 microbatch=2")]

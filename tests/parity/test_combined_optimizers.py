@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from samestep.program.ops import BYTES_OF
 from samestep.program.update_rules import states_per_param, with_whole_updates
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 from tests import traced
@@ -36,10 +36,12 @@ from tests.laboratory import (
     job_of,
     perturbed,
     prove,
+    run_from,
     whole,
 )
 from tests.models import VOCABULARY, Tokens
 from tests.parity.test_update_rules import Small
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 MATRICES = ["blocks.*.up.weight", "blocks.*.down.weight"]
@@ -69,8 +71,7 @@ def source_of(job: Job = JOB) -> Source:
 
 
 def run_of(layout: str, rank: int = 0, world: int = 1) -> Run:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(source_of(), Layout(layout), JOB, place)
+    return run_from(source_of(), layout, JOB, rank, world)
 
 
 def observe(rank: int, world: int, layout: str) -> Observed:
@@ -100,7 +101,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop_with_two_optimizers(layout
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(plan.materialize(name, torch.device("cpu"), torch.float64))
-    losses = train_plainly(model)
+    losses = trained_plainly(model)
     ranks = [alone()] if layout == "dp=1" else pool(2).run(observe, layout)
     for seen in ranks:
         assert seen.losses == pytest.approx(losses, rel=1e-9)
@@ -110,7 +111,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop_with_two_optimizers(layout
             torch.testing.assert_close(weights[name].view(param.shape), param.detach(), rtol=1e-7, atol=1e-9)
 
 
-def train_plainly(model: nn.Module) -> list[float]:
+def trained_plainly(model: nn.Module) -> list[float]:
     named = dict(model.named_parameters())
     matrices = [param for name, param in named.items() if is_matrix(name)]
     norms = [param for name, param in named.items() if ".norm." in name]
@@ -120,17 +121,11 @@ def train_plainly(model: nn.Module) -> list[float]:
         [{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=0.01, weight_decay=0.1, eps=1e-3
     )
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 - step / 2) for one in (muon, adamw)]
-    losses = []
-    for batch in batches(Tokens(), JOB):
-        samples = batch.samples(batch.indices)
-        loss = cross_entropy(model(samples["input_ids"]).view(-1, VOCABULARY), samples["labels"].flatten())
-        model.zero_grad()
-        loss.backward()
-        for one, schedule in zip((muon, adamw), schedules, strict=True):
-            one.step()
-            schedule.step()
-        losses.append(loss.item())
-    return losses
+
+    def loss(batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch["input_ids"]).view(-1, VOCABULARY), batch["labels"].flatten())
+
+    return train_plainly(model, whole_batches(Tokens(), JOB), loss, [muon, adamw], schedules=schedules)[0]
 
 
 def own_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -140,8 +135,7 @@ def own_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
 def losses_with_a_function(rank: int, world: int, layout: str) -> list[float]:
     group = {"match": MATRICES, "name": f"{own_muon.__module__}:own_muon"}
     job = Job(**{**JOB.model_dump(), "optimizer": {**OPTIMIZER, "groups": [group]}})
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return follow(Run(source_of(job), Layout(layout), job, place), Tokens(), job).losses
+    return follow(run_from(source_of(job), layout, job, rank, world), Tokens(), job).losses
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])

@@ -32,6 +32,7 @@ from tests.laboratory import (
 )
 from tests.models import LENGTH, MODELS, PackedTokens, Tokens
 from tests.parity import axes  # noqa: F401 (it adds models)
+from tests.parts import Words
 
 Case = tuple[Observed, list[str], int]
 """What a rank has observed, its run's remarks, and the number of its graphs."""
@@ -208,17 +209,9 @@ class Counting(nn.Module):
         return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
 
 
-class CountingModel(nn.Module):
+class CountingModel(Words):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(Counting() for _ in range(2))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(Counting, Counting, width=16, entries=64)
 
 
 MODELS["counting"] = CountingModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.errors import ModelError
-from tests.pool import pool
+from tests.plain import assert_as_on_one_device
 
 
 class Gain(nn.Module):
@@ -132,8 +132,4 @@ def _teacher(rank: int, world: int, layout: str, how: str) -> Found:
     ],
 )
 def test_what_is_given_of_cut_weights_is_that_of_one_device(layout: str, work: Any, more: tuple[str, ...]) -> None:
-    (wanted,) = pool(1).run(work, "dp=1", *more)
-    for losses, weights in pool(samestep.Layout(layout).world_size).run(work, layout, *more):
-        assert losses == pytest.approx(wanted[0], rel=1e-9)
-        for name, value in wanted[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    assert_as_on_one_device(work, layout, *more, rtol=1e-9, atol=1e-12)

@@ -16,7 +16,6 @@ from torch import nn
 from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model
-from samestep.datasets import batches
 from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
@@ -30,6 +29,7 @@ from tests.laboratory import (
 )
 from tests.models import MODELS, Tokens
 from tests.parity.axes import MODELS_HERE
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 
@@ -76,19 +76,12 @@ def test_one_rank_is_a_plain_pytorch_loop(model: str) -> None:
     job, seen = clipped(), reference(model)
     built = _by_hand(MODELS[model], job.train.seed).double()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1, momentum=0.9)
-    loss_fn, dataset = loss_of(job), Tokens()
-    losses = []
-    for batch in batches(dataset, job):
-        samples = batch.samples(batch.indices)
-        total, count = loss_fn(call_model(built, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(built.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(total.detach() / count))
+    loss = loss_of(job)
+    losses, weights = train_plainly(
+        built, whole_batches(Tokens(), job), lambda batch: loss(call_model(built, batch), batch), optimizer, 0.5
+    )
     # The plain loop leaves float32 islands (rotary angles, norms of Llama) as they are: 1e-6 instead of 1e-9.
     assert losses == pytest.approx(seen.losses, rel=1e-6)
     assert all(math.isfinite(loss) for loss in losses)
     for name, start, stop, value in seen.weights:
-        expected = dict(built.named_parameters())[name].detach().flatten()[start:stop]
-        assert torch.allclose(value.flatten(), expected, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(value.flatten(), weights[name].flatten()[start:stop], rtol=1e-5, atol=1e-6), name

@@ -20,6 +20,7 @@ from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, observe, reference
 from tests.models import MODELS, Attentive
+from tests.parts import Words
 from tests.pool import pool
 
 
@@ -77,22 +78,13 @@ class Folded(Attentive):
         return self.head(x)
 
 
-class Fused(nn.Module):
+class Fused(Words):
     """Drops q, k and v before they are split."""
 
     tensor_plan = {"blocks.*.qkv": "qkv", "blocks.*.out": "row"}  # noqa: RUF012
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList(FusedBlock() for _ in range(2))
-        self.head = nn.Linear(16, 64)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(FusedBlock, FusedBlock, width=16, entries=64)
 
 
 class FusedBlock(nn.Module):

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.layout import Layout
-from tests.laboratory import clipped, prove, source_of
-from tests.models import MODELS
+from tests.laboratory import entered_and_traced, prove
 
 WIDTH, WORDS = 8, 64
 
@@ -51,13 +49,8 @@ LAYOUTS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2")
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> Iterator[None]:
-    """Trace all models before the first pool of ranks is forked, which inherits them."""
-    for name, build in BAGS.items():
-        MODELS[name] = build
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in BAGS:
-        del MODELS[name]
+    with entered_and_traced(BAGS):
+        yield
 
 
 DAILY = {

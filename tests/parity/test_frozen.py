@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from samestep.building.initial_values import blueprint
 from samestep.building.loss import loss_of
@@ -19,11 +18,10 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
 from tests.folders import SIZES, saved
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow, run_from
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -38,7 +36,7 @@ def run_of(rank: int, world: int, layout: str, job: Job, *, for_any: bool = Fals
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = next(batches(Tokens(), job)).samples([0])
     prepared = traced.prepared(job.model.model_dump_json(), source, job, example, where, for_any=for_any)
-    return Run(replace(source, prepared=prepared), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    return run_from(replace(source, prepared=prepared), where, job, rank, world)
 
 
 def observe(rank: int, world: int, layout: str, job: Job) -> Observed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import UserDict, namedtuple
 from collections.abc import Callable
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.datasets.values import tensors_of_arrays
-from samestep.errors import DataError, LayoutError, UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
-from tests.pool import pool
+from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
+from tests.pool import pool, telling
 
 STEPS = 5
 JOB = Job(
@@ -124,23 +126,22 @@ CONTAINERS = ("record", "fixed record", "nested record", "encoding", "records in
 """Forms of classes that torch's containers do not know, or of which the loss reads attributes."""
 
 
-def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+@functools.cache
+def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> Trained:
     make, loss = FORMS[form]
     model = build(norm).double()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
-    for step in range(STEPS):
-        x, y = points(step, sizes[step])
-        batch = make(x, y)
-        given = tensors_of_arrays(batch)
+
+    def of_values(values: tuple[Tensor, Tensor]) -> Any:
+        given = tensors_of_arrays(make(*values))
         is_whole = form == "listed" or hasattr(given, "inputs")
         inputs = given if is_whole else given["x"] if isinstance(given, dict | UserDict) else given[0]
-        total, count = loss(model(inputs), given)
-        model.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(total.detach()) / count)
-    return losses, model.state_dict()
+        return loss(model(inputs), given)
+
+    return train_plainly(model, map(points, range(STEPS), sizes), of_values, momentum(model.parameters()), 1.0)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
 
 
 def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, bool]]:
@@ -157,15 +158,13 @@ def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Te
 
 def trained(
     rank: int, world: int, layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, folder: str
-) -> tuple[list[float], float, Any, dict[str, Tensor]]:
+) -> tuple[list[float], dict[str, Tensor], float, Any]:
     make, loss = FORMS[form]
     run, losses = None, []
     for step in range(STEPS):
         if run is None or (folder and step == 3):  # goes on from a checkpoint
             before = run
-            run = samestep.parallelize(
-                lambda: build(norm), loss, lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9), layout=layout, job=JOB
-            )  # fmt: skip
+            run = samestep.parallelize(lambda: build(norm), loss, momentum, layout=layout, job=JOB)
             if before is not None:
                 before.save(folder)
                 run.load(folder)
@@ -174,7 +173,7 @@ def trained(
     assert run is not None
     given, keywords = given_to(rank, world, how, make, points(77, 6))
     loss_of, outputs = run.evaluate(given, **keywords)["loss"], run.predict(given, **keywords)
-    return losses, loss_of, outputs, run.state_dict(on_every_rank=True)
+    return losses, run.state_dict(on_every_rank=True), loss_of, outputs
 
 
 CASES = [
@@ -203,20 +202,15 @@ CASES = [
 def test_values_of_a_batch_train_as_in_a_plain_loop(
     layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, tmp_path: Any
 ) -> None:
-    wanted, weights = plain(form, sizes, norm)
-    ranks = Layout(layout).world_size
-    given = layout, form, how, sizes, norm, str(tmp_path)
-    results = pool(ranks).run(trained, *given)
+    expected = plain(form, sizes, norm)
+    ranks = pool(Layout(layout).world_size).run(trained, layout, form, how, sizes, norm, str(tmp_path))
+    assert_trained(ranks, expected, 1e-8, 1e-9)
     model = build(norm).double()
-    model.load_state_dict(weights)
+    model.load_state_dict(expected[1])
     x, y = points(77, 6)
-    for losses, loss, outputs, found in results:
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        assert found.keys() == weights.keys()
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name].to(value.dtype), value, rtol=1e-8, atol=1e-9, msg=name)
-        with torch.no_grad():
-            wanted_outputs = model.eval()(x)
+    with torch.no_grad():
+        wanted_outputs = model.eval()(x)
+    for *_, loss, outputs in ranks:
         assert loss == pytest.approx(float(_loss(wanted_outputs, y)[0]) / 6, rel=1e-8)
         torch.testing.assert_close(outputs, wanted_outputs, rtol=1e-7, atol=1e-8)
 
@@ -281,9 +275,7 @@ def test_outputs_in_a_list_of_one_for_each_sample_are_those_of_all_samples() -> 
 def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:
     """Predict from values of every rank and evaluate those of rank 0, in front of steps on values of rank 0 alone."""
     make, loss = FORMS["tuple"]
-    run = samestep.parallelize(
-        build, loss, lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9), layout=layout, job=JOB
-    )
+    run = samestep.parallelize(build, loss, momentum, layout=layout, job=JOB)
     losses, held = [], make(*points(77, 6))
     for step in range(STEPS):
         outputs = run.predict(held)
@@ -301,17 +293,14 @@ def test_methods_are_given_values_in_ways_of_their_own(layout: str) -> None:
     assert torch.equal(outputs, same)
 
 
-def _late(rank: int, world: int) -> str:
+@telling
+def _late(rank: int, world: int) -> None:
     """Give ranks other values in the first step of a run that a prediction has prepared."""
     make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout="dp=2", job=JOB)
+    run = samestep.parallelize(build, loss, sgd, layout="dp=2", job=JOB)
     run.steps_taken = 3
     run.predict(make(*points(77, 6)))
-    try:
-        run.step(make(*points(rank, 8)))
-    except DataError as error:
-        return str(error)
-    return ""
+    run.step(make(*points(rank, 8)))
 
 
 def test_the_first_values_of_a_step_are_compared_whatever_came_before() -> None:
@@ -319,9 +308,10 @@ def test_the_first_values_of_a_step_are_compared_whatever_came_before() -> None:
         assert text.startswith("run.step was given other values on rank 1 than on rank 0")
 
 
-def _refused(rank: int, world: int, layout: str, kind: str) -> str:
+@telling
+def _refused(rank: int, world: int, layout: str, kind: str) -> None:
     make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB)
+    run = samestep.parallelize(build, loss, sgd, layout=layout, job=JOB)
     batch: Any = make(*points(rank if kind in ("other", "own") else 0))
     keywords = {"local": kind == "own"}
     if kind == "none":
@@ -332,11 +322,7 @@ def _refused(rank: int, world: int, layout: str, kind: str) -> str:
         batch = (object(), *batch) if rank == 0 else None
     if kind == "no samples":
         batch = {"x": 3.0}
-    try:
-        run.step(batch, **keywords)
-    except DataError as error:
-        return str(error)
-    return ""
+    run.step(batch, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -474,34 +460,30 @@ def ragged_model(kind: str) -> nn.Module:
     return (RAGGED | MIXED)[kind][0]()
 
 
-def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    run = samestep.parallelize(
-        lambda: ragged_model(kind), _ragged_loss(kind), lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB
-    )  # fmt: skip
+def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> Trained:
     loader = torch.utils.data.DataLoader(Graphs(), batch_size=8, collate_fn=(RAGGED | MIXED)[kind][1])
-    losses = [run.step(batch).loss for batch in samestep.batches(loader, JOB)]
-    return losses, run.state_dict(on_every_rank=True)
+    make = functools.partial(
+        samestep.parallelize, lambda: ragged_model(kind), _ragged_loss(kind), sgd, layout=layout, job=JOB
+    )
+    return train_in_layout(make, lambda _: samestep.batches(loader, JOB))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=3", "dp=2", "dp=2 zero=3 microbatch=2"])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_what_a_collate_fn_makes_of_any_kind_trains_as_in_a_plain_loop(kind: str, layout: str) -> None:
     model, loss = ragged_model(kind).double(), _ragged_loss(kind)
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.3), []
-    for step in range(STEPS):
+
+    def of_step(step: int) -> Any:
         batch = RAGGED[kind][1]([Graphs()[(8 * step + place) % 24] for place in range(8)])
         inputs = {"objects": (batch,), "lists of dicts": (batch[0],) if kind == "lists of dicts" else ()}.get(kind)
-        outputs = model(*inputs) if inputs else model(batch["x"], batch["edges"], batch["graph"])
-        total, count = loss(outputs, batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout(layout).world_size).run(trained_on_ragged, layout, kind):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+        return loss(model(*inputs) if inputs else model(batch["x"], batch["edges"], batch["graph"]), batch)
+
+    expected = train_plainly(model, range(STEPS), of_step, sgd(model.parameters()), 1.0)
+    assert_trained(pool(Layout(layout).world_size).run(trained_on_ragged, layout, kind), expected)
 
 
 def _said_of_mixed(rank: int, world: int, layout: str, kind: str) -> str:

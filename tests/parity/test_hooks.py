@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 import samestep
 from samestep.errors import UnprovenError
 from tests.code.hooks import limited, to_unit_norm
+from tests.plain import train_plainly
 from tests.pool import pool
+
+JOB = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
 
 
 class Net(nn.Module):
@@ -42,27 +46,21 @@ def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
 def _losses(
     rank: int, world: int, layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool, own: bool
 ) -> list[float]:
-    numerics = {"precision": "float64"}
-    job = samestep.Job(train={"global_batch": 32, "watch_every": 0}, numerics=numerics, run={"device": "cpu"})
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
     run = samestep.parallelize(Net(hook, of_weight), _sum if own else "cross_entropy", _sgd, layout=layout, job=job)
     return [run.step(_batch(ignored)).loss for _ in range(3)]
+
+
+def _plain(model: nn.Module, loss: Callable[..., Any], ignored: bool) -> list[float]:
+    batches = [_batch(ignored)] * 3
+    return train_plainly(
+        model.double(), batches, lambda batch: loss(model(batch[0]), batch), _sgd([*model.parameters()])
+    )[0]
 
 
 def _sum(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return a loss of the user's own, which is tried in the first step."""
     return F.cross_entropy(outputs, batch[1], reduction="sum"), (batch[1] != -100).sum()
-
-
-def _plain(hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool) -> list[float]:
-    model, losses, (x, y) = Net(hook, of_weight).double(), [], _batch(ignored)
-    optimizer = _sgd([*model.parameters()])
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_a_hook_sees_gradients_of_the_mean(
 ) -> None:
     """The job has 32 samples a step, and batches by hand have 12, of which some labels are ignored."""
     world = samestep.Layout(layout).world_size
-    wanted = pytest.approx(_plain(hook, of_weight, ignored), rel=1e-9)
+    wanted = pytest.approx(_plain(Net(hook, of_weight), _sum, ignored), rel=1e-9)
     args = layout, hook, of_weight, ignored, own
     assert all(found == wanted for found in (pool(2).run(_losses, *args) if world > 1 else [_losses(0, 1, *args)]))
 
@@ -114,21 +112,13 @@ class CountingLoss:
 
 
 def _counted(rank: int, world: int, layout: str, kept: str) -> list[float]:
-    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    run = samestep.parallelize(Counting(kept), CountingLoss(kept), _sgd, layout=layout, job=job)
+    run = samestep.parallelize(Counting(kept), CountingLoss(kept), _sgd, layout=layout, job=JOB)
     return [run.step(_batch(True)).loss for _ in range(3)]
 
 
 @pytest.mark.parametrize(("layout", "kept"), [("dp=1", "a number"), ("dp=1", "a buffer"), ("dp=2", "the loss")])
 def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: str, kept: str) -> None:
-    model, loss, wanted = Counting(kept).double(), CountingLoss(kept), []
-    optimizer = _sgd([*model.parameters()])
-    for _ in range(3):
-        total, count = loss(model(_batch(True)[0]), _batch(True))
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        wanted.append((total / count).item())
+    wanted = _plain(Counting(kept), CountingLoss(kept), True)
     world = samestep.Layout(layout).world_size
     losses = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
     assert all(of_rank == pytest.approx(wanted, rel=1e-9) for of_rank in losses)
@@ -184,16 +174,12 @@ def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> N
         return [first, step(), step()]
 
     def plain_step() -> float:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
+        (loss,), _ = train_plainly(model, [_batch(False)], lambda batch: _sum(model(batch[0]), batch), optimizer)
+        return loss
 
-    model, (x, y) = Net(limited, False).double(), _batch(False)
+    model = Net(limited, False).double()
     optimizer = _sgd([*model.parameters()])
-    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout="dp=1", job=job)
+    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout="dp=1", job=JOB)
     found = losses(lambda: run.model, lambda: run.step(_batch(False)).loss)
     assert found == pytest.approx(losses(lambda: model, plain_step), rel=1e-9)
 

@@ -33,6 +33,7 @@ from samestep.runtime.run import Run
 from tests import small
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import LENGTH, MODELS, VOCABULARY, Tokens
+from tests.plain import train_plainly, whole_batches
 
 JOB = job_of("float64", 2, train={"watch_every": 0})
 
@@ -84,18 +85,12 @@ def plain(model: str, kind: str) -> list[float]:
     """The losses of a plain loop over transformers' own."""
     run = make_run(0, 1, model, "dp=1", JOB, KINDS[kind])
     run.prepare(next(batches(KINDS[kind](), JOB)).samples([0]))
-    own = MODELS[model]().double()
-    own.load_state_dict(run.state_dict(), strict=False)
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
-    found = []
+    module = MODELS[model]().double()
+    module.load_state_dict(run.state_dict(), strict=False)
+    samples = [*whole_batches(KINDS[kind](), JOB), next(whole_batches(KINDS[kind](), JOB))]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     with RaiseIslands():
-        for batch in [*batches(KINDS[kind](), JOB), next(batches(KINDS[kind](), JOB))]:
-            loss = own(**batch.samples(batch.indices)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(float(loss.detach()))
-    return found
+        return train_plainly(module, samples, lambda batch: module(**batch).loss, optimizer)[0]
 
 
 CASES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ import samestep
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from tests.pool import pool
+from tests.plain import Trained, assert_trained, train_in_layout, train_in_turn, train_plainly
+from tests.pool import pool, telling
 
 STEPS, LANES, TOKENS = 6, 4, 5
 JOB = Job(
@@ -99,32 +101,32 @@ def detached(carried: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, carried)
 
 
-def plain(kind: str, source: str) -> tuple[list[float], dict[str, Tensor]]:
-    model = build(kind).double()
-    optimizer, losses, carried = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), [], None
-    for step, batch in enumerate(columns(source)):
-        if source == "data set" and step % 5 == 0:
-            carried = None
-        if "starts" in batch and carried is not None:
+@functools.cache
+def plain(kind: str, source: str) -> Trained:
+    model, carried = build(kind).double(), [None]
+
+    def of_batch(numbered: tuple[int, Any]) -> Any:
+        step, batch = numbered
+        before: Any = None if source == "data set" and step % 5 == 0 else carried[0]
+        if "starts" in batch and before is not None:
             keep = (~batch["starts"]).double().view(1, -1, 1)
-            carried = torch.utils._pytree.tree_map_only(Tensor, lambda one, keep=keep: one * keep, carried)
-        given = batch["x"] if kind == "lstm" else batch
-        outputs, carried = model(given, detached(carried))
-        total, count = loss(outputs, batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-        losses.append(float(total.detach()) / count)
-    return losses, model.state_dict()
+            before = torch.utils._pytree.tree_map_only(Tensor, lambda one: one * keep, before)
+        outputs, carried[0] = model(batch["x"] if kind == "lstm" else batch, detached(before))
+        return loss(outputs, batch)
+
+    return train_plainly(model, enumerate(columns(source)), of_batch, momentum(model.parameters()), 0.25)
 
 
-def train(
-    rank: int, world: int, layout: str, kind: str, source: str, folder: str, first: int, last: int
-) -> tuple[list[float], dict[str, Tensor]]:
-    run = samestep.parallelize(
-        lambda: build(kind), loss, lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9), layout=layout, job=JOB
-    )
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def train(rank: int, world: int, layout: str, kind: str, source: str, folder: str, first: int, last: int) -> Trained:
+    run = samestep.parallelize(lambda: build(kind), loss, momentum, layout=layout, job=JOB)
     if first:
         run.load(folder)
     data = Text() if source == "data set" else in_columns
@@ -150,16 +152,7 @@ def train(
 def test_lanes_carry_their_state_as_a_plain_loop_does(
     layouts: tuple[str, str], kind: str, source: str, tmp_path: Any
 ) -> None:
-    wanted, weights = plain(kind, source)
-    found: list[float] = []
-    results: Any = ()
-    for layout, first, last in zip(layouts, (0, 3), (3, STEPS), strict=True):
-        results = pool(Layout(layout).world_size).run(train, layout, kind, source, str(tmp_path), first, last)
-        found += results[0][0]
-    assert found == pytest.approx(wanted, rel=1e-9)
-    for _, state in results:
-        for name, value in weights.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_trained(train_in_turn(train, layouts, STEPS, kind, source, str(tmp_path)), plain(kind, source))
 
 
 class Stateless(Recurrent):
@@ -178,13 +171,10 @@ class MeanState(Recurrent):
         return outputs, hidden.mean(1)
 
 
-def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> str:
+@telling
+def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> None:
     run = samestep.parallelize(model, loss, lambda params: torch.optim.SGD(params, lr=0.1), layout=layout, job=JOB)
-    try:
-        run.step(next(samestep.batches(Text(), JOB, lanes=True)))
-    except InputError as error:
-        return str(error)
-    return ""
+    run.step(next(samestep.batches(Text(), JOB, lanes=True)))
 
 
 @pytest.mark.parametrize(
@@ -244,41 +234,33 @@ def over_time(carries: bool) -> nn.Module:
     return OverTimeInLanes() if carries else OverTime()
 
 
-def train_over_time(rank: int, world: int, layout: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
-    run = samestep.parallelize(
-        lambda: over_time(how == "lanes"), loss, lambda params: torch.optim.SGD(params, lr=0.5), layout=layout, job=JOB, batch_dim=1
-    )  # fmt: skip
+def train_over_time(rank: int, world: int, layout: str, how: str) -> Trained:
+    make = functools.partial(
+        samestep.parallelize, lambda: over_time(how == "lanes"), loss, plain_sgd, layout=layout, job=JOB, batch_dim=1
+    )
     if how == "by hand":
-        return [
-            run.step({key: one.T for key, one in batch.items()}).loss for batch in columns("data set")
-        ], run.state_dict(on_every_rank=True)
+        return train_in_layout(
+            make, lambda _: ({key: one.T for key, one in batch.items()} for batch in columns("data set"))
+        )
     source: Any = (
         torch.utils.data.DataLoader(Text(), batch_size=4, collate_fn=transposed) if how == "loader" else Text()
     )
-    return [run.step(one).loss for one in samestep.batches(source, JOB, lanes=how == "lanes")], run.state_dict(
-        on_every_rank=True
-    )
+    return train_in_layout(make, lambda _: samestep.batches(source, JOB, lanes=how == "lanes"))
 
 
 @pytest.mark.parametrize(
     ("layout", "how"), [("dp=1", "by hand"), ("dp=2", "by hand"), ("dp=2 zero=3 microbatch=1", "loader"), ("dp=2", "lanes")]
 )  # fmt: skip
 def test_samples_along_the_second_dimension_train_as_in_a_plain_loop(layout: str, how: str) -> None:
-    model, carried, wanted = over_time(how == "lanes").double(), None, []
-    optimizer, text = torch.optim.SGD(model.parameters(), lr=0.5), Text()
-    for step in range(STEPS):
+    model, carried, text = over_time(how == "lanes").double(), [None], Text()
+
+    def of_step(step: int) -> Any:
         batch = {key: one.T for key, one in columns("data set")[step].items()}
         if how == "loader":
             batch = transposed([text[index] for index in range(22)][step * 4 : step * 4 + 4])
-        outputs = model(batch["x"], detached(carried) if step % 5 else None)
-        outputs, carried = outputs if how == "lanes" else (outputs, None)
-        total, count = loss(outputs, batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-        wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout(layout).world_size).run(train_over_time, layout, how):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+        outputs = model(batch["x"], detached(carried[0]) if step % 5 else None)
+        outputs, carried[0] = outputs if how == "lanes" else (outputs, None)
+        return loss(outputs, batch)
+
+    expected = train_plainly(model, range(STEPS), of_step, plain_sgd(model.parameters()), 0.25)
+    assert_trained(pool(Layout(layout).world_size).run(train_over_time, layout, how), expected)

@@ -33,6 +33,7 @@ from samestep.runtime.run import Run
 from tests import small, traced
 from tests.laboratory import combinations
 from tests.models import Tokens
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 CPU = torch.device("cpu")
@@ -425,16 +426,12 @@ def losses_of(rank: int, world: int, family: str, layout: str) -> list[float]:
 @functools.cache
 def losses_of_a_plain_loop(family: str) -> list[float]:
     model = fine_tuned(family)
-    optimizer = sgd(list(model.parameters()))
-    found = []
-    for batch in batches(Tokens(), job()):
-        samples = batch.samples(batch.indices)
-        loss = F.cross_entropy(model(samples["input_ids"]).logits.flatten(0, 1), samples["labels"].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+    samples = whole_batches(Tokens(), job())
+    return train_plainly(model, samples, functools.partial(loss_of_tokens, model), sgd(list(model.parameters())))[0]
+
+
+def loss_of_tokens(model: nn.Module, samples: Any) -> Tensor:
+    return F.cross_entropy(model(samples["input_ids"]).logits.flatten(0, 1), samples["labels"].flatten())
 
 
 @pytest.mark.parametrize(("layout", "family"), combinations(LAYOUTS, tuple(FAMILIES)))
@@ -475,14 +472,5 @@ def _adamw_losses(job: Job, model: nn.Module) -> list[float]:
     """The losses of the job's steps, taken as torch's own documentation would."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
-    found = []
-    for batch in itertools.islice(batches(open_dataset(job, "train"), job), job.train.steps):
-        samples = batch.samples(batch.indices)
-        loss = F.cross_entropy(model(samples["input_ids"]).logits.flatten(0, 1), samples["labels"].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warm_up.step()
-        found.append(float(loss.detach()))
-    return found
+    samples = itertools.islice(whole_batches(open_dataset(job, "train"), job), job.train.steps)
+    return train_plainly(model, samples, functools.partial(loss_of_tokens, model), optimizer, 1.0, [warm_up])[0]

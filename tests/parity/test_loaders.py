@@ -29,8 +29,8 @@ import samestep
 from samestep.datasets import Batch, loaders
 from samestep.errors import DataError
 from samestep.job import Job
-from samestep.layout import Layout
-from tests.pool import pool
+from tests.plain import Trained, assert_trained, train_in_turn, train_plainly
+from tests.pool import pool, telling
 
 STEPS = 6
 JOB = Job(
@@ -87,17 +87,14 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.2, momentum=0.9)
 
 
-def plain(batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+def plain(batches: list[Any]) -> Trained:
     """Train in a plain loop over whole batches, each collated at once."""
     model = build().double()
-    stepping, losses = optimizer(model.parameters()), []
-    for batch in batches:
-        total, count = loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
-        stepping.zero_grad()
-        (total / count).backward()
-        stepping.step()
-        losses.append(float(total.detach()) / count)
-    return losses, model.state_dict()
+
+    def of_batch(batch: Any) -> Any:
+        return loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
+
+    return train_plainly(model, batches, of_batch, optimizer(model.parameters()))
 
 
 def prepared() -> Any:
@@ -121,19 +118,9 @@ def train(
     return losses, run.state_dict(on_every_rank=True), seen
 
 
-def check(layouts: tuple[str, str], kind: str, wanted: tuple[list[float], dict[str, Tensor]], folder: str) -> None:
+def check(layouts: tuple[str, str], kind: str, expected: Trained, folder: str) -> None:
     """Train three steps in one layout and the others in another, and hold both against a plain loop."""
-    losses, weights = wanted
-    found: list[float] = []
-    results: Any = ()
-    for layout, first, last in zip(layouts, (0, 3), (3, STEPS), strict=True):
-        results = pool(Layout(layout).world_size).run(train, layout, kind, folder, first, last)
-        assert all(one[0] == results[0][0] for one in results)
-        found += results[0][0]
-    assert found == pytest.approx(losses, rel=1e-9)
-    for _, state, _ in results:
-        for name, value in weights.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_trained(train_in_turn(train, layouts, STEPS, kind, folder), expected)
 
 
 # -- loaders ---------------------------------------------------------------------------------------
@@ -689,15 +676,12 @@ class Divided(Flow):
         yield from [*super().__iter__()][torch.distributed.get_rank() :: 2]
 
 
-def _divided(rank: int, world: int, kind: str) -> str:
+@telling
+def _divided(rank: int, world: int, kind: str) -> None:
     run = prepared()
     source = Divided() if kind == "samples" else DataLoader(Divided(), batch_size=4)
-    try:
-        for batch in samestep.batches(source, JOB):
-            run.step(batch)
-    except DataError as error:
-        return str(error)
-    return ""
+    for batch in samestep.batches(source, JOB):
+        run.step(batch)
 
 
 @pytest.mark.parametrize("kind", ["samples", "loader"])

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
-from tests.laboratory import clipped, observe, prove, source_of
-from tests.models import MODELS
+from tests.laboratory import clipped, entered_and_traced, observe, prove, source_of
 
 WIDTH, NEURONS, WORDS = 8, 32, 64
 Part = Callable[[], nn.Module]
@@ -262,13 +261,8 @@ def _mixed() -> nn.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> Iterator[None]:
-    """Trace all models before the first pool of ranks is forked, which inherits them."""
-    for name, build in (EQUAL | REFUSED).items():
-        MODELS[name] = build
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in EQUAL | REFUSED:
-        del MODELS[name]
+    with entered_and_traced(EQUAL | REFUSED):
+        yield
 
 
 LAYOUTS = ("tp=2", "tp=2 sequence_parallel", "dp=2 tp=2", "tp=2 pp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=3")

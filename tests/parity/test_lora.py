@@ -26,6 +26,7 @@ from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
 from tests.parity.test_frozen import bytes_of_gradients, observe, on_ranks, run_of
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 LORA: dict[str, Any] = {
@@ -56,25 +57,21 @@ def plain_model(folder: Path, job: Job) -> nn.Module:
     return model
 
 
-def train_plainly(model: nn.Module, job: Job) -> list[float]:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, job.optimizer.lr, momentum=0.9)
-    losses = []
-    for batch in batches(Tokens(), job):
-        samples = batch.samples(batch.indices)
+def trained_plainly(model: nn.Module, job: Job) -> list[float]:
+    def loss(samples: Any) -> torch.Tensor:
         logits = model(input_ids=samples["input_ids"], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return train_plainly(
+        model, whole_batches(Tokens(), job), loss, torch.optim.SGD(trained, job.optimizer.lr, momentum=0.9)
+    )[0]
 
 
 @functools.cache
 def plain_losses(folder: Path, job_json: str) -> list[float]:
     job = Job.model_validate_json(job_json)
-    return train_plainly(plain_model(folder, job), job)
+    return trained_plainly(plain_model(folder, job), job)
 
 
 LAYOUTS: list[Any] = ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
@@ -135,7 +132,7 @@ def test_adapters_are_saved_resumed_and_merged(folder: Path, tmp_path: Path) -> 
     assert all("lora_" in name or "modules_to_save" in name for name in held)
     pool(2).run(steps, "dp=2 zero=3", job, tmp_path / "run", 3, first)
     plain = plain_model(folder, job)
-    train_plainly(plain, job)
+    trained_plainly(plain, job)
     expected = logits_of(plain)
 
     samestep.export(tmp_path / "run", tmp_path / "adapters")

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 import samestep
 from samestep.building.loss_result import loss_result
 from samestep.errors import JobError, UnprovenError
+from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
 from tests.laboratory import combinations, in_loop, job_of, watched, without
 from tests.models import Plain, Tokens
+from tests.plain import assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
 STEPS = 4
@@ -148,40 +150,33 @@ Means = dict[str, float]
 
 
 @functools.cache
-def plain(kind: str) -> tuple[list[float], list[tuple[Means, Means]], dict[str, Tensor]]:
-    """One device with the whole batch: the losses, the means of terms and values, and the weights."""
-    model = build().double()
-    optimizer, losses, named = adam(list(model.parameters())), [], []
-    for batch in samestep.batches(Tokens(), JOB):
-        samples = batch.samples(batch.indices)
+def plain(kind: str) -> tuple[list[float], dict[str, Tensor], list[tuple[Means, Means]]]:
+    """One device with the whole batch: the losses, the weights, and the means of terms and values."""
+    model, named = build().double(), []
+
+    def loss(samples: Any) -> Any:
         found = loss_result(LOSSES[kind](model(samples["input_ids"]), samples))
-        model.zero_grad()
-        loss = torch.stack([total / count for total, count in found.terms.values() if count]).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-        means = [
-            {
-                name: float(total.detach()) / float(count) if count else math.nan
-                for name, (total, count) in given.items()
-                if name
-            }
-            for given in (found.terms, found.values)
-        ]
-        named.append((means[0], means[1]))
-    return losses, named, {name: param.detach() for name, param in model.named_parameters()}
+        named.append((means_of(found.terms), means_of(found.values)))
+        return found.terms
+
+    return *train_plainly(model, whole_batches(Tokens(), JOB), loss, adam([*model.parameters()]), 0.5), named
 
 
-def assert_plain(kind: str, followed: Followed) -> None:
-    losses, named, weights = plain(kind)
-    reports, state = followed
-    assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-9)
-    for report, (terms, values) in zip(reports, named, strict=True):
-        assert report.terms == pytest.approx(terms, rel=1e-9, nan_ok=True)
-        assert report.values == pytest.approx(values, rel=1e-9)
-    for name, value in weights.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
+def means_of(sums: dict[str, Any]) -> Means:
+    each = {name: (float(total.detach()), float(count)) for name, (total, count) in sums.items() if name}
+    return {name: total / count if count else math.nan for name, (total, count) in each.items()}
+
+
+def assert_plain(kind: str, layout: str, *how: Any) -> None:
+    losses, weights, named = plain(kind)
+    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind, *how)
+    assert_trained(
+        (([report.loss for report in reports], state) for reports, state in ranks), (losses, weights), 1e-7, 1e-9
+    )
+    for reports, _ in ranks:
+        for report, (terms, values) in zip(reports, named, strict=True):
+            assert report.terms == pytest.approx(terms, rel=1e-9, nan_ok=True)
+            assert report.values == pytest.approx(values, rel=1e-9)
 
 
 LAYOUTS = ["dp=2 microbatch=3", "tp=2", "dp=2 zero=3 microbatch=1", "dp=2", "pp=2 zero=1 microbatch=2", "dp=2 zero=3"]
@@ -196,36 +191,31 @@ CASES = combinations(LAYOUTS, SPLIT)
 @pytest.mark.parametrize("kind", without(SPLIT, CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
-        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+        assert_plain(kind, layout)
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
-    for followed in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
-        assert_plain(kind, followed)
+    assert_plain(kind, layout, str(tmp_path / "saved"))
 
 
 def test_steps_in_which_samples_run_again() -> None:
-    for followed in pool(2).run(parallel, "dp=2 microbatch=3", SPLIT[0], "", 3):
-        assert_plain(SPLIT[0], followed)
+    assert_plain(SPLIT[0], "dp=2 microbatch=3", "", 3)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
 def test_a_count_that_outputs_decide(layout: str) -> None:
-    for followed in pool(2).run(parallel, layout, "outputs decide"):
-        assert_plain("outputs decide", followed)
+    assert_plain("outputs decide", layout)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
 def test_a_count_that_outputs_decide_in_two_passes(layout: str) -> None:
-    for followed in pool(2).run(parallel, layout, "in two passes"):
-        assert_plain("in two passes", followed)
+    assert_plain("in two passes", layout)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=1", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
 def test_outputs_may_decide_on_the_order_of_weights(layout: str) -> None:
-    for followed in pool(2).run(parallel, layout, "order of weights"):
-        assert_plain("order of weights", followed)
+    assert_plain("order of weights", layout)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])
@@ -339,15 +329,10 @@ def _weighed(norm: type[nn.Module], loss: Callable[..., Any], layout: str) -> li
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_terms_of_a_loss_that_picks_samples_are_found(norm: type[nn.Module]) -> None:
     torch.manual_seed(1)
-    model = Weighing(norm).double()
-    optimizer, expected = adam([*model.parameters()]), []
-    for batch in samestep.batches(Tokens(), job_of("float64", 2)):
-        samples = batch.samples(batch.indices)
-        loss = sum(total / count for total, count in _of_known_labels(model(samples["input_ids"]), samples).values())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    model, batches = Weighing(norm).double(), whole_batches(Tokens(), job_of("float64", 2))
+    expected, _ = train_plainly(
+        model, batches, lambda batch: _of_known_labels(model(batch["input_ids"]), batch), adam([*model.parameters()])
+    )
     assert _weighed(norm, _of_known_labels, "dp=1") == pytest.approx(expected, rel=1e-9)
 
 

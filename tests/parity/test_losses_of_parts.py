@@ -20,7 +20,8 @@ from samestep.errors import DataError, JobError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from tests.covering import daily
-from tests.pool import pool
+from tests.plain import Trained, assert_trained, train_plainly
+from tests.pool import pool, telling
 
 B, STEPS = 8, 4
 JOB = Job(train={"global_batch": B, "steps": STEPS}, run={"device": "cpu"}, numerics={"precision": "float64"})
@@ -270,27 +271,24 @@ def trained(rank: int, world: int, layout: str, name: str) -> tuple[list[float],
     return learn(samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB, forward=forward))
 
 
-def plain(loss: Callable[[Tensor, Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = build(), []
-    steps = optimizer(model.parameters())
-    for STEP[0] in range(STEPS):
-        batch = batch_of(STEP[0])
-        found = loss(forward(model, batch), batch)
-        found = found[0] if isinstance(found, tuple) and isinstance(found[0], dict) else found
-        total = sum(s / n for s, n in (found.values() if isinstance(found, dict) else [found]))
-        steps.zero_grad()
-        total.backward()
-        steps.step()
-        losses.append(total.item())
-    return losses, model.state_dict()
+def plain(loss: Callable[[nn.Module, Any], Any]) -> Trained:
+    """Train with a loss of the model and a batch."""
+    model = build()
+
+    def of_step(step: int) -> Any:
+        STEP[0] = step
+        return loss(model, batch_of(step))
+
+    return train_plainly(model, range(STEPS), of_step, optimizer(model.parameters()))
 
 
-def assert_equal(found: list[Any], losses: list[float], weights: dict[str, Tensor]) -> None:
-    for seen, held, error in found:
-        assert not error
-        assert seen == pytest.approx(losses, rel=1e-9, abs=1e-12)
-        for key, value in weights.items():
-            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+def of_outputs(loss: Callable[[Tensor, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: loss(forward(model, batch), batch)
+
+
+def assert_equal(ranks: list[Any], expected: Trained) -> None:
+    assert not any(error for *_, error in ranks)
+    assert_trained(ranks, expected, 1e-9, 1e-12)
 
 
 def times(factor: Callable[[Any], float]) -> Callable[[Tensor, Any], Any]:
@@ -325,7 +323,7 @@ ROWS += [(layout, name) for layout in LAYOUTS[1:] for name in ("clamp", "max and
 
 @pytest.mark.parametrize(("layout", "name"), ROWS)
 def test_a_count_that_is_guarded_is_that_of_the_step(layout: str, name: str) -> None:
-    assert_equal(pool(Layout(layout).world_size).run(trained, layout, name), *plain(EQUAL[name]))
+    assert_equal(pool(Layout(layout).world_size).run(trained, layout, name), plain(of_outputs(EQUAL[name])))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -413,35 +411,12 @@ def test_a_loss_that_a_forward_returns(layout: str, name: str) -> None:
     if words and layout != "dp=1":
         assert words in found[0][2]
         return
-
-    def loss(_: Any, batch: Any) -> Any:
-        value = returned(MODEL[0], batch)
-        return value if isinstance(value, tuple) else (value, 1)
-
-    assert_equal(found, *plain_of_model(loss))
-
-
-MODEL: list[nn.Module] = []
-
-
-def plain_of_model(loss: Callable[[Any, Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = build(), []
-    MODEL[:] = [model]
-    steps = optimizer(model.parameters())
-    for STEP[0] in range(STEPS):
-        total, count = loss(None, batch_of(STEP[0]))
-        steps.zero_grad()
-        (total / count).backward()
-        steps.step()
-        losses.append((total / count).item())
-    return losses, model.state_dict()
+    assert_equal(found, plain(returned))
 
 
 @pytest.mark.parametrize("layout", daily(["dp=2", "tp=2", "pp=2 microbatch=4"]))
 def test_a_guarded_count_of_a_forward_in_layouts_of_ranks(layout: str) -> None:
-    returned = OF_MODEL["clamp"][0]
-    found = pool(2).run(of_model, layout, "clamp")
-    assert_equal(found, *plain_of_model(lambda _, batch: returned(MODEL[0], batch)))
+    assert_equal(pool(2).run(of_model, layout, "clamp"), plain(OF_MODEL["clamp"][0]))
 
 
 def later(
@@ -487,7 +462,7 @@ def test_a_forward_that_returns_another_loss_later_is_tried_before_that_update(n
         assert words in found[0][2]
         assert len(found[0][0]) == 2
         return
-    assert_equal(found, *plain_of_model(lambda _, batch: (returned(MODEL[0], batch), 1)))
+    assert_equal(found, plain(returned))
 
 
 # -- measures --------------------------------------------------------------------------------------
@@ -657,14 +632,11 @@ class KeptScores:
         return {"right": ((outputs.argmax(-1) == batch["y"]).sum(), len(outputs))}
 
 
-def kept_by_measure(rank: int, world: int, layout: str, kept: str) -> str:
+@telling
+def kept_by_measure(rank: int, world: int, layout: str, kept: str) -> None:
     run = samestep.parallelize(build, "cross_entropy", optimizer, layout=layout, job=JOB, forward=forward)
     held = {key: torch.cat([batch_of(step)[key] for step in range(2)]) for key in batch_of(0)}
-    try:
-        run.evaluate({**held, "labels": held["y"]}, KeptScores(kept))
-    except UnprovenError as error:
-        return str(error)
-    return ""
+    run.evaluate({**held, "labels": held["y"]}, KeptScores(kept))
 
 
 @pytest.mark.parametrize("kept", ["a list", "a number", "a tensor", "nothing"])

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 import samestep
 from samestep.building.model_loss import Rule, returned_loss
 from samestep.errors import DataError, JobError, UnprovenError
+from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.run import Run
 from samestep.runtime.run_batches import check_labels
 from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
+from tests.plain import Trained, assert_trained, train_in_layout, train_plainly, whole_batches
 from tests.pool import pool
 
 STEPS = 3
@@ -198,21 +200,14 @@ Found = tuple[list[float], dict[str, Tensor], str, float]
 def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Found:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
     build, dataset, loss, _ = KINDS[kind]
-    job = in_loop(watched(JOB, watch_every))
+    job, runs = in_loop(watched(JOB, watch_every)), []
 
     def make() -> Run:
-        return samestep.parallelize(build(), loss, adam, layout=layout, job=job)
+        runs.append(samestep.parallelize(build(), loss, adam, layout=layout, job=job))
+        return runs[-1]
 
-    losses = []
-    run = make()
-    if folder:
-        losses = losses_of_steps(run, dataset(), 0, 2)
-        run.save(folder)
-        run = make()
-        run.load(folder)
-    losses += losses_of_steps(run, dataset(), len(losses), STEPS)
-    rule = run._own.source.loss.rule
-    return losses, run.state_dict(on_every_rank=True), str(rule), run.evaluate(dataset())["loss"]
+    trained = train_in_layout(make, lambda first: samestep.batches(dataset(), JOB, first_step=first), folder)
+    return *trained, str(runs[-1]._own.source.loss.rule), runs[-1].evaluate(dataset())["loss"]
 
 
 def loss_of(model: nn.Module, samples: Any) -> Tensor:
@@ -222,33 +217,28 @@ def loss_of(model: nn.Module, samples: Any) -> Tensor:
 
 
 @functools.cache
-def plain(kind: str) -> tuple[list[float], dict[str, Tensor], float]:
+def plain(kind: str) -> tuple[Trained, float]:
     """One device: what the forward returns for the whole batch."""
     build, dataset, _, rule = KINDS[kind]
     model = build().double()
-    optimizer, losses = adam(list(model.parameters())), []
-    for batch in samestep.batches(dataset(), JOB):
-        loss = loss_of(model, batch.samples(batch.indices))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
+    trained = train_plainly(
+        model, whole_batches(dataset(), JOB), functools.partial(loss_of, model), adam([*model.parameters()]), 0.5
+    )
     everything = next(iter(samestep.batches(dataset(), JOB))).samples(range(len(dataset())))
     with torch.no_grad():
         whole = loss_of(model, everything).item()
-    if rule is Rule.SUM:  # of an evaluation it is the mean over the samples
-        whole /= len(dataset())
-    return losses, {name: param.detach() for name, param in model.named_parameters()}, whole
+    return trained, whole / len(
+        dataset()
+    ) if rule is Rule.SUM else whole  # of an evaluation it is the mean over the samples
 
 
-def assert_plain(kind: str, found: Found) -> None:
-    losses, weights, whole = plain(kind)
-    assert found[2] == str(KINDS[kind][3])
-    assert found[0] == pytest.approx(losses, rel=1e-9)
-    for name, value in weights.items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-8)
-    assert found[3] == pytest.approx(whole, rel=1e-7)
+def assert_plain(kind: str, layout: str, *how: Any) -> None:
+    trained, whole = plain(kind)
+    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind, *how)
+    assert_trained(ranks, trained, 1e-7, 1e-8)
+    for *_, rule, mean in ranks:
+        assert rule == str(KINDS[kind][3])
+        assert mean == pytest.approx(whole, rel=1e-7)
 
 
 LAYOUTS = ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=3"]
@@ -260,18 +250,16 @@ CASES = combinations(LAYOUTS, [*KINDS])
 @pytest.mark.parametrize("kind", without(KINDS, CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
-        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+        assert_plain(kind, layout)
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
-    for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
-        assert_plain(kind, found)
+    assert_plain(kind, layout, str(tmp_path / "saved"))
 
 
 def test_steps_in_which_samples_run_again() -> None:
-    for found in pool(2).run(parallel, "dp=2 microbatch=2", "mean", "", 3):
-        assert_plain("mean", found)
+    assert_plain("mean", "dp=2 microbatch=2", "", 3)
 
 
 def refused(rank: int, world: int, layout: str, form: str, loss: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, distributions, nn
 import samestep
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
 from tests.pool import pool
 
 STEPS = 3
@@ -128,26 +130,25 @@ def loss_of(container: str, value: str) -> Callable[[Any, Any], tuple[Tensor, in
     return loss
 
 
-def trained(rank: int, world: int, layout: str, container: str, value: str) -> tuple[list[float], dict[str, Tensor]]:
-    run = samestep.parallelize(
-        build(container, value).double(), loss_of(container, value), lambda params: torch.optim.SGD(params, lr=0.05), layout=layout, job=JOB
-    )  # fmt: skip
-    return [run.step(data(step)).loss for step in range(STEPS)], run.state_dict(on_every_rank=True)
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def trained(rank: int, world: int, layout: str, container: str, value: str) -> Trained:
+    model, loss = build(container, value).double(), loss_of(container, value)
+    return train_in_layout(
+        lambda: samestep.parallelize(model, loss, sgd, layout=layout, job=JOB), lambda _: map(data, range(STEPS))
+    )
+
+
+@functools.cache
+def plain(container: str, value: str) -> Trained:
+    model, loss = build(container, value).double(), loss_of(container, value)
+    batches = map(data, range(STEPS))
+    return train_plainly(model, batches, lambda batch: loss(model(batch[0]), batch), sgd(model.parameters()))
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"])
 @pytest.mark.parametrize(("container", "value"), CASES, ids=lambda one: str(one))
 def test_nested_outputs_train_as_in_a_plain_loop(container: str, value: str, layout: str) -> None:
-    model, loss = build(container, value).double(), loss_of(container, value)
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for step in range(STEPS):
-        batch = data(step)
-        total, count = loss(model(batch[0]), batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout(layout).world_size).run(trained, layout, container, value):
-        assert losses == pytest.approx(wanted, rel=1e-9)
-        for name, one in model.state_dict().items():
-            torch.testing.assert_close(state[name], one, rtol=1e-8, atol=1e-10, msg=name)
+    assert_trained(pool(Layout(layout).world_size).run(trained, layout, container, value), plain(container, value))

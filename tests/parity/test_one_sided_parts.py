@@ -25,10 +25,9 @@ from samestep.errors import LayoutError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, run_from
 from tests.models import OwnExperts
 from tests.pool import pool
 
@@ -371,13 +370,14 @@ def job_for(**tables: Any) -> Job:
 
 
 def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     model, _ = case
     job, where = job_for(), Layout(layout)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = next(batches(dataset_of(case), job)).samples([0])
     key = f"one-sided {model} of {example['kind'].tolist() if 'kind' in example else 'pixel_values' in example}"
-    return Run(replace(source, prepared=traced.prepared(key, source, job, example, where)), where, job, place)
+    return run_from(
+        replace(source, prepared=traced.prepared(key, source, job, example, where)), where, job, rank, world
+    )
 
 
 def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Observed]:

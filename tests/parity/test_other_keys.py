@@ -5,7 +5,7 @@ A rank whose samples have no picture calls no tower, and its loss needs none of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from samestep.datasets.values import rows_of, together
 from samestep.errors import DataError, LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.parts import Residual
+from tests.plain import train_plainly
 from tests.pool import pool
 
 WIDTH, STEPS = 8, 2
@@ -32,17 +34,8 @@ JOB = Job(
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def tower(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, WIDTH), Block(), Block())
+    return nn.Sequential(nn.Linear(width, WIDTH), *(Residual(WIDTH, 16, norm=True) for _ in range(2)))
 
 
 class Mixed(nn.Module):
@@ -51,7 +44,7 @@ class Mixed(nn.Module):
     def __init__(self, shows: bool) -> None:
         super().__init__()
         self.shows, self.embedding, self.vision, self.hearing = shows, nn.Embedding(32, WIDTH), tower(6), tower(5)
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 32)
+        self.blocks, self.head = nn.ModuleList(Residual(WIDTH, 16, norm=True) for _ in range(3)), nn.Linear(WIDTH, 32)
 
     def forward(self, tokens: Tensor, pixels: Tensor | None = None, sound: Tensor | None = None) -> Any:
         x, seen = self.embedding(tokens), {}
@@ -109,20 +102,23 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.5)
 
 
-def plain(kinds: tuple[int, ...], shows: bool) -> list[float]:
-    model, losses = build(shows), []
-    optimizer = sgd(model.parameters())
-    for step in samestep.batches(Batches(kinds), JOB):
-        parts = [Batches(kinds).read([index]) for index in step.indices]
+def plain(steps: Iterable[list[dict[str, Tensor]]], shows: bool = False) -> list[float]:
+    """Return the losses of a plain loop that takes the samples of each step one by one."""
+    model = build(shows)
+
+    def of_samples(samples: list[dict[str, Tensor]]) -> Any:
         sums = [
-            loss(model(**{k: v.double() if v.is_floating_point() else v for k, v in one.items()}), one) for one in parts
+            loss(model(**{k: v.double() if v.is_floating_point() else v for k, v in one.items()}), one)
+            for one in samples
         ]
-        mean = sum(value for value, _ in sums) / sum(count for _, count in sums)
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-        losses.append(mean.item())
-    return losses
+        return sum(total for total, _ in sums), sum(count for _, count in sums)
+
+    return train_plainly(model, steps, of_samples, sgd(model.parameters()))[0]
+
+
+def samples_of(kinds: tuple[int, ...]) -> Iterator[list[dict[str, Tensor]]]:
+    for step in samestep.batches(Batches(kinds), JOB):
+        yield [Batches(kinds).read([index]) for index in step.indices]
 
 
 def trained(rank: int, world: int, layout: str, kinds: tuple[int, ...], shows: bool) -> list[float]:
@@ -142,7 +138,7 @@ def trained(rank: int, world: int, layout: str, kinds: tuple[int, ...], shows: b
     ],
 )  # fmt: skip
 def test_samples_of_other_keys_train_as_in_a_plain_loop(layout: str, kinds: tuple[int, ...], shows: bool) -> None:
-    expected = plain(kinds, shows)
+    expected = plain(samples_of(kinds), shows)
     for losses in pool(Layout(layout).world_size).run(trained, layout, kinds, shows):
         assert losses == pytest.approx(expected, rel=1e-9)
 
@@ -191,20 +187,9 @@ def by_hand(rank: int, world: int, layout: str, kinds: tuple[int, ...], empty: b
 def test_ranks_own_samples_of_other_keys_train_as_in_a_plain_loop(
     layout: str, kinds: tuple[int, ...], empty: bool
 ) -> None:
-    model, losses = build(False), []
-    optimizer = sgd(model.parameters())
-    for step in range(STEPS):
-        samples = [own_samples(kinds, step, rank, False) for rank in range(2)]
-        sums = [
-            loss(model(**{k: v.double() if v.is_floating_point() else v for k, v in one.items()}), one)
-            for one in samples
-        ]
-        losses.append(sum(value for value, _ in sums) / sum(count for _, count in sums))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
+    expected = plain([own_samples(kinds, step, rank, False) for rank in range(2)] for step in range(STEPS))
     for found in pool(2).run(by_hand, layout, kinds, empty):
-        assert found == pytest.approx([one.item() for one in losses], rel=1e-9)
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_batch_by_hand_of_fewer_pictures_than_samples_is_refused_with_what_works() -> None:

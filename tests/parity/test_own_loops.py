@@ -18,6 +18,7 @@ from samestep.runtime.run import Run
 from tests.code.odd_models import FlatWithRoot, Pairs, WithBatchNorm
 from tests.laboratory import TOLERANCE, Runs, in_loop, job_of, largest_error, make_run, whole
 from tests.models import Plain, Tokens
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 
@@ -78,15 +79,8 @@ def test_an_instance_trains_as_in_a_plain_loop(layout: str) -> None:
     clip = 0.5
     model = regressor().double()
     optimizer = grouped(model)
-    losses = []
-    for batch in samestep.batches(Pairs(), Job(train={"global_batch": 8, "steps": 4})):
-        samples = batch.samples(batch.indices)
-        total, count = own_loss(model(samples[0]), samples)
-        model.zero_grad()
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(float(total.detach()) / count)
+    batches_of_steps = whole_batches(Pairs(), Job(train={"global_batch": 8, "steps": 4}))
+    losses, _ = train_plainly(model, batches_of_steps, lambda batch: own_loss(model(batch[0]), batch), optimizer, clip)
     ranks = pool(2).run(parallel, layout, clip)
     assert ranks[0][0] == ranks[1][0]
     assert ranks[0][0] == pytest.approx(losses, rel=1e-9)

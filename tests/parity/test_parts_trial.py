@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.errors import UnprovenError
 from samestep.job import Job
+from tests.plain import assert_as_on_one_device
 from tests.pool import pool
 
 JOB = Job(train={"global_batch": 8, "steps": 2, "seed": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
@@ -129,11 +130,7 @@ def trained(rank: int, world: int, layout: str, kind: str) -> Any:
     ],
 )
 def test_what_adds_up_is_equal(layout: str, kind: str) -> None:
-    losses, weights = pool(1).run(trained, "dp=1", kind)[0]
-    for found in pool(2).run(trained, layout, kind):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12)
+    assert_as_on_one_device(trained, layout, kind, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["coupled boxes", "coupled slopes"])

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
-from tests.laboratory import clipped, prove, source_of
-from tests.models import MODELS
+from tests.laboratory import clipped, entered_and_traced, prove, source_of
 
 WIDTH, NEURONS, WORDS = 8, 32, 64
 
@@ -147,13 +146,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> Iterator[None]:
-    """Trace all models before the first pool of ranks is forked, which inherits them."""
-    for name, build in (LEGAL | REFUSED).items():
-        MODELS[name] = build
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in LEGAL | REFUSED:
-        del MODELS[name]
+    with entered_and_traced(LEGAL | REFUSED):
+        yield
 
 
 @pytest.mark.parametrize("name", LEGAL)

@@ -19,10 +19,8 @@ from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from tests.code import pipeline_models as models
-from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
+from tests.laboratory import clipped, job_of, make_run, observe, on_ranks, run_from
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -83,8 +81,7 @@ class Steady(Shaken):
 
 
 def losses_of(rank: int, world: int, build: type[Shaken], layout: str, job: Job) -> list[float]:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(build, loss_of(job), optimizer_of(job), build.__name__), Layout(layout), job, place)
+    run = run_from(Source(build, loss_of(job), optimizer_of(job), build.__name__), layout, job, rank, world)
     return [run.step(batch).loss for batch in batches(Tokens(), job)]
 
 
@@ -113,9 +110,8 @@ class FailingOnce(torch.optim.SGD):
 
 
 def losses_behind_a_failure(rank: int, world: int, layout: str, job: Job) -> list[float]:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     source = Source(Steady, loss_of(job), lambda params: FailingOnce(params, lr=0.1), "steady")
-    run, steps = Run(source, Layout(layout), job, place), batches(Tokens(), job)
+    run, steps = run_from(source, layout, job, rank, world), batches(Tokens(), job)
     run.step(next(steps))
     FailingOnce.fails = rank == 1
     with pytest.raises(ArithmeticError) if rank == 1 else contextlib.nullcontext():

@@ -17,13 +17,11 @@ from samestep.datasets import batches
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from tests import traced
 from tests.folders import saved
-from tests.laboratory import follow, job_of
+from tests.laboratory import follow, job_of, run_from
 from tests.models import Tokens
-from tests.parity.test_lora import train_plainly
+from tests.parity.test_lora import trained_plainly
 from tests.pool import pool
 
 
@@ -35,14 +33,14 @@ def source_of(job: Job, layout: Layout) -> Source:
 
 def losses_of(rank: int, world: int, layout: str, job: Job) -> list[float]:
     where = Layout(layout)
-    run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(source_of(job, where), where, job, rank, world)
     return follow(run, Tokens(), job).losses
 
 
 def plain_losses(folder: Path, job: Job) -> list[float]:
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    return train_plainly(model, job)
+    return trained_plainly(model, job)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +84,6 @@ def test_tokens_that_are_added_are_trained_as_in_a_plain_loop(family: str, layou
             if plan.canonical[name] in plan.drawn:
                 assert torch.equal(param[:50], plan.materialize(name, torch.device("cpu"))[:50])
                 param.copy_(plan.materialize(name, torch.device("cpu")))
-    expected = train_plainly(model, job)
+    expected = trained_plainly(model, job)
     for losses in pool(2).run(losses_of, layout, job):
         assert losses == pytest.approx(expected, rel=1e-6)

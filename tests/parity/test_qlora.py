@@ -35,7 +35,7 @@ from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
 from tests.parity.test_frozen import observe, on_ranks, run_of
-from tests.parity.test_lora import hold_losses, loaded, logits_of, plain_model, steps, train_plainly
+from tests.parity.test_lora import hold_losses, loaded, logits_of, plain_model, steps, trained_plainly
 from tests.pool import pool
 from tests.small import assert_equal, stored, whole
 
@@ -68,7 +68,7 @@ def plain_losses(folder: Path, job_json: str) -> list[float]:
     full = job.model_copy(
         update={"model": job.model.model_copy(update={"lora": job.model.lora.model_copy(update={"base": "full"})})}
     )
-    return train_plainly(quantized(folder, full), job)
+    return trained_plainly(quantized(folder, full), job)
 
 
 def numbered(shape: tuple[int, int]) -> Tensor:
@@ -171,7 +171,7 @@ def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: P
     assert all("lora_" in name or "modules_to_save" in name for name in checkpoint.read_manifest(first)["shapes"])
     pool(2).run(steps, "dp=2 zero=3", job, tmp_path / "run", 3, first)
     plain = quantized(folder, job_with(folder, base="full"))
-    train_plainly(plain, job)
+    trained_plainly(plain, job)
     expected = logits_of(plain)
 
     samestep.export(tmp_path / "run", tmp_path / "adapters")

@@ -17,23 +17,12 @@ from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests.laboratory import in_loop, job_of
+from tests.laboratory import in_loop, job_of, run_from
+from tests.parts import Points
 from tests.pool import pool
 
 _STEPS = 5
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    """Points, each a function of its index, and twice of them."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Codebook(nn.Module):
@@ -167,8 +156,7 @@ def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) ->
     model = build().to(torch.float64)
     job = job_of(steps=_STEPS, optimizer={"options": {}})
     source = optimizer_source(_sgd, None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, samestep.building.loss.mse, source), Layout(layout), job, place), copy.deepcopy(model)
+    return run_from(Source(model, samestep.building.loss.mse, source), layout, job, rank, world), copy.deepcopy(model)
 
 
 def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -181,7 +169,7 @@ def _compared(
     """Return the largest differences from a plain loop, in losses and in what is gathered, and of the latter after a resume."""
     run, plain = _pair(build, layout, rank, world)
     optimizer, loss_error = _sgd([*plain.parameters()]), 0.0
-    for batch in samestep.batches(Points(), run.job):
+    for batch in samestep.batches(Points(40), run.job):
         loss = run.step(batch).loss
         samples: Any = batch.samples(batch.indices)
         optimizer.zero_grad()
@@ -221,7 +209,7 @@ def test_what_is_the_same_for_every_part_of_a_batch_is_put_on_every_rank(
 def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: str) -> tuple[int, str]:
     """Return the number of steps that were taken until one was refused, and why it was."""
     run, _ = _pair(build, layout, rank, world)
-    for batch in samestep.batches(Points(), run.job):
+    for batch in samestep.batches(Points(40), run.job):
         try:
             run.step(batch)
         except UnprovenError as error:
@@ -265,7 +253,7 @@ def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
 
 def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> None:
     run, _ = _pair(Still, "dp=1")
-    stream = samestep.batches(Points(), run.job)
+    stream = samestep.batches(Points(40), run.job)
     run.step(next(stream))
     changes: list[Callable[[Any], object]] = [
         lambda model: nn.utils.parametrizations.orthogonal(model.linear),
@@ -296,7 +284,7 @@ def _learned(model: Any, layout: str = "dp=1") -> list[float]:
         layout=layout,
         job=in_loop(job_of(steps=2)),
     )
-    return [run.step(batch).loss for batch in samestep.batches(Points(), run.job)]
+    return [run.step(batch).loss for batch in samestep.batches(Points(40), run.job)]
 
 
 KEPT: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Tensor]]] = {

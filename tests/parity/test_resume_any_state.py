@@ -30,7 +30,9 @@ from samestep.runtime.run import Run, parallelize
 from samestep.state.fingerprints import digest
 from tests import traced
 from tests.covering import daily
+from tests.laboratory import run_from
 from tests.models import VOCABULARY, Tokens
+from tests.parts import Words
 from tests.pool import pool
 
 STEPS, CUT, WIDTH = 5, 2, 8
@@ -38,20 +40,11 @@ STEPS, CUT, WIDTH = 5, 2, 8
 # -- models ----------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
+class Net(Words):
     """An embedding, blocks and a head; what changes besides the weights is in the blocks."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(*[block] * 4, width=WIDTH, entries=VOCABULARY)
 
 
 class Linear(nn.Linear):
@@ -337,7 +330,7 @@ def _prepared(rank: int, world: int, name: str, layout: str, allow: tuple[str, .
     source = Source(case.build, cross_entropy, case.optimizer, name)
     example = next(batches(Tokens(), job)).samples([0])
     prepared = traced.prepared((name, "resumed"), source, job, example, where)
-    run = Run(replace(source, prepared=prepared), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(replace(source, prepared=prepared), where, job, rank, world)
     run.prepare(example)
     return run
 

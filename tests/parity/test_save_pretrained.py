@@ -22,11 +22,9 @@ from samestep.errors import JobError, ModelError, SaveError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, checkpoint_files
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from samestep.training import trained
 from tests.folders import FAMILIES, saved
-from tests.laboratory import follow, job_of
+from tests.laboratory import follow, job_of, run_from
 from tests.models import Plain, Tokens
 from tests.parity.test_frozen import run_of
 from tests.parity.test_pretrained import source_of
@@ -71,7 +69,7 @@ def test_a_folder_that_is_read_and_written_is_the_same(
 
 def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
     where = Layout(layout)
-    run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(source_of(job, where), where, job, rank, world)
     follow(run, Tokens(), job)
     checkpoint.save(run, out / "checkpoints", 1)
     run.save_pretrained(out / "own")

@@ -27,6 +27,7 @@ from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import ModelAverages
 from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
 from tests.models import Plain, Tokens
+from tests.plain import Trained, assert_trained, mean_of, train_in_layout, train_plainly, whole_batches
 from tests.pool import pool
 
 STEPS = 3
@@ -221,8 +222,7 @@ KINDS["adapters off"] = (adapted, itself_first, dpo, Pairs)
 
 @pytest.mark.parametrize("layout", ["pp=2 microbatch=4", "dp=2 zero=3"])
 def test_a_reference_is_the_policy_with_its_adapters_off(layout: str) -> None:
-    for found in pool(2).run(parallel, layout, "adapters off"):
-        assert_plain("adapters off", found)
+    assert_plain("adapters off", layout)
 
 
 def siamese() -> dict[str, nn.Module]:
@@ -253,8 +253,7 @@ KINDS["siamese"] = (siamese, two_encoded, alike, Tokens)
     ["pp=2", pytest.param("dp=2 pp=2", marks=pytest.mark.nightly), pytest.param("pp=3", marks=pytest.mark.nightly)],
 )
 def test_stages_hold_all_calls_of_a_batch_norm(layout: str) -> None:
-    for found in pool(Layout(layout).world_size).run(parallel, layout, "siamese"):
-        assert_plain("siamese", found)
+    assert_plain("siamese", layout)
 
 
 def sharing() -> dict[str, nn.Module]:
@@ -271,8 +270,7 @@ KINDS["one embedding"] = (sharing, apart, lambda outputs, batch: (outputs.sum(),
 
 
 def test_models_share_a_module_in_a_pipeline() -> None:
-    for found in pool(2).run(parallel, "pp=2 microbatch=4", "one embedding"):
-        assert_plain("one embedding", found)
+    assert_plain("one embedding", "pp=2 microbatch=4")
 
 
 EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
@@ -305,7 +303,7 @@ OFFLOAD = {"dpo": ["reference"], "ema teacher": ["teacher"], "judged": ["critic"
 
 def with_offload(
     rank: int, world: int, layout: str, kind: str, folder: str
-) -> tuple[tuple[list[float], dict[str, Tensor]], tuple[float, float]]:
+) -> tuple[list[float], dict[str, Tensor], tuple[float, float]]:
     """Train with weights on the host, with an evaluation, and go on after two steps without: where they are changes no result."""
     build, forward, loss, dataset = KINDS[kind]
     make = functools.partial(
@@ -327,7 +325,7 @@ def with_offload(
     run = make(build())
     run.load(folder)
     other = run.evaluate(dataset())["loss"]
-    return ([*found, *losses_of_steps(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)), (mean, other)
+    return [*found, *losses_of_steps(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True), (mean, other)
 
 
 def held_as_predicted(run: Run, num_copies: int) -> None:
@@ -355,9 +353,9 @@ HOST_LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "kind"), combinations(HOST_LAYOUTS, [*OFFLOAD]))
 def test_a_frozen_model_is_on_the_host_between_its_uses(layout: str, kind: str, tmp_path: Path) -> None:
-    for found, (mean, other) in pool(2).run(with_offload, layout, kind, str(tmp_path / "saved")):
-        assert_plain(kind, found)
-        assert mean == other
+    ranks = pool(2).run(with_offload, layout, kind, str(tmp_path / "saved"))
+    assert_trained(ranks, plain(kind), 1e-7, 1e-9)
+    assert all(mean == other for *_, (mean, other) in ranks)
 
 
 def test_only_frozen_weights_are_on_the_host() -> None:
@@ -401,7 +399,7 @@ def g_loss(outputs: Any, batch: Any) -> Any:
     return F.softplus(-outputs["fake"]).sum(), number, {"average": (outputs["average"].sum(), number)}
 
 
-def gan_in_turn(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+def gan_in_turn(rank: int, world: int, layout: str) -> Trained:
     rules = {"g": adam, "d": adam}
     run = samestep.parallelize(
         gan(), d_loss, rules, layout=layout, job=in_loop(JOB), forward=gan_forward, ema={"average": ("g", 0.9)}
@@ -415,31 +413,25 @@ def gan_in_turn(rank: int, world: int, layout: str) -> tuple[list[float], dict[s
 
 
 @functools.cache
-def plain_gan() -> tuple[list[float], dict[str, Tensor]]:
+def plain_gan() -> Trained:
     built = gan()
     models = nn.ModuleDict({**built, "average": frozen(copy.deepcopy(built["g"]))}).double()
     rules, seen = {name: adam([*models[name].parameters()]) for name in "gd"}, []
-    for batch in samestep.batches(Tokens(), JOB):
-        samples = batch.samples(batch.indices)
+    for samples in whole_batches(Tokens(), JOB):
         for name, loss in (("d", d_loss), ("g", g_loss)):
             models.zero_grad()
-            total, count, *_ = loss(gan_forward(models, samples), samples)
-            (total / count).backward()
+            mean = mean_of(loss(gan_forward(models, samples), samples))
+            mean.backward()
             torch.nn.utils.clip_grad_norm_(models[name].parameters(), 0.5)
             rules[name].step()
-            seen.append((total / count).item())
-        for one, other in zip(models["average"].parameters(), models["g"].parameters(), strict=True):
-            one.data.lerp_(other.data, 0.1)
+            seen.append(mean.item())
+        move_averages(models, {"average": ("g", 0.9)})
     return seen, {name: value.detach() for name, value in models.state_dict().items()}
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=4"])
 def test_an_average_moves_behind_the_updates_of_what_it_follows(layout: str) -> None:
-    expected, weights = plain_gan()
-    for losses_found, found in pool(2).run(gan_in_turn, layout):
-        assert losses_found == pytest.approx(expected, rel=1e-9)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
+    assert_trained(pool(2).run(gan_in_turn, layout), plain_gan(), 1e-7, 1e-9)
 
 
 def sends_as_listed(rank: int, world: int, layout: str) -> None:
@@ -467,60 +459,43 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def parallel(
-    rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0
-) -> tuple[list[float], dict[str, Tensor]]:
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Trained:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
     build, forward, loss, dataset = KINDS[kind]
-    job = in_loop(watched(JOB, watch_every))
+    make = functools.partial(
+        samestep.parallelize, loss=loss, optimizer=adam, layout=layout, job=in_loop(watched(JOB, watch_every)),
+        forward=forward, ema=EMA.get(kind),
+    )  # fmt: skip
+    return train_in_layout(lambda: make(build()), functools.partial(steps_from, dataset), folder)
 
-    def make() -> Run:
-        return samestep.parallelize(build(), loss, adam, layout=layout, job=job, forward=forward, ema=EMA.get(kind))
 
-    if not folder:
-        return losses_of_steps(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
-    first = make()
-    found = losses_of_steps(first, dataset(), 0, 2)
-    first.save(folder)
-    run = make()
-    run.load(folder)
-    return [*found, *losses_of_steps(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
+def steps_from(dataset: type[Tokens], first: int) -> Iterator[Any]:
+    return samestep.batches(dataset(), JOB, first_step=first)
 
 
 @functools.cache
-def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+def plain(kind: str) -> Trained:
     """One device with the whole batch."""
     build, forward, loss, dataset = KINDS[kind]
     built = build()
     if kind in EMA:
         built["teacher"] = frozen(plain_model(7))
     models = nn.ModuleDict(built).double() if isinstance(built, dict) else built.double()
-    trained = [param for param in models.parameters() if param.requires_grad]
-    optimizer, seen = adam(trained), []
-    for batch in samestep.batches(dataset(), JOB):
-        samples = batch.samples(batch.indices)
-        found = loss(forward(models, samples), samples)
-        terms = found.values() if isinstance(found, dict) else [found[:2]]
-        total = sum(
-            part / count for part, count in terms
-        )  # a loss of the whole batch too is its own times their number
-        optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        optimizer.step()
-        for name, (source, decay) in EMA.get(kind, {}).items():
-            for one, other in zip(models[name].parameters(), models[source].parameters(), strict=True):
-                one.data.lerp_(other.data, 1 - decay)
-        seen.append(total.item())
-    return seen, {name: value.detach() for name, value in models.state_dict().items()}
+    optimizer = adam([param for param in models.parameters() if param.requires_grad])
+    follow = functools.partial(move_averages, models, EMA.get(kind, {}))
+    return train_plainly(
+        models, whole_batches(dataset(), JOB), lambda batch: loss(forward(models, batch), batch), optimizer, 0.5, after=follow
+    )  # fmt: skip
 
 
-def assert_plain(kind: str, found: tuple[list[float], dict[str, Tensor]]) -> None:
-    expected, weights = plain(kind)
-    assert found[0] == pytest.approx(expected, rel=1e-9)
-    assert found[1].keys() == weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-9)
+def assert_plain(kind: str, layout: str, *how: Any) -> None:
+    assert_trained(pool(Layout(layout).world_size).run(parallel, layout, kind, *how), plain(kind), 1e-7, 1e-9)
+
+
+def move_averages(models: Any, averages: dict[str, tuple[str, float]]) -> None:
+    for name, (source, decay) in averages.items():
+        for average, param in zip(models[name].parameters(), models[source].parameters(), strict=True):
+            average.data.lerp_(param.data, 1 - decay)
 
 
 LAYOUTS = ["dp=2 microbatch=3", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=2"]
@@ -534,13 +509,12 @@ CASES = combinations(
 @pytest.mark.parametrize("kind", without(["two views", "losses.dpo", "losses.contrastive"], CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
-        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+        assert_plain(kind, layout)
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
-    for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
-        assert_plain(kind, found)
+    assert_plain(kind, layout, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
@@ -555,14 +529,12 @@ def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_teacher_that_follows_its_student(layout: str, tmp_path: Path) -> None:
-    for found in pool(Layout(layout).world_size).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
-        assert_plain("ema teacher", found)
+    assert_plain("ema teacher", layout, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("kind", ["losses.dpo", "ema teacher"])
 def test_steps_in_which_samples_run_again(kind: str) -> None:
-    for found in pool(2).run(parallel, "dp=2 microbatch=2", kind, "", 3):
-        assert_plain(kind, found)
+    assert_plain(kind, "dp=2 microbatch=2", "", 3)
 
 
 def test_what_follows_no_model_is_refused() -> None:

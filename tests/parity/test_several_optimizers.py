@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import samestep
 from samestep.errors import InputError
 from samestep.job import Job
 from tests.laboratory import in_loop
+from tests.plain import Trained, assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
 STEPS = 5
@@ -108,25 +110,16 @@ def plain_optimizers(form: str, model: nn.Module) -> list[torch.optim.Optimizer]
     return [FORMS[form](model)(named)] if form.startswith("one") else [muon(named), adamw(named)]
 
 
-def plain(form: str) -> tuple[list[float], dict[str, Tensor]]:
+@functools.cache
+def plain(form: str) -> Trained:
     model = build().double()
     optimizers = plain_optimizers(form, model)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 - step / (STEPS - 1)) for one in optimizers]
-    losses = []
-    for batch in samestep.batches(Points(), job_of()):
-        samples = batch.samples(batch.indices)
-        total, count = loss(model(samples[0]), samples)
-        model.zero_grad()
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        for one, schedule in zip(optimizers, schedules, strict=True):
-            one.step()
-            schedule.step()
-        losses.append(float(total.detach()) / count)
-    return losses, model.state_dict()
+    batches = whole_batches(Points(), job_of())
+    return train_plainly(model, batches, lambda batch: loss(model(batch[0]), batch), optimizers, 0.3, schedules)
 
 
-def trained(rank: int, world: int, form: str, layout: str, folder: Path | None, first: int, last: int) -> Any:
+def trained(rank: int, world: int, form: str, layout: str, folder: Path | None, first: int, last: int) -> Trained:
     model = build()
     job = job_of(schedule={"name": "linear"})
     run = samestep.parallelize(model, loss, FORMS[form](model), layout=layout, job=in_loop(job))
@@ -139,32 +132,22 @@ def trained(rank: int, world: int, form: str, layout: str, folder: Path | None, 
     return losses, run.state_dict(on_every_rank=True)
 
 
-def assert_equal(found: Any, wanted: tuple[list[float], dict[str, Tensor]], first: int = 0) -> None:
-    losses, weights = found
-    assert losses == pytest.approx(wanted[0][first:], rel=1e-9)
-    for name, value in wanted[1].items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-8, atol=1e-10, msg=name)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_several_optimizers_are_those_of_a_plain_loop(form: str) -> None:
-    (found,) = pool(1).run(trained, form, "dp=1 microbatch=2", None, 0, STEPS)
-    assert_equal(found, plain(form))
+    assert_trained(pool(1).run(trained, form, "dp=1 microbatch=2", None, 0, STEPS), plain(form))
 
 
 @pytest.mark.parametrize("form", ["names", "instances", "modules"])
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2", "pp=2"])
 def test_several_optimizers_are_those_of_a_plain_loop_in_layouts(form: str, layout: str) -> None:
-    for found in pool(2).run(trained, form, layout, None, 0, STEPS):
-        assert_equal(found, plain(form))
+    assert_trained(pool(2).run(trained, form, layout, None, 0, STEPS), plain(form))
 
 
 def test_a_run_with_several_optimizers_is_resumed_in_another_layout(tmp_path: Path) -> None:
     pool(2).run(trained, "names", "dp=2 zero=3", tmp_path, 0, 2)
-    (found,) = pool(1).run(trained, "names", "dp=1", tmp_path, 2, STEPS)
-    assert_equal(found, plain("names"), 2)
-    for found in pool(2).run(trained, "list", "tp=2", tmp_path, 2, STEPS):
-        assert_equal(found, plain("list"), 2)
+    for form, layout, ranks in (("names", "dp=1", 1), ("list", "tp=2", 2)):
+        losses, weights = plain(form)
+        assert_trained(pool(ranks).run(trained, form, layout, tmp_path, 2, STEPS), (losses[2:], weights))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

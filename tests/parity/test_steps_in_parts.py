@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import InputError, LayoutError
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.runtime.run import Run
 from tests.laboratory import in_loop
@@ -30,7 +30,8 @@ from tests.parity.loops import (
     plain_result,
     run_of,
 )
-from tests.pool import pool
+from tests.plain import Trained, assert_as_on_one_device, assert_trained
+from tests.pool import pool, telling
 
 
 @functools.cache
@@ -44,13 +45,6 @@ def parts(
     return parts_result(LOOPS[name], layout, folder, first, last)
 
 
-def assert_equal(found: tuple[list[list[float]], dict[str, Tensor]], wanted: Result, left_out: int = 0) -> None:
-    losses = [loss for of_step in found[0] for loss in of_step]
-    assert losses == pytest.approx(wanted[0][left_out:], rel=1e-9, abs=1e-12)
-    for name, value in wanted[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-8, atol=1e-10, msg=name)
-
-
 LAYOUTS = ["dp=1 microbatch=4", "dp=2", "dp=2 zero=1 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
 EVALUATING = [name for name in LOOPS if "sam" in name or "lbfgs" in name]
 ELSEWHERE = {("wgan-gp", "tp=2"), *((name, layout) for name in EVALUATING for layout in LAYOUTS[2:])}
@@ -59,8 +53,7 @@ CASES = [(name, layout) for name in LOOPS for layout in LAYOUTS if (name, layout
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_loop_in_parts_is_the_plain_loop(name: str, layout: str) -> None:
-    for found in pool(Layout(layout).world_size).run(parts, name, layout):
-        assert_equal(found, plain(name))
+    assert_trained(pool(Layout(layout).world_size).run(parts, name, layout), plain(name))
 
 
 RESUMED = ("gan", "by value", "sam", "sophia", "body every other step")
@@ -72,8 +65,8 @@ RESUMED = ("gan", "by value", "sam", "sophia", "body every other step")
 )
 def test_a_loop_in_parts_is_resumed_in_another_layout(name: str, tmp_path: Path) -> None:
     first, *_ = pool(2).run(parts, name, "dp=2" if name in EVALUATING else "dp=2 zero=3", tmp_path, 0, 2)
-    (found,) = pool(1).run(parts, name, "dp=1", tmp_path, 2)
-    assert_equal(found, plain(name), sum(map(len, first[0])))
+    losses, weights = plain(name)
+    assert_trained(pool(1).run(parts, name, "dp=1", tmp_path, 2), (losses[len(first[0]) :], weights))
 
 
 # -- what a step is --------------------------------------------------------------------------------
@@ -231,22 +224,22 @@ def test_each_optimizer_counts_its_own_updates() -> None:
 
 
 def by_values(rank: int, world: int, given_to: str) -> Any:
-    """Return the steps, losses and weights of a GAN whose batches are values, given to all ranks or to the first alone."""
+    """Return the losses, weights and steps of a GAN whose batches are values, given to all ranks or to the first alone."""
     loop = LOOPS["gan"]
     run = run_of(loop, "")
-    steps, losses = [], []
+    steps, losses = [], list[float]()
     for batch in samestep.batches(Points(), run.job):
         values = batch.samples(batch.indices) if given_to == "all" or rank == 0 else None
-        losses.append(loop.parts(run, values, batch.step))
+        losses += loop.parts(run, values, batch.step)
         steps.append(run.steps_taken)
-    return steps, losses, run.state_dict(on_every_rank=True)
+    return losses, run.state_dict(on_every_rank=True), steps
 
 
 @pytest.mark.parametrize("given_to", ["all", "first"])
 def test_values_that_are_given_again_are_one_step(given_to: str) -> None:
-    for steps, *found in pool(2).run(by_values, given_to):
-        assert steps == [*range(1, STEPS + 1)]
-        assert_equal((found[0], found[1]), plain("gan"))
+    ranks = pool(2).run(by_values, given_to)
+    assert all(steps == [*range(1, STEPS + 1)] for *_, steps in ranks)
+    assert_trained(ranks, plain("gan"))
 
 
 # -- wrong uses ------------------------------------------------------------------------------------
@@ -341,14 +334,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def wrong(rank: int, world: int, case: str) -> str:
+@telling
+def wrong(rank: int, world: int, case: str) -> None:
     run = run_of(Loop(Regression, both, OF_HEADS), "")
     run.prepare(_first(run).samples([0]))
-    try:
-        WRONG[case][0](run)
-    except InputError as error:
-        return str(error)
-    return "nothing"
+    WRONG[case][0](run)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -395,7 +385,7 @@ def _far(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
     return (outputs[1] - 1).square().sum() + outputs[0].abs().sum(), outputs[1].numel()
 
 
-def _first_and_last(rank: int, world: int, layout: str, order: str) -> tuple[list[float], dict[str, Tensor]]:
+def _first_and_last(rank: int, world: int, layout: str, order: str) -> Trained:
     """Two backwards before two updates, or one in front of each, of weights on one stage and of such on several."""
     job = samestep.Job(train={"global_batch": 8, "steps": 3, "watch_every": 0}, numerics={"precision": "float64"})
     optimizers = {
@@ -427,8 +417,4 @@ def _both_outputs(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, i
 @pytest.mark.parametrize("order", ["in turn", "waiting", "added up"])
 @pytest.mark.parametrize("layout", ["pp=2", pytest.param("pp=4", marks=pytest.mark.nightly), pytest.param("dp=2 pp=2", marks=pytest.mark.nightly)])  # fmt: skip
 def test_gradients_of_weights_on_several_stages_wait_alike_on_all(layout: str, order: str) -> None:
-    (wanted,) = pool(1).run(_first_and_last, "dp=1", order)
-    for losses, weights in pool(Layout(layout).world_size).run(_first_and_last, layout, order):
-        assert losses == pytest.approx(wanted[0], rel=1e-9)
-        for name, value in wanted[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_as_on_one_device(_first_and_last, layout, order)

@@ -17,6 +17,7 @@ from samestep.building.loss_result import Loss
 from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.plain import Trained, assert_trained, train_plainly
 from tests.pool import pool
 
 B, TOKENS, CLASSES, STEPS = 8, 6, 5, 3
@@ -152,27 +153,21 @@ def trained(
     return losses, run.state_dict(on_every_rank=True), ""
 
 
-def plain(name: str, kind: type[Net] = Net) -> tuple[list[float], dict[str, Tensor]]:
-    case = CASES[name]
-    model, losses = kind(case.form), []
-    steps = optimizer(model.parameters())
-    for step in range(STEPS):
-        total = (case.plain or case.loss)(model(batch_of(case, step)["x"]), case.target(step))
-        steps.zero_grad()
-        total.backward()
-        steps.step()
-        losses.append(total.item())
-    return losses, model.state_dict()
+@functools.cache
+def plain(name: str, kind: type[Net] = Net) -> Trained:
+    case, model = CASES[name], kind(CASES[name].form)
+
+    def loss(step: int) -> Any:
+        return (case.plain or case.loss)(model(batch_of(case, step)["x"]), case.target(step))
+
+    return train_plainly(model, range(STEPS), loss, optimizer(model.parameters()))
 
 
 def assert_equal(layout: str, name: str, kind: type[Net] = Net) -> None:
     """A layout has the losses and weights of the plain loop."""
-    losses, weights = plain(name, kind)
-    for losses_of_rank, state, error in pool(Layout(layout).world_size).run(trained, layout, name, None, kind):
-        assert not error
-        assert losses_of_rank == pytest.approx(losses, rel=1e-9, abs=1e-12)
-        for key, value in weights.items():
-            assert torch.allclose(state[key], value, rtol=1e-9, atol=1e-12), key
+    ranks = pool(Layout(layout).world_size).run(trained, layout, name, None, kind)
+    assert not any(error for *_, error in ranks)
+    assert_trained(ranks, plain(name, kind), 1e-9, 1e-12)
 
 
 LAYOUTS = ("dp=2 microbatch=1", "dp=2 zero=3", "pp=2 microbatch=2", "tp=2")

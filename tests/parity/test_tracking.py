@@ -15,11 +15,11 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.recording import step_recorder
 from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.run import Run
 from samestep.training import evaluations
+from tests.laboratory import run_from
 from tests.parity.test_between_steps import Net, Points, everywhere, loss, measure
 
 JOB = Job(
@@ -29,9 +29,8 @@ WORDS = ("progress", "metrics.jsonl", "tensorboard")
 
 
 def run_of(rank: int, world: int, layout: str, lr: float = 0.01, job: Job = JOB) -> Run:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     source = Source(Net, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=lr), None))
-    return Run(source, Layout(layout), job, place)
+    return run_from(source, layout, job, rank, world)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -238,10 +237,9 @@ def test_a_resumed_loop_continues_its_files(layout: str, tmp_path: Path) -> None
 
 def in_parts(rank: int, world: int, layout: str, folder: str) -> tuple[list[Any], list[Any], list[float]]:
     """What receivers are given of steps with two backwards and two updates, what the loop is given, and means that it takes itself."""
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     given = {"first": _sgd_of("0"), "rest": _sgd_of("")}
     source = Source(Net, loss, optimizer_source(given, None))
-    run, seen = Run(source, Layout(layout), JOB, place), list[Any]()
+    run, seen = run_from(source, layout, JOB, rank, world), list[Any]()
     held_out = samestep.EarlyStopping(Points(), every=2, patience=2, monitor="held_out", mode="max")
     samestep.track(
         run, "metrics.jsonl", lambda one: seen.append((one.step, one.loss, *one.terms)), held_out, folder=folder

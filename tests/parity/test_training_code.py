@@ -36,9 +36,10 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights import parameter_hooks
 from samestep.runtime.weights.sharded import GatheredWatch
-from tests.laboratory import TOLERANCE
+from tests.laboratory import TOLERANCE, run_from
 from tests.parity.training_code import CASES, sgd, summed
-from tests.pool import pool
+from tests.plain import train_plainly
+from tests.pool import pool, telling
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 JOB = Job(train={"global_batch": 4, "steps": 4, "seed": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
@@ -157,8 +158,7 @@ def _run(rank: int, world: int, layout: str, name: str) -> list[float]:
     is_instance = isinstance(model, nn.Module)
     names = {id(param): path for path, param in model.named_parameters()} if is_instance else None
     source = Source(model, loss, optimizer_source(optimizer, names), "model")
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(source, Layout(layout), JOB, place)
+    run = run_from(source, layout, JOB, rank, world)
     losses = []
     for batch in batches(case.data(), JOB):
         losses.append(run.step(batch).loss)
@@ -171,7 +171,7 @@ def _run(rank: int, world: int, layout: str, name: str) -> list[float]:
 def _plain(name: str) -> list[float]:
     """Return the losses of a plain torch loop, from the run's first weights."""
     torch.manual_seed(7)
-    case, losses = CASES[name], []
+    case = CASES[name]
     stream = list(batches(case.data(), JOB))
     model, loss, optimizer = case.made()
     if not isinstance(model, nn.Module):
@@ -181,18 +181,15 @@ def _plain(name: str) -> list[float]:
         model.double().load_state_dict(first.state_dict())
         optimizer = optimizer(list(model.parameters()))
     model.double().train()
-    for batch in stream:
+
+    def of_batch(batch: Any) -> Any:
         samples = tree_map_only(
             Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch.samples(batch.indices)
         )
-        total, count = loss(building.call_model(model, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        losses.append(float(total / count))
-        if case.each is not None:
-            case.each(model, optimizer)
-    return losses
+        return loss(building.call_model(model, samples), samples)
+
+    after = (lambda: None) if case.each is None else functools.partial(case.each, model, optimizer)
+    return train_plainly(model, stream, of_batch, optimizer, after=after)[0]
 
 
 _ALONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
@@ -209,19 +206,15 @@ def _on_ranks(layout: str, names: tuple[str, ...], *, guarded: bool = True) -> d
     return pool(world).run(_losses, layout, names, guarded)[0]
 
 
-def _evaluated_on_a_rank(rank: int, world: int) -> str:
+@telling
+def _evaluated_on_a_rank(rank: int, world: int) -> None:
     """Take steps of a run whose loop puts a part into evaluation mode on one rank alone; return the refusal."""
     model, loss, optimizer = CASES["parts put into evaluation"].made()
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(model, loss, optimizer_source(optimizer), "model"), Layout("dp=2"), JOB, place)
-    try:
-        for batch in batches(CASES["parts put into evaluation"].data(), JOB):
-            run.step(batch)
-            if rank == 1:
-                run.model.dropout.eval()
-    except InputError as error:
-        return str(error)
-    return ""
+    run = run_from(Source(model, loss, optimizer_source(optimizer), "model"), "dp=2", JOB, rank, world)
+    for batch in batches(CASES["parts put into evaluation"].data(), JOB):
+        run.step(batch)
+        if rank == 1:
+            run.model.dropout.eval()
 
 
 REPLICAS = JOB.model_copy(
@@ -235,20 +228,16 @@ CHANGES: dict[str, Callable[[Run], object]] = {
 }
 
 
-def _changed_replica(rank: int, world: int, name: str) -> str:
+@telling
+def _changed_replica(rank: int, world: int, name: str) -> None:
     """Take steps of two replicas on one rank or two, with a change between; return the refusal."""
     source = Source(CASES["step that clips"].made()[0], summed, optimizer_source(sgd), "model")
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(source, Layout(f"dp={world}"), REPLICAS, place)
-    try:
-        for batch in batches(CASES["step that clips"].data(), REPLICAS):
-            run.step(batch)
-            if batch.step == 1:
-                run.evaluate(batch)
-                CHANGES[name](run)
-    except InputError as error:
-        return str(error)
-    return ""
+    run = run_from(source, f"dp={world}", REPLICAS, rank, world)
+    for batch in batches(CASES["step that clips"].data(), REPLICAS):
+        run.step(batch)
+        if batch.step == 1:
+            run.evaluate(batch)
+            CHANGES[name](run)
 
 
 def _is_equal(found: list[float] | str, expected: list[float]) -> bool:

@@ -42,9 +42,12 @@ from tests.laboratory import (
     prepared_run,
     prove,
     reference,
+    run_from,
     source_of,
 )
 from tests.models import VOCABULARY, Tokens
+from tests.parts import Residual, Words
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 
@@ -279,16 +282,10 @@ def by_size(params: list[Tensor]) -> Optimizer:
     return torch.optim.SGD([{"params": large, "lr": 0.5}, {"params": small, "lr": 0.01}], lr=0.05)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+BLOCK = functools.partial(Residual, 12, 20, norm=True, bias=False)
 
 
-class Small(nn.Module):
+class Small(Words):
     """Matrices of several shapes, vectors, blocks for two stages, of which tp cuts the two products and the vocabulary."""
 
     tensor_plan: ClassVar = {
@@ -299,16 +296,7 @@ class Small(nn.Module):
     }
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(BLOCK, BLOCK, width=12, entries=VOCABULARY)
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -465,8 +453,7 @@ def by_tag(params: list[Tensor]) -> Optimizer:
 
 def marked(rank: int, world: int, layout: str, job: Job) -> Observed:
     source = Source(perturbed(Marked), loss_of(job), optimizer_source(by_tag), "marked")
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return follow(Run(source, Layout(layout), job, place), Tokens(), job, record=True)
+    return follow(run_from(source, layout, job, rank, world), Tokens(), job, record=True)
 
 
 def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
@@ -596,15 +583,10 @@ def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -
 
 def by_hand(model: nn.Module, loss: Any) -> list[float]:
     """Return the losses of a plain loop with SGD."""
-    optimizer, found = torch.optim.SGD(model.double().parameters(), lr=0.1), []
-    for batch in batches(Tokens(), JOB):
-        samples: Any = batch.samples(batch.indices)
-        total, count = loss(call_model(model, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        found.append(float((total / count).detach()))
-    return found
+    optimizer = torch.optim.SGD(model.double().parameters(), lr=0.1)
+    return train_plainly(
+        model, whole_batches(Tokens(), JOB), lambda batch: loss(call_model(model, batch), batch), optimizer
+    )[0]
 
 
 @pytest.mark.parametrize(

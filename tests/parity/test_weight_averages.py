@@ -33,6 +33,7 @@ from tests import small, traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
 from tests.models import VOCABULARY, Tokens
 from tests.parity.test_update_rules import Small
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 DECAY = 0.8
@@ -104,12 +105,12 @@ def test_averages_are_those_of_torch() -> None:
             param.copy_(plan.materialize(name, torch.device("cpu"), torch.float64))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     optimizer = optimizer_of(job)(list(model.named_parameters()))
-    for batch in batches(Tokens(), job):
-        samples = batch.samples(batch.indices)
-        model.zero_grad()
-        cross_entropy(model(samples["input_ids"]).view(-1, VOCABULARY), samples["labels"].flatten()).backward()
-        optimizer.step()
-        averaged.update_parameters(model)
+
+    def loss(samples: Any) -> torch.Tensor:
+        return cross_entropy(model(samples["input_ids"]).view(-1, VOCABULARY), samples["labels"].flatten())
+
+    batches_of_steps = whole_batches(Tokens(), job)
+    train_plainly(model, batches_of_steps, loss, optimizer, after=functools.partial(averaged.update_parameters, model))
     _, found = alone()
     expected = dict(averaged.module.named_parameters())
     for name, _, _, value in found.weights:

@@ -27,6 +27,7 @@ from samestep.runtime.run import Run
 from tests.laboratory import job_of, make_run
 from tests.models import Tokens
 from tests.parity.loops import Block
+from tests.plain import assert_as_on_one_device
 from tests.pool import pool
 
 JOB = Job(
@@ -272,11 +273,7 @@ def called_between_steps(rank: int, world: int, layout: str) -> tuple[list[float
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("dp=2 zero=2", marks=pytest.mark.nightly)])
 def test_a_loop_that_calls_the_model_writes_the_weights_of_the_next_step(layout: str) -> None:
-    losses, weights = called_between_steps(0, 1, "dp=1")
-    for found in pool(2).run(called_between_steps, layout):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-9)
+    assert_as_on_one_device(called_between_steps, layout, rtol=1e-9, atol=1e-9)
 
 
 def of_experts(rank: int, world: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,52 +13,16 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import Job
-from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import JobError
-from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.memory.live_bytes import saved_bytes
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, in_loop, job_of
+from tests.laboratory import TOLERANCE, in_loop, job_of
 from tests.models import MODELS, Tokens
-from tests.parity.whole_batch import BATCH, CASES, Views, job, plain
+from tests.parity.whole_batch import BATCH, CASES, WHOLE, Views, job, observe, prove, run_of
+from tests.plain import Trained, assert_as_on_one_device, assert_trained, on_one_device
 from tests.pool import pool
-
-Found = tuple[Observed, dict[str, Tensor], dict[str, float]]
-
-
-def run_of(rank: int, world: int, name: str, layout: str, batch: int = BATCH) -> Run:
-    case, settings = CASES[name], job(batch)
-    source = Source(case.model, case.loss, optimizer_of(settings), name)
-    example = next(batches(Views(), settings)).samples([0])
-    prepared = traced.prepared(("whole batch", name), source, settings, example, Layout(layout))
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(replace(source, prepared=prepared), Layout(layout), settings, place)
-
-
-def observe(rank: int, world: int, name: str, layout: str, batch: int = BATCH) -> Found:
-    run = run_of(rank, world, name, layout, batch)
-    seen = follow(run, Views(), run.job, record=True)
-    held_out = run.evaluate(next(batches(Views(), job(20))))
-    return seen, run.state_dict(on_every_rank=True), held_out
-
-
-@functools.cache
-def expected(name: str, batch: int = BATCH) -> tuple[list[float], dict[str, Tensor]]:
-    run = run_of(0, 1, name, "dp=1", batch)
-    run.prepare(next(batches(Views(), job(batch))).samples([0]))
-    return plain(name, run.state_dict(), run.program.step.model.masks, batch)
-
-
-def on_ranks(layout: str, *args: object) -> list[Found]:
-    world = Layout(layout).world_size
-    name, rest = args[0], args[1:]
-    return pool(world).run(observe, name, layout, *rest) if world > 1 else [observe(0, 1, name, layout, *rest)]  # type: ignore[arg-type]
-
 
 LAYOUTS = (
     "dp=1",
@@ -80,8 +43,8 @@ LAYOUTS = (
     "pp=2 microbatch=2 schedule=zero-bubble",
     "pp=2 microbatch=2 schedule=interleaved",
 )
-ROWS = [(name, layout, batch) for layout in LAYOUTS for name in CASES for batch in (8, 5)]
-DAILY = {(sorted(CASES)[index % len(CASES)], layout, (8, 5)[index % 2]) for index, layout in enumerate(LAYOUTS)}
+ROWS = [(name, layout, batch) for layout in LAYOUTS for name in WHOLE for batch in (8, 5)]
+DAILY = {(sorted(WHOLE)[index % len(WHOLE)], layout, (8, 5)[index % 2]) for index, layout in enumerate(LAYOUTS)}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +53,8 @@ DAILY = {(sorted(CASES)[index % len(CASES)], layout, (8, 5)[index % 2]) for inde
 )
 def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
     """Of five samples ranks and micro-batches have unequal numbers, or none."""
-    losses, weights = expected(name, batch)
-    ranks = on_ranks(layout, name, batch)
-    for seen, ours, held_out in ranks:
-        assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
-        assert ours.keys() == weights.keys()
-        for key, value in weights.items():
-            assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
-        assert held_out == ranks[0][2]
-    if Layout(layout).world_size > 1:
-        assert_ledger([seen for seen, *_ in ranks], layout)
+    held_out = prove(name, layout, batch)
+    assert held_out == [held_out[0]] * len(held_out)
 
 
 class Named:
@@ -174,7 +129,7 @@ def rows_of_sequences(outputs: Any, batch: dict[str, Tensor], rows: Tensor) -> A
 
 
 def sequences(
-    rank: int, world: int, model: str, layout: str, by_rows: bool = False
+    rank: int, world: int, layout: str, model: str, by_rows: bool = False
 ) -> tuple[list[float], dict[str, Tensor], float, float]:
     """Take three steps, of which the last one sends what the program lists."""
     loss = samestep.whole_batch(rows_of_sequences if by_rows else of_sequences, rows=by_rows)
@@ -191,11 +146,6 @@ def sequences(
     return losses, run.state_dict(on_every_rank=True), held_out, report.values["spread"]
 
 
-@functools.cache
-def whole_sequences(model: str, by_rows: bool) -> tuple[list[float], dict[str, Tensor], float, float]:
-    return pool(1).run(sequences, model, "dp=1", by_rows)[0]
-
-
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -210,12 +160,10 @@ def whole_sequences(model: str, by_rows: bool) -> tuple[list[float], dict[str, T
 )
 @pytest.mark.parametrize("by_rows", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_loss_is_given_whole_sequences(layout: str, model: str, by_rows: bool) -> None:
-    losses, weights, held_out, spread = whole_sequences(model, by_rows)
-    for found, ours, mean, deviation in pool(Layout(layout).world_size).run(sequences, model, layout, by_rows):
-        assert found == pytest.approx(losses, rel=TOLERANCE)
-        assert (mean, deviation) == pytest.approx((held_out, spread), rel=TOLERANCE)
-        for key, value in weights.items():
-            torch.testing.assert_close(ours[key], value, rtol=1e-7, atol=1e-9)
+    losses, weights, *means = on_one_device(sequences, model, by_rows)
+    ranks = pool(Layout(layout).world_size).run(sequences, layout, model, by_rows)
+    assert_trained(ranks, (losses, weights), 1e-7, 1e-9)
+    assert all(others == pytest.approx(means, rel=TOLERANCE) for _, _, *others in ranks)
 
 
 # -- an output that the loss does not read ---------------------------------------------------------
@@ -237,7 +185,7 @@ def _spread(outputs: dict[str, Tensor], batch: Any) -> Tensor:
     return outputs["one"].square().std(0).sum()
 
 
-def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
+def _of_one_head(rank: int, world: int, layout: str) -> Trained:
     torch.manual_seed(0)
     settings = job(8)
     run = samestep.parallelize(
@@ -245,20 +193,16 @@ def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
         layout=layout, job=in_loop(settings),
     )  # fmt: skip
     draw = torch.Generator().manual_seed(2)
-    for _ in range(3):
-        x = torch.randn(8, 6, generator=draw, dtype=torch.float64)
-        run.step({"one": x, "two": x})
-    return run.state_dict(on_every_rank=True)
+    points = [torch.randn(8, 6, generator=draw, dtype=torch.float64) for _ in range(3)]
+    return [run.step({"one": x, "two": x}).loss for x in points], run.state_dict(on_every_rank=True)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=3 microbatch=2"])
 def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) -> None:
-    (wanted,) = pool(1).run(_of_one_head, "dp=1")
+    _, wanted = on_one_device(_of_one_head)
     torch.manual_seed(0)
     assert torch.equal(wanted["two.weight"], TwoHeads().double().two.weight), "it decays no weight"
-    for found in pool(Layout(layout).world_size).run(_of_one_head, layout):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_as_on_one_device(_of_one_head, layout)
 
 
 # -- sums over rows --------------------------------------------------------------------------------
@@ -293,15 +237,8 @@ CASES["by rows"] = replace(CASES["clip"], loss=samestep.whole_batch(by_rows, row
     ],
 )
 def test_ranks_compute_the_rows_of_their_samples(layout: str, batch: int) -> None:
-    losses, weights = expected("pairs", batch)
-    ranks = on_ranks(layout, "by rows", batch)
-    for seen, ours, held_out in ranks:
-        assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
-        for key, value in weights.items():
-            assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
-        assert held_out == pytest.approx(ranks[0][2], rel=TOLERANCE)
-    if Layout(layout).world_size > 1:
-        assert_ledger([seen for seen, *_ in ranks], layout)
+    held_out = prove("by rows", layout, batch, like="pairs")
+    assert all(means == pytest.approx(held_out[0], rel=TOLERANCE) for means in held_out)
 
 
 def test_what_is_no_sum_over_rows_is_refused() -> None:

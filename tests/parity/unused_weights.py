@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from tests.laboratory import device_of_ranks
+from tests.parts import Residual
+from tests.plain import Trained, train_plainly, whole_batches
 
 STEPS, WIDTH = 5, 6
 
@@ -37,15 +40,6 @@ class Pairs:
         return self.x[index], self.y[index]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Switched(nn.Module):
     """Blocks and a head that a loop leaves out."""
 
@@ -53,7 +47,7 @@ class Switched(nn.Module):
         super().__init__()
         self.on, self.has_extra = (True,) * 4, True
         self.first, self.head, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Block() for _ in self.on)
+        self.blocks = nn.ModuleList(Residual(WIDTH, 8) for _ in self.on)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -93,7 +87,7 @@ class Matched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Residual(WIDTH, 8) for _ in range(2))
         self.box, self.kind = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,20 +196,16 @@ def taken(run: Run, plan: list[Turn], first: int = 0) -> Iterator[float]:
     return (report.loss for report in reports(run, plan, first))
 
 
-def plain(
-    model: str, made: Job, optimizer: Callable[[Any], Optimizer], plan: list[Turn]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Take the steps of a plain torch loop; return its losses and its weights."""
-    module = built(model).double()
-    one, losses = optimizer(list(module.parameters())), []
-    for batch in batches(Pairs(), made):
-        plan[batch.step].make(module)
-        samples = [tensor.double() for tensor in batch.samples(batch.indices)]
-        total, count = MODELS[model][1](module(samples[0]), samples)
-        one.zero_grad(set_to_none=True)
-        (total / count).backward()
-        if made.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), made.optimizer.clip_norm)
-        one.step()
-        losses.append(float(total.detach() / count))
-    return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
+@functools.cache
+def plain(model: str, clip_norm: float | None, optimizer: str, kind: str, seed: int) -> Trained:
+    """Take the steps of a plain torch loop."""
+    module, plan = built(model).double(), turns(kind, seed)
+
+    def loss(numbered: tuple[int, Any]) -> Any:
+        step, samples = numbered
+        plan[step].make(module)
+        samples = [tensor.double() for tensor in samples]
+        return MODELS[model][1](module(samples[0]), samples)
+
+    batches_of_steps = enumerate(whole_batches(Pairs(), job()))
+    return train_plainly(module, batches_of_steps, loss, OPTIMIZERS[optimizer](list(module.parameters())), clip_norm)

@@ -1,9 +1,10 @@
-"""Losses over all samples of a step, their models and data, and the plain loop with which runs are held."""
+"""Losses over all samples of a step, their models and data, the plain loop, and how layouts are held against it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.datasets import batches
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import Batch, batches
+from samestep.examination.examine import Source
 from samestep.job import Job
+from samestep.layout import Layout
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
+from samestep.runtime.run import Run
+from tests import traced
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, run_from
+from tests.plain import Trained, assert_trained, train_plainly
+from tests.pool import pool
 
 STEPS, BATCH, WIDTH = 3, 8, 6
 
@@ -160,6 +169,8 @@ CASES = {
     "terms": Case(Clip, samestep.whole_batch(terms)),
     "rows": Case(Tokens, samestep.whole_batch(of_rows)),
 }
+WHOLE = [*CASES]
+"""Those whose loss is over all samples; other files enter more."""
 
 
 def job(batch: int = BATCH, **tables: Any) -> Job:
@@ -172,29 +183,54 @@ def job(batch: int = BATCH, **tables: Any) -> Job:
     )
 
 
-def mean_of(found: Any) -> Any:
-    """Return the loss that a result stands for."""
-    if isinstance(found[0], dict):
-        return sum(total / count for total, count in found[0].values())
-    return found[0] / found[1]
-
-
-def plain(name: str, start: dict[str, Tensor], masks: Any, batch: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses and the weights of a loop without samestep; `masks` says how random numbers are drawn."""
+def run_of(rank: int, world: int, name: str, layout: str, batch: int = BATCH, part: str = "") -> Run:
+    """Return a run, in which a part is compiled if one is named."""
     case, settings = CASES[name], job(batch)
-    model = case.model().double()
-    model.load_state_dict(start)
-    place_samples(model, masks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in batches(Views(), settings):
+    if part:
+        run = {"compile": part, "compile_backend": "aot_eager"}
+        settings = Job(**{**settings.model_dump(), "run": run})
+    source = Source(case.model, case.loss, optimizer_of(settings), name)
+    example = next(batches(Views(), settings)).samples([0])
+    prepared = traced.prepared(("whole batch", name), source, settings, example, Layout(layout))
+    return run_from(replace(source, prepared=prepared), layout, settings, rank, world)
+
+
+def observe(rank: int, world: int, name: str, layout: str, *how: Any) -> tuple[list[float], State, Observed, Any]:
+    run = run_of(rank, world, name, layout, *how)
+    seen = follow(run, Views(), run.job, record=True)
+    return seen.losses, run.state_dict(on_every_rank=True), seen, run.evaluate(next(batches(Views(), job(20))))
+
+
+State = dict[str, Tensor]
+
+
+@functools.cache
+def plain(name: str, batch: int) -> Trained:
+    """Train in a loop without samestep, which draws random numbers as the run does."""
+    run = run_of(0, 1, name, "dp=1", batch)
+    run.prepare(next(batches(Views(), job(batch))).samples([0]))
+    case, settings = CASES[name], job(batch)
+    model, loss = case.model().double(), getattr(case.loss, "__wrapped__", case.loss)
+    model.load_state_dict(run.state_dict())
+    place_samples(model, run.program.step.model.masks)
+
+    def of_step(step: Batch) -> Any:
         given = step.samples(step.indices)
         with DropoutMode(model, Draw(settings.train.seed, step.step, torch.as_tensor(step.indices))):
-            found = case.loss.__wrapped__(model(given["one"], given["two"]), given)  # type: ignore[attr-defined]
-        loss = found if isinstance(found, Tensor) else mean_of(found)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 2.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, {key: value.clone() for key, value in model.state_dict().items()}
+            return loss(model(given["one"], given["two"]), given)
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return train_plainly(
+        model, batches(Views(), settings), of_step, torch.optim.SGD(trained, lr=0.1, momentum=0.9), 2.0
+    )
+
+
+def prove(name: str, layout: str, batch: int, part: str = "", like: str = "") -> list[Any]:
+    """Hold a layout against the plain loop of a case, or of another one; return what its ranks have."""
+    world = Layout(layout).world_size
+    given = name, layout, batch, part
+    ranks = pool(world).run(observe, *given) if world > 1 else [observe(0, 1, *given)]
+    assert_trained(ranks, plain(like or name, batch), TOLERANCE, TOLERANCE)
+    if world > 1:
+        assert_ledger([seen for _, _, seen, _ in ranks], layout)
+    return [held_out for *_, held_out in ranks]

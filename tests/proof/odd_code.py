@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+
+from tests.parts import Words
 
 # -- data ------------------------------------------------------------------------------------------
 
@@ -335,16 +338,6 @@ class SeededNoise(TwoLayers):
             return x + torch.randn_like(x)
 
 
-class RunningMean(TwoLayers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16))
-
-    def between(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.5)
-        return x - self.mean
-
-
 class Unread(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
@@ -354,10 +347,6 @@ class Unread(TwoLayers):
         before = self.queue.clone()
         self.queue.copy_(x.detach()[0])
         return x + before
-
-
-def spectral() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Count(nn.Linear):
@@ -426,89 +415,33 @@ class ThirdPart(TwoLayers):
 # -- models of tokens ------------------------------------------------------------------------------
 
 
-class Blocks(nn.Module):
-    """Embedding, four blocks, head."""
+def plain_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
 
-    number = 4
 
+class Blocks(Words):
+    """Four blocks, or others."""
+
+    def __init__(self, kind: Callable[[], nn.Module] | None = None, number: int = 4) -> None:
+        super().__init__(*[kind or plain_block] * number, width=16, entries=64)
+
+
+def of(kind: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:
+    """Return the build function of a model with blocks of a kind."""
+    return functools.partial(Blocks, functools.partial(kind, *args))
+
+
+class Mix(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(self.block() for _ in range(self.number))
-
-    def block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Skip(Blocks):
-    """Every block is given the embeddings too."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = x0 = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x + x0)
-        return self.head(x)
-
-
-class Between(Blocks):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = 1.5 * block(x)
-        return self.head(x)
-
-
-class Modulated(nn.Linear):
-    def forward(self, x: Tensor, by: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x)) * (1 + by)
-
-
-class Conditioned(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.condition = nn.Embedding(64, 16)
-
-    def block(self) -> nn.Module:
-        return Modulated(16, 16)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, by = self.embed(input_ids), self.condition(input_ids[:, :1])
-        for block in self.blocks:
-            x = block(x, by)
-        return self.head(x)
+        super().__init__(16, 16)
 
 
 class SumOfStates(Blocks):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+    def through(self, x: Tensor) -> Tensor:
         states = [x]
         for block in self.blocks:
             states.append(block(states[-1]))
-        return self.head(torch.stack(states).sum(0))
-
-
-class Pair(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(super().forward(x))
-        return x, x.sum(-1)
-
-
-class Tuples(Blocks):
-    def block(self) -> nn.Module:
-        return Pair(16, 16)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, total = self.embed(input_ids), 0.0
-        for block in self.blocks:
-            x, aside = block(x)
-            total = total + aside
-        return self.head(x) + total[..., None]
+        return torch.stack(states).sum(0)
 
 
 class FrozenStart(Blocks):
@@ -518,14 +451,9 @@ class FrozenStart(Blocks):
         self.blocks[:3].requires_grad_(False)
 
 
-class ResidualBlock(nn.Linear):
+class ResidualBlock(Mix):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(super().forward(x))
-
-
-class Residual(Blocks):
-    def block(self) -> nn.Module:
-        return ResidualBlock(16, 16)
 
 
 class Stream(nn.Module):
@@ -538,27 +466,14 @@ class Stream(nn.Module):
         return (y + torch.tanh(self.a(y))).to(self.dtype) if self.dtype else x + torch.tanh(self.a(y)).float()
 
 
-class BF16Stream(Blocks):
+class Streamed(Blocks):
     """A residual stream in a dtype of its own."""
 
-    dtype: torch.dtype | None = torch.bfloat16
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__(functools.partial(Stream, dtype))
 
-    def block(self) -> nn.Module:
-        return Stream(self.dtype)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.to(self.head.weight.dtype))
-
-
-class FP16Stream(BF16Stream):
-    dtype = torch.float16
-
-
-class Float32Stream(BF16Stream):
-    dtype = None
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x).to(self.head.weight.dtype)
 
 
 class TwoUsesBlock(nn.Module):
@@ -570,11 +485,6 @@ class TwoUsesBlock(nn.Module):
         return x + self.up(F.gelu(self.mix(x) + F.linear(torch.tanh(x), self.mix.weight)))
 
 
-class TwoUses(Blocks):
-    def block(self) -> nn.Module:
-        return TwoUsesBlock()
-
-
 class KeywordBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -584,27 +494,15 @@ class KeywordBlock(nn.Module):
         return x + torch.tanh(self.a(input=x))
 
 
-class Keyword(Blocks):
-    def block(self) -> nn.Module:
-        return KeywordBlock()
-
-
 class AutocastBlock(KeywordBlock):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return x + torch.tanh(self.a(x))
 
 
-class Autocast(Blocks):
-    def block(self) -> nn.Module:
-        return AutocastBlock()
-
-
 class Spare(Blocks):
-    number = 2
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(number=2)
         self.spare = nn.Linear(16, 16)
 
 
@@ -619,10 +517,8 @@ def pruned() -> nn.Module:
 
 
 class SparseEmbedding(Blocks):
-    number = 2
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(number=2)
         self.embed = nn.Embedding(64, 16, sparse=True)
 
 
@@ -633,11 +529,11 @@ class SpareBesideRoot(Spare):
         super().__init__()
         self.positions = nn.Parameter(torch.ones(16, 16))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids) + self.positions
+    def through(self, x: Tensor) -> Tensor:
+        x = x + self.positions
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return x
 
 
 def zamba2() -> nn.Module:
@@ -667,10 +563,8 @@ def checkpointing_gpt2() -> nn.Module:
 
 
 class DropoutOnTokensFirst(Blocks):
-    number = 1
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(number=1)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -679,18 +573,16 @@ class DropoutOnTokensFirst(Blocks):
 
 class Reentrant(Blocks):
     reentrant = True
-    number = 1
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(number=1)
         self.drop = nn.Dropout(0.3)
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.tanh(self.drop(self.blocks[0](x)))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        return self.head(x + checkpoint(self.inner, x, use_reentrant=self.reentrant))
+    def through(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 class NonReentrant(Reentrant):
@@ -729,22 +621,16 @@ class Cached(Blocks):
 
     table: Tensor | None = None
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        if self.table is None or len(self.table) < input_ids.shape[1]:
-            self.table = torch.arange(input_ids.shape[1], device=input_ids.device)[:, None] / 16
-        x = self.embed(input_ids)
-        x = x + self.table.to(x.dtype)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def through(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1], device=x.device)[:, None] / 16
+        return super().through(x + self.table.to(x.dtype))
 
 
 class PaddedMean(Blocks):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x + x.mean(1, keepdim=True))
+    def through(self, x: Tensor) -> Tensor:
+        x = super().through(x)
+        return x + x.mean(1, keepdim=True)
 
 
 class KeywordBatch(Blocks):
@@ -762,19 +648,20 @@ class CountBlock(Count):
         self.register_buffer("k", torch.zeros(1))
 
 
-class CountingBlocks(Blocks):
-    def block(self) -> nn.Module:
-        return CountBlock()
-
-
 # -- code between tokens and between features ------------------------------------------------------
 
 
 class Planned(Blocks):
-    """Blocks with a plan of how to cut them."""
+    """Two blocks around a part, with a plan of how to cut it."""
 
-    number = 2
     tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.ffn.up": "column", "blocks.*.ffn.down": "row"}
+
+    def __init__(self, inner: Callable[[], nn.Module], block: type[TokenBlock] | None = None) -> None:
+        super().__init__(lambda: (block or TokenBlock)(inner()), 2)
+
+
+def planned(inner: Callable[[], nn.Module], *block: type[TokenBlock]) -> Callable[[], nn.Module]:
+    return functools.partial(Planned, inner, *block)
 
 
 class FeedForward(nn.Module):
@@ -853,48 +740,12 @@ class OwnAttention(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class ShortConvolution(Planned):
-    def block(self) -> nn.Module:
-        return ConvolutionBlock(FeedForward())
-
-
-class TokenShift(Planned):
-    def block(self) -> nn.Module:
-        return ShiftBlock(FeedForward())
-
-
-class ByLength(Planned):
-    def block(self) -> nn.Module:
-        return LengthBlock(FeedForward())
-
-
-class PlainFeedForward(Planned):
-    def block(self) -> nn.Module:
-        return TokenBlock(FeedForward())
-
-
-class Normalised(Planned):
-    def block(self) -> nn.Module:
-        return TokenBlock(NormalisedFeedForward())
-
-
-class FusedGate(Planned):
-    def block(self) -> nn.Module:
-        return TokenBlock(FusedFeedForward())
-
-
 class Gated(Planned):
     tensor_plan: ClassVar[dict[str, str]] = {**Planned.tensor_plan, "blocks.*.ffn.gate": "column"}
-
-    def block(self) -> nn.Module:
-        return TokenBlock(GatedFeedForward())
 
 
 class LogProbabilities(Planned):
     tensor_plan: ClassVar[dict[str, str]] = {"head": "vocab"}
-
-    def block(self) -> nn.Module:
-        return TokenBlock(FeedForward())
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return F.log_softmax(super().forward(input_ids), -1)
@@ -905,9 +756,6 @@ class OwnHeads(Planned):
         **{f"blocks.*.ffn.{name}": "column" for name in "qkv"},
         "blocks.*.ffn.o": "row",
     }
-
-    def block(self) -> nn.Module:
-        return TokenBlock(OwnAttention())
 
 
 # -- experts ---------------------------------------------------------------------------------------

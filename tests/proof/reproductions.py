@@ -30,8 +30,11 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
-from tests import traced
+from tests import models, traced
+from tests.code import pipeline_models as stages
+from tests.code import state
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, seeded, whole
+from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 from tests.proof import later_code as later
 from tests.proof import odd_code as odd
@@ -83,26 +86,28 @@ def _case(name: str, cause: str, item: int, build: Any, layouts: str, **fields: 
 
 
 VECTORS: dict[str, Any] = {"data": odd.Vectors}
+WORDS: dict[str, Any] = {"data": models.Tokens}
+"""For models that the rows of `tests/code` hold too."""
 PP, ZERO3 = "dp=1 pp=2 microbatch=4", "dp=2 zero=3"
 
 REPRODUCTIONS = (
     # -- what passes between the stages of a pipeline ----------------------------------------------
-    _case("x0 residual", "A1", 2, odd.Skip, PP, names=("blocks", "pp")),
-    _case("code between blocks", "A1", 2, odd.Between, PP, names=("blocks", "pp")),
-    _case("conditioning by a trained embedding", "A1", 2, odd.Conditioned, PP, names=("blocks", "pp")),
+    _case("x0 residual", "A1", 2, stages.FirstResidual, PP, **WORDS, names=("blocks", "pp")),
+    _case("code between blocks", "A1", 2, stages.Between, PP, **WORDS, names=("blocks", "pp")),
+    _case("conditioning by a trained embedding", "A1", 2, stages.Conditioned, PP, **WORDS, names=("blocks", "pp")),
     _case("sum of all hidden states", "A1", 2, odd.SumOfStates, PP, names=("blocks", "pp")),
     _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp"), is_traced_once=True),
     _case("blocks of several widths", "C", 2, odd.mlp, PP, names=("pp",), **VECTORS),
     _case("frozen first stage", "C", 2, odd.FrozenStart, PP, names=("pp", "blocks")),
-    _case("blocks that give tuples", "C", 2, odd.Tuples, PP, names=("pp", "blocks")),
+    _case("blocks that give tuples", "C", 2, stages.Pairs, PP, **WORDS, names=("pp", "blocks")),
     _case("plain blocks", "", 2, odd.Blocks, f"{PP}, dp=1 pp=2 microbatch=2 schedule=zero-bubble", must=EQUAL),
-    _case("residual within blocks", "", 2, odd.Residual, f"{PP}, {ZERO3}", must=EQUAL),
-    _case("bf16 stream in float64", "D1", 2, odd.BF16Stream, PP, names=("dtype", "bfloat16")),
-    _case("fp16 stream in float64", "D1", 2, odd.FP16Stream, PP, names=("dtype", "float16")),
-    _case("float32 stream in bf16", "D1", 2, odd.Float32Stream, PP, names=("dtype",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
-    _case("weight used twice", "D2", 3, odd.TwoUses, "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
-    _case("linear called by keyword", "D8", 3, odd.Keyword, "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
-    _case("linear under its own autocast", "D7", 3, odd.Autocast, "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
+    _case("residual within blocks", "", 2, odd.of(odd.ResidualBlock), f"{PP}, {ZERO3}", must=EQUAL),
+    _case("bf16 stream in float64", "D1", 2, functools.partial(odd.Streamed, torch.bfloat16), PP, names=("dtype", "bfloat16")),
+    _case("fp16 stream in float64", "D1", 2, functools.partial(odd.Streamed, torch.float16), PP, names=("dtype", "float16")),
+    _case("float32 stream in bf16", "D1", 2, functools.partial(odd.Streamed, None), PP, names=("dtype",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
+    _case("weight used twice", "D2", 3, odd.of(odd.TwoUsesBlock), "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
+    _case("linear called by keyword", "D8", 3, odd.of(odd.KeywordBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
+    _case("linear under its own autocast", "D7", 3, odd.of(odd.AutocastBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
     _case("learned weights of tasks", "C", 2, later.Uncertain, f"{PP}, {ZERO3}", must=EQUAL, loss=later.of_two_tasks),
     # -- optimizers --------------------------------------------------------------------------------
     _case("LARS of matrices alone", "A2", 5, odd.net, f"{ZERO3}, dp=2 zero=1", optimizer=odd.Lars, names=("Lars",), **VECTORS),
@@ -121,17 +126,17 @@ REPRODUCTIONS = (
     _case("closure asked for in the code", "C", 5, odd.net, f"dp=2, {ZERO3}", optimizer=later.Sharpness, names=("Sharpness",), **VECTORS),
     _case("unused layer", "", 5, odd.Spare, "dp=2 zero=1", must=EQUAL),
     # -- tokens ------------------------------------------------------------------------------------
-    _case("convolution over tokens", "A4", 1, odd.ShortConvolution, "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
-    _case("token shift", "A4", 1, odd.TokenShift, "dp=1 tp=2 sequence_parallel", names=("block",)),
-    _case("factor by length", "A14", 1, odd.ByLength, "dp=1 cp=2", names=("block", "length", "tokens")),
-    _case("feed-forward alone", "", 1, odd.PlainFeedForward, "dp=1 tp=2 sequence_parallel, dp=1 tp=2", must=EQUAL),
+    _case("convolution over tokens", "A4", 1, odd.planned(odd.FeedForward, odd.ConvolutionBlock), "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
+    _case("token shift", "A4", 1, odd.planned(odd.FeedForward, odd.ShiftBlock), "dp=1 tp=2 sequence_parallel", names=("block",)),
+    _case("factor by length", "A14", 1, odd.planned(odd.FeedForward, odd.LengthBlock), "dp=1 cp=2", names=("block", "length", "tokens")),
+    _case("feed-forward alone", "", 1, odd.planned(odd.FeedForward), "dp=1 tp=2 sequence_parallel, dp=1 tp=2", must=EQUAL),
     _case("rotary tables of whole heads", "C", 1, later.Rotated, "dp=1 cp=2", must=EQUAL),
     # -- features ----------------------------------------------------------------------------------
-    _case("heads counted by another name", "A5", 2, odd.OwnHeads, "dp=1 tp=2", names=("q", "heads", "block")),
-    _case("norm of hidden neurons", "A6", 2, odd.Normalised, "dp=1 tp=2", names=("up", "down", "block")),
-    _case("halves of a fused projection", "A6", 2, odd.FusedGate, "dp=1 tp=2", names=("up", "down", "block")),
-    _case("log_softmax behind a cut head", "A7", 2, odd.LogProbabilities, "dp=1 tp=2", names=("head",)),
-    _case("gate and up apart", "", 2, odd.Gated, "dp=1 tp=2", must=EQUAL),
+    _case("heads counted by another name", "A5", 2, functools.partial(odd.OwnHeads, odd.OwnAttention), "dp=1 tp=2", names=("q", "heads", "block")),
+    _case("norm of hidden neurons", "A6", 2, odd.planned(odd.NormalisedFeedForward), "dp=1 tp=2", names=("up", "down", "block")),
+    _case("halves of a fused projection", "A6", 2, odd.planned(odd.FusedFeedForward), "dp=1 tp=2", names=("up", "down", "block")),
+    _case("log_softmax behind a cut head", "A7", 2, functools.partial(odd.LogProbabilities, odd.FeedForward), "dp=1 tp=2", names=("head",)),
+    _case("gate and up apart", "", 2, functools.partial(odd.Gated, odd.GatedFeedForward), "dp=1 tp=2", must=EQUAL),
     # -- samples, the loss -------------------------------------------------------------------------
     _case("contrastive loss", "B", 4, odd.net, "dp=2, dp=1 microbatch=4", loss=odd.contrastive, must=REFUSED, names=("loss",), **VECTORS),
     _case("mean as a loss", "B", 4, odd.net, "dp=2", loss=odd.mean_loss, must=REFUSED, names=("loss",), data=odd.SevenVectors),
@@ -162,8 +167,8 @@ REPRODUCTIONS = (
     _case("checkpointing", "A11", 4, odd.NonReentrant, "dp=2", names=("checkpoint",)),
     _case("gradient_checkpointing_enable", "A11", 4, odd.checkpointing_gpt2, "dp=2", names=("checkpoint",)),
     # -- state -------------------------------------------------------------------------------------
-    _case("running mean of its own", "A12", 4, odd.RunningMean, "dp=2", names=("mean",), **VECTORS),
-    _case("spectral norm", "A12", 4, odd.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
+    _case("running mean of its own", "A12", 4, state.OwnMean, "dp=2", names=("mean",), **VECTORS),
+    _case("spectral norm", "A12", 4, state.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
     _case("embedding with max_norm", "A12", 4, odd.MaxNorm, "dp=2 zero=3, dp=2", names=("max_norm", "embed")),
     _case("embedding scaled by frequency", "A12", 4, odd.ByFrequency, "dp=2", names=("scale_grad_by_freq", "embed")),
     _case("calls counted", "A12", 4, odd.Counter, "dp=1 recompute=full, dp=1 microbatch=4", names=("k", "blocks"), **VECTORS),
@@ -183,7 +188,7 @@ REPRODUCTIONS = (
     _case("rate that a loop lowers", "R1", 1, odd.net, "dp=1, dp=2 zero=1", must=EQUAL, against="no interruption", optimizer=odd.adamw, each=odd.lower_rate, steps=6, **VECTORS),
     _case("stream whose state lacks its buffer", "R5", 1, odd.net, "dp=1", must=EQUAL, against="no interruption", data=odd.ShuffledStream, steps=6),
     _case("teacher that follows", "A16", 6, odd.Teacher, "dp=1", against="no interruption", each=odd.follow_student, names=("teacher",), steps=6, **VECTORS),
-    _case("buffers of later stages", "A17", 6, odd.CountingBlocks, "dp=1 pp=2 microbatch=8, dp=1", against="no interruption", names=("blocks", "k"), steps=6),
+    _case("buffers of later stages", "A17", 6, odd.of(odd.CountBlock), "dp=1 pp=2 microbatch=8, dp=1", against="no interruption", names=("blocks", "k"), steps=6),
     _case("loss scale of the first sample", "D4", 6, odd.Blockless, "dp=1", against="no interruption", names=("loss_scale",), optimizer=odd.fast_sgd, steps=12, stop=4, precision="fp16", data=odd.Lengths),
     _case("AdamW resumed", "", 6, odd.net, "dp=1, dp=2 zero=3", must=EQUAL, against="no interruption", optimizer=odd.adamw, steps=6, **VECTORS),
 )  # fmt: skip
@@ -288,15 +293,10 @@ def _plain_loop(name: str) -> Observed:
     model = case.build().double()
     model.load_state_dict(first, strict=False)
     optimizer = case.optimizer(list(model.parameters()))
-    seen = Observed()
-    for batch in batches(data, job):
-        samples = batch.samples(batch.indices)
-        total, count = case.loss(_called(model, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        seen.losses.append(float(total / count))
-    seen.weights = [(name, 0, param.numel(), param.detach()) for name, param in model.named_parameters()]
+    losses, weights = train_plainly(
+        model, whole_batches(data, job), lambda batch: case.loss(_called(model, batch), batch), optimizer
+    )
+    seen = Observed(losses=losses, weights=[(name, 0, value.numel(), value) for name, value in weights.items()])
     seen.notes = [name for name, param in model.named_parameters() if param.grad is None]
     return seen
 

@@ -8,9 +8,6 @@ of it and name the cause; `test_reverted.py` proves every row, and that nothing 
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -26,10 +23,7 @@ from samestep.errors import ModelError
 from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
 from samestep.independence.unit_walk import PartialGradients
-from samestep.job import Job
-from samestep.layout import Layout
-from samestep.proof import sides, verify
-from samestep.proof.verdict import Cause, Verdict
+from samestep.proof.verdict import Cause
 from samestep.randomness import mode as dropout
 from samestep.runtime import assembly
 from samestep.runtime.axes import applied_axes, expert, recompute, weight_gradients
@@ -37,14 +31,11 @@ from samestep.runtime.axes.pipeline import recorded_flows, stage
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source, optimizer_step, used_weights, whole_optimizer
 from samestep.runtime.optimizers.update_rule import UpdateRule
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights import fsdp_units, replicated
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import watched_forward
-from tests.laboratory import seeded
-from tests.pool import pool
 from tests.proof.planting import PLANTED, Kind, around, mend
-from tests.proof.reproductions import CASES, carry_out
+from tests.proof.reproductions import carry_out
 
 Patch = pytest.MonkeyPatch
 
@@ -382,60 +373,3 @@ def an_optimizer_of_other_weights_is_taken(patch: Patch) -> None:
 
     around(patch, optimizer_source, "read_rule", read)
     patch.setattr(optimizer_source, "_check_holds", lambda *args, **named: None)
-
-
-# -- carrying it out -------------------------------------------------------------------------------
-
-
-ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
-
-
-def subject(name: str, folder: Path) -> sides.Subject:
-    """Return what is proven: the code of a row under its layout, traced as the patches of this process let it be."""
-    row = PLANTED[name]
-    case, where = CASES[row.code], Layout(row.layout)
-    job = verify._proving(
-        case.job.model_copy(update={"run": Job(run={"device": "cpu", "allow": row.allow}).run}), row.steps
-    )
-    source, samples, example = verify._prepare_inputs(job, where, case.build, case.loss, case.optimizer, case.data())
-    return sides.Subject(source, samples, example, job, where, folder)
-
-
-def on_a_rank(rank: int, world: int, name: str, folder: Path, is_mended: bool) -> None:
-    """Run one rank of a row's layout, without the mend."""
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch, seeded(rank), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "None of the inputs have requires_grad"
-        )  # as torch evaluates a reentrant checkpoint
-        if not is_mended:
-            PLANTED[name].install(patch)
-        sides.in_layout(place, subject(name, folder))
-
-
-def prove(name: str, is_mended: bool = False) -> Verdict:
-    """Hold a row's layout against one device and a plain torch loop."""
-    row = PLANTED[name]
-    folder = Path(tempfile.mkdtemp(prefix="samestep-reverted-"))
-    try:
-        with pytest.MonkeyPatch.context() as patch, seeded(0):
-            if (row.one_device or row.is_refused) and not is_mended:
-                row.install(patch)
-            sides.one_device(ONE, subject(name, folder))
-        pool(Layout(row.layout).world_size).run(on_a_rank, name, folder, is_mended)
-        with pytest.MonkeyPatch.context() as patch, seeded(0):
-            if (row.one_device or row.is_refused) and not is_mended:
-                row.install(patch)
-            given = subject(name, folder)
-            checks, cause, explanation = sides.judge(ONE, given)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Verdict(
-        layout=row.layout,
-        job=row.code,
-        steps=row.steps,
-        precision="float64",
-        checks=checks,
-        cause=cause,
-        explanation=explanation,
-    )

@@ -6,10 +6,10 @@ import pytest
 
 from samestep.layout import Layout
 from tests.pool import pool
-from tests.proof.faults import FAULTS
+from tests.proof.faults import FAULTS, prove_case
 from tests.proof.planting import PLANTED, of_kind
 from tests.proof.reproductions import CASES, EQUAL, REFUSED, outcome
-from tests.proof.reverted import end, prove, resume
+from tests.proof.reverted import end, resume
 
 REVERTED, RESUMED, BROKEN, MISSED = map(of_kind, ("reverted", "resumed", "broken", "missed"))
 ALWAYS = {
@@ -27,7 +27,7 @@ CAUSES = {*(f"A{number}" for number in range(1, 25)), "B", "C", *(f"D{number}" f
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in REVERTED]
 )
 def test_a_mend_that_is_taken_away_is_missed_by_name(name):
-    verdict = prove(name)
+    verdict = prove_case(name)
     assert verdict.cause is REVERTED[name].cause, verdict.to_text()
     assert verdict.explanation
 
@@ -36,7 +36,7 @@ def test_a_mend_that_is_taken_away_is_missed_by_name(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, row in REVERTED.items() if not row.allow and not row.is_refused])
 def test_nothing_is_found_while_the_mend_stands(name):
-    verdict = prove(name, is_mended=True)
+    verdict = prove_case(name, is_mended=True)
     assert verdict.cause is None, verdict.to_text()
 
 

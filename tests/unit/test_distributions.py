@@ -8,24 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
+from tests.models import Call
 
 ROWS, COLUMNS = 64, 2000
-
-
-class Call(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
 
 
 def drawn(function: Callable[[Tensor], Tensor], x: Tensor, samples: Tensor | None = None, step: int = 3) -> Tensor:

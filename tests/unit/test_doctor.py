@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from samestep import hardware
-from samestep import job_files as jobs
 from samestep.runtime.processes.launch_info import ALONE
 from samestep.runtime.processes.rank_variables import listed_hosts
 from samestep.wings.cluster.diagnosis import all_hosts, doors, gathering, link_rates, one_host
@@ -564,27 +563,11 @@ def test_the_profile_has_the_measured_links_shared_by_the_devices_of_a_host(tmp_
     written = hardware.load(str(tmp_path / "x.toml"))
     assert written.inter.bytes_per_s == pytest.approx(slowest.bytes_per_s / 4, rel=1e-3)
     assert (written.devices_per_node, written.intra) == (4, MACHINE.intra)
-    assert written.inter == replace(
-        link_rates.as_measured(MACHINE, links, 4).inter,
-        latency_s=written.inter.latency_s,
-        bytes_per_s=written.inter.bytes_per_s,
-    )
+    assert written.inter.latency_s == pytest.approx(slowest.latency_s, rel=1e-3)
     gpus = replace(heard.hosts[0], gpus=Gpus(("H100",), "550.1", "", "", ("mlx5_0",)))
     faster = replace(heard, hosts=(gpus, *heard.hosts[1:]))
     assert link_rates.judged(faster, links, hardware.load("h100x8")).slowest() is None
     assert link_rates.judged(faster, links, MACHINE) is links
-
-
-@pytest.mark.parametrize("layout", ["dp=2 tp=2", None])
-def test_a_job_has_what_binds_its_layout_on_the_measured_links(layout: str | None) -> None:
-    job = jobs.default(["model.source=preset:llama2-7b"])
-    found = link_rates.bound_of(job, layout, 4, hardware.load("h100x8"))
-    assert "would be bound by " in found
-    assert layout is None or '"dp_replicate=2 tp=2"' in found or '"dp=2 tp=2"' in found
-    _, links = healthy(2)
-    crawling = replace(links, between={pair: replace(one, bytes_per_s=1e5) for pair, one in links.between.items()})
-    slow = link_rates.as_measured(hardware.load("h100x8"), crawling, 1)
-    assert "would be bound by exposed communication" in link_rates.bound_of(job, "dp=4", 4, slow)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,9 @@ def words_in(value: Any) -> Iterator[str]:
 def known_names() -> set[str]:
     rows = [DEFAULT, *FAMILIES.values()]
     facts = [getattr(row, one.name) for row in rows for one in dataclasses.fields(row)]
+    facts += [
+        value for name, value in vars(families).items() if name.isupper() and name != "FAMILIES" and name[0] != "_"
+    ]
     return {word for fact in facts for word in words_in(fact)} | set(FAMILIES) | OTHERS
 
 

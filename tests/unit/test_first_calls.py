@@ -17,23 +17,15 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import memory_limits
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small
+from tests.laboratory import run_from
+from tests.parts import Points
 from tests.pool import pool
 
 JOB = Job(
     train={"global_batch": 4, "steps": 3, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
 )
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        return {"x": point, "labels": 2 * point}
 
 
 class Model(nn.Module):
@@ -55,8 +47,7 @@ class Model(nn.Module):
 
 def run_of(rank: int = 0, world: int = 1, layout: str = "dp=1", model: Any = Model) -> Run:
     optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, samestep.building.loss.mse, optimizer), Layout(layout), JOB, place)
+    return run_from(Source(model, samestep.building.loss.mse, optimizer), layout, JOB, rank, world)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from samestep.independence import sequence_proof, token_slices
 from samestep.layout import Layout
 from tests.laboratory import job_of
 from tests.models import AttentiveBlock, Tokens
+from tests.parts import Words
 
 EXAMPLE = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
 WORDS = {12: 1.5, 6: 0.5}
@@ -63,19 +64,11 @@ class CutBlock(Block):
         return x + self.down(self.up(x).relu())
 
 
-class Model(nn.Module):
+class Model(Words):
     tensor_plan = {"blocks.*.up": "column", "blocks.*.down": "row"}  # noqa: RUF012
 
     def __init__(self, block: type[Block]) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.blocks = nn.ModuleList([block(), block()])
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(block, block, width=16, entries=64)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, from_json, to_json
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
+from tests.parts import Words
 
 
 def shown(build: Callable[[], nn.Module]) -> ModelSpec:
@@ -28,20 +29,11 @@ def shown(build: Callable[[], nn.Module]) -> ModelSpec:
     return examine(source, job_of(), example, Layout(cp=2)).spec
 
 
-class Odd(nn.Module):
+class Odd(Words):
     """A decoder whose first block is followed by something odd."""
 
     def __init__(self, odd: Callable[[Tensor], Tensor] | None = None, part: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList([OddBlock(odd, part), OddBlock(None, None)])
-        self.head = nn.Linear(16, 64)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(lambda: OddBlock(odd, part), lambda: OddBlock(None, None), width=16, entries=64)
 
 
 class OddBlock(AttentiveBlock):

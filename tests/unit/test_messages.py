@@ -17,9 +17,9 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.training import run_folder
+from tests.laboratory import run_from
 from tests.pool import pool
 
 JOB = Job(
@@ -45,8 +45,7 @@ class Points(torch.utils.data.Dataset[Any]):
 
 def run_of(build: Any, layout: str = "dp=1", rank: int = 0, world: int = 1) -> Run:
     optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=1e-3), None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(build, samestep.building.loss.mse, optimizer), Layout(layout), JOB, place)
+    return run_from(Source(build, samestep.building.loss.mse, optimizer), layout, JOB, rank, world)
 
 
 def _stopped(rank: int, world: int, layout: str, bad: tuple[int, ...]) -> str:

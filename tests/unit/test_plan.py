@@ -16,8 +16,9 @@ from samestep.models import catalog, presets
 from samestep.output.text import digits, duration
 from samestep.wings.pages import prediction_page
 from samestep.wings.plan import other_numerics, search
-from samestep.wings.plan.simulation import simulate
-from samestep.wings.plan.simulation.simulate import class_of, intervals, predict
+from samestep.wings.plan.simulation import accuracy, simulate
+from samestep.wings.plan.simulation.accuracy import class_of, describe_accuracy, intervals
+from samestep.wings.plan.simulation.simulate import predict
 from tests import small
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
@@ -72,9 +73,9 @@ def test_an_interval_is_that_of_the_class_of_machine(machine: str, devices: int,
     """Plan, simulate and their pages print it, with a line where the record is poor."""
     where = hardware.load(machine)
     assert class_of(where, devices) == kind
-    said, time = simulate.describe_accuracy(where, devices), intervals(kind)["time"]
+    said, time = describe_accuracy(where, devices), intervals(kind)["time"]
     assert f"{time.rows:,} published steps" in said[0]
-    assert len(said) == 1 + (time.high / time.low >= simulate.POOR)
+    assert len(said) == 1 + (time.high / time.low >= accuracy.POOR)
     assert all("are inaccurate" in line for line in said[1:])
     job = Job(train={"global_batch": devices}, numerics={"precision": "bf16"})
     prediction = predict(presets.preset("gpt2"), job, Layout(dp_replicate=devices), where)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from samestep import cli
 from samestep.errors import InputError, ModelError
 from samestep.independence import tensor_plan
 from samestep.job import Job
@@ -21,6 +22,7 @@ from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec, from_json, to_json
+from samestep.output import text
 from samestep.tracing.experts import experts_of
 from samestep.tracing.trace import trace
 
@@ -425,9 +427,11 @@ def test_a_long_trace_says_what_it_is_doing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(catalog, "LONG_S", 0.2)
+    monkeypatch.setattr(text, "PATIENCE_S", (0.0, 0.0))
     with pytest.raises(InputError):
         catalog.model_spec(Job(model={"source": "no_such:build"}))
     said = capsys.readouterr().err.splitlines()
-    assert said
-    assert all(line.startswith("samestep: tracing no_such:build, ") for line in said)
+    assert len(said) == 1
+    assert said[0].startswith("samestep: tracing no_such:build: ")
+    assert cli.main(["plan", "--set", "model.source=preset:llama3-8b", "--devices", "2", "--hardware", "h100x8"]) == 0
+    assert capsys.readouterr().err == "samestep: comparing the layouts of 2 devices\n"

@@ -21,12 +21,10 @@ from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest, during_step
 from samestep.randomness import masks
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 from samestep.tracing import experts
-from tests.laboratory import clipped
-from tests.models import MODELS, Tokens
+from tests.laboratory import clipped, run_from
+from tests.models import MODELS, ExpertDispatch, Tokens
 from tests.pool import pool
 
 EXAMINATIONS = [
@@ -67,7 +65,7 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, before)
         source = source_of(model, layout)
-    run = Run(source, Layout(layout), clipped(), RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = run_from(source, layout, clipped(), rank, world)
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, after)
         run.step(next(batches(Tokens(), clipped())))
@@ -193,3 +191,19 @@ def test_an_attention_that_a_buffer_keeps_is_of_samples(mask: torch.Tensor | Non
     source = Source(lambda: Remembering(mask), loss_of(clipped()), optimizer_of(clipped()), "remembering")
     (state,) = examine(source, clipped(), example).analysis.states
     assert (state.name, state.of_samples, state.is_restorable) == ("last", True, False)
+
+
+class LookingDispatch(ExpertDispatch):
+    """Its code looks at values behind the first block, so that the trace begins again with all of them."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(input_ids))
+        return self.head(self.blocks[1](x if float(x.sum()) < 1e30 else -x))
+
+
+def test_a_trace_that_begins_again_has_each_dispatch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "looking dispatch", LookingDispatch)
+    found = source_of("looking dispatch", "dp=2").prepared
+    assert found is not None
+    owners = [[dispatch.owner for dispatch in layer.dispatches] for layer in found.spec.layers]
+    assert owners == [[], ["blocks.0.experts"], ["blocks.1.experts"], []]

@@ -26,7 +26,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_plan_is_frozen_and_knows_what_it_is_of() -> None:
+def test_a_plan_is_frozen_and_the_same_again() -> None:
     found = samestep.plan(GPT2, 2, A100, top=2)
     assert [one.layout.world_size for one in found.best] == [2, 2]
     assert found.best[0].step_s <= found.best[1].step_s
@@ -34,14 +34,7 @@ def test_a_plan_is_frozen_and_knows_what_it_is_of() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.devices = 4  # type: ignore[misc]
     same = samestep.plan(GPT2, 2, hardware.load(A100), top=1)
-    assert same.digests == found.digests
     assert same.best == found.best[:1]
-    other = samestep.plan(
-        GPT2.model_copy(update={"train": GPT2.train.model_copy(update={"seed": 1})}), 2, "h100x8", top=1
-    )
-    assert {name: other.digests[name] == digest for name, digest in found.digests.items()} == {
-        "job": False, "hardware": False,
-    }  # fmt: skip
 
 
 def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:

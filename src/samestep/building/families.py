@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,18 +23,76 @@ from samestep.errors import ModelError, did_you_mean, short_repr
 from samestep.job_tables import Task
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+
+
+FAMILY_FIELD = "model_type"
+"""The configuration's field for the name of its family."""
+CACHE_FIELD = "use_cache"
+"""The configuration's field, and the argument of a forward, that says whether keys and values of earlier tokens are kept."""
+INSTALLED_FLAG = "_output_capturing_hooks_installed"
+"""A model's attribute that says whether it has installed its hooks, which are no state of its training."""
+PLAN_FIELD = "base_model_tp_plan"
+"""The configuration's field for a plan of tensor parallelism, with paths relative to the base model."""
+BASE_PREFIX = "base_model_prefix"
+"""A model's attribute for the path of its base model."""
+SPLIT_STYLE = "rowwise_split_input"
+"""The style of a row cut whose whole input each rank cuts for itself."""
+PLAN_STYLES: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "sum",
+    "colwise_gather_output": "gather",
+    SPLIT_STYLE: "row",
+    "mla_kv_a_proj": "whole",
+    **{style: style for style in ("column", "row", "qkv")},
+}
+"""Styles of such plans, each with the corresponding style of `independence/tensor_plan.py`, or "whole"."""
+EXPERT_FORM = "is_transposed"
+"""An attribute that modules of experts have, whatever its value."""
+EXPERT_WAY = "_experts_implementation"
+"""The configuration's field for the implementation of experts."""
+GROUPED_WAY = "grouped_mm"
+"""The implementation by grouped matrix products."""
+ONE_BY_ONE_WAY = "eager"
+"""The implementation that computes each expert in turn, in any dtype."""
+GROUPED_FALLBACK = "transformers::grouped_mm_fallback"
+"""The operator that replaces grouped products where torch has none."""
+EXPERT_COUNT = "num_experts"
+"""An attribute of modules of experts for their number."""
+BALANCE_SWITCH = "output_router_logits"
+"""The configuration's field that asks for a loss which balances experts."""
+BALANCE_COEFFICIENT = "router_aux_loss_coef"
+"""The configuration's field for the coefficient of that loss."""
+EXPERTS_PER_TOKEN = "num_experts_per_tok"
+"""The configuration's field for the number of experts chosen for a token."""
+ROUTER_OUTPUTS = "router_logits"
+"""The attribute of a model's outputs for the scores of its routers, a tensor [tokens, experts] for each layer."""
+CONFIGURATIONS = ("config", "cfg", "args")
+"""Attributes in which modules keep their configuration."""
+HEAD_DROPOUTS = ("classifier_", "summary_")
+"""Prefixes of dropout fields of heads that a decoder does not have."""
+TIE_FIELD = "tie_word_embeddings"
+"""The configuration's field that says whether the head has the weight of the embedding."""
+VOCABULARY_FIELD = "vocab_size"
+"""The configuration's field for the number of tokens that have an embedding."""
+CLASSES_FIELD = "num_labels"
+"""The configuration's field for the number of classes that a classifier distinguishes."""
+POSITIONS_FIELD = "max_position_embeddings"
+"""The configuration's field for the number of positions that have an embedding."""
+DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+"""The configuration's fields for the number of blocks, the usual one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
-    """The names of modules, arguments and configuration fields in a family of models."""
+    """The names of modules and arguments in a family of models, which may be others than those of the usual ones."""
 
     norm_words: tuple[str, ...] = ("norm",)
     """Words in the lower-case class names of modules that normalise."""
     transposed_linears: tuple[str, ...] = ("Conv1D",)
     """Classes of linear layers whose weight is [in, out]."""
-
     head_width: str = "head_dim"
     """An attention's attribute for the number of features of one head."""
     head_count: str = "num_heads"
@@ -43,71 +101,8 @@ class FamilyFacts:
     """An attention's attribute for the number of queries that share a head of keys and values."""
     hidden_argument: str = "hidden_states"
     """The keyword by which a block, or a part of one, is given hidden states."""
-    cache_argument: str = "use_cache"
-    """The argument by which a forward keeps keys and values of earlier tokens."""
-
-    installed_flag: str = "_output_capturing_hooks_installed"
-    """A model's attribute that says whether it has installed its hooks, which are no state of its training."""
-
-    plan_field: str = "base_model_tp_plan"
-    """The configuration's field for a plan of tensor parallelism, with paths relative to the base model."""
-    base_prefix: str = "base_model_prefix"
-    """A model's attribute for the path of its base model."""
-    plan_styles: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "colwise": "column",
-            "rowwise": "row",
-            "embedding_rowwise": "vocab",
-            "replicated_with_grad_allreduce": "sum",
-            "colwise_gather_output": "gather",
-            "rowwise_split_input": "row",
-            "mla_kv_a_proj": "whole",
-            **{style: style for style in ("column", "row", "qkv")},
-        }
-    )
-    """Styles of such plans, each with the corresponding style of `independence/tensor_plan.py`, or "whole"."""
-    split_style: str = "rowwise_split_input"
-    """The style of a row cut whose whole input each rank cuts for itself."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
-
-    expert_form: str = "is_transposed"
-    """An attribute that modules of experts have, whatever its value."""
-    expert_way: str = "_experts_implementation"
-    """The configuration's field for the implementation of experts."""
-    grouped_way: str = "grouped_mm"
-    """The implementation by grouped matrix products."""
-    one_by_one_way: str = "eager"
-    """The implementation that computes each expert in turn, in any dtype."""
-    grouped_fallback: str = "transformers::grouped_mm_fallback"
-    """The operator that replaces grouped products where torch has none."""
-    expert_count: str = "num_experts"
-    """An attribute of modules of experts for their number."""
-    balance_switch: str = "output_router_logits"
-    """The configuration's field that asks for a loss which balances experts."""
-    balance_coefficient: str = "router_aux_loss_coef"
-    """The configuration's field for the coefficient of that loss."""
-    experts_per_token: str = "num_experts_per_tok"
-    """The configuration's field for the number of experts chosen for a token."""
-    router_outputs: str = "router_logits"
-    """The attribute of a model's outputs for the scores of its routers."""
-
-    configuration_attributes: tuple[str, ...] = ("config", "cfg", "args")
-    """Attributes in which modules keep their configuration."""
-    head_dropout_prefixes: tuple[str, ...] = ("classifier_", "summary_")
-    """Prefixes of dropout fields of heads that a decoder does not have."""
-    tie_field: str = "tie_word_embeddings"
-    """The configuration's field that says whether the head has the weight of the embedding."""
-    vocabulary_field: str = "vocab_size"
-    """The configuration's field for the number of tokens that have an embedding."""
-    classes_field: str = "num_labels"
-    """The configuration's field for the number of classes that a classifier distinguishes."""
-    positions_field: str = "max_position_embeddings"
-    """The configuration's field for the number of positions that have an embedding."""
-    depth_fields: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-    """The configuration's fields for the number of blocks, the usual one first."""
-
-    # -- modules -----------------------------------------------------------------------------------
 
     def is_norm(self, module: nn.Module) -> bool:
         """Return whether a module normalises: the names of torch's and transformers' classes show it."""
@@ -122,8 +117,6 @@ class FamilyFacts:
         """Return the keyword by which a module is given its hidden states: the usual one, or else the first."""
         return self.hidden_argument if self.hidden_argument in named else next(iter(named))
 
-    # -- attentions --------------------------------------------------------------------------------
-
     def heads_of(self, attention: nn.Module, size: int) -> int:
         """Return the number of heads in `size` rows of an attention's projection; `size` itself where nothing says."""
         width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
@@ -136,73 +129,15 @@ class FamilyFacts:
         times = getattr(attention, self.head_repeats, 1)
         return times if isinstance(times, int) else 1
 
-    # -- plans of tensor parallelism ---------------------------------------------------------------
-
     def plan_of(self, model: nn.Module) -> dict[str, str] | None:
         """Return the family's plan by full paths, in the words of its styles and without the head; None without a
         plan."""
-        plan = self.setting(model, self.plan_field) or self.tensor_plan
-        prefix = getattr(model, self.base_prefix, "")
+        plan, prefix = setting(model, PLAN_FIELD) or self.tensor_plan, getattr(model, BASE_PREFIX, "")
         if not plan or not prefix:
             return None
         return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
 
-    def vocabulary_parts(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-        """Return the embedding of tokens and the head of a model that has a plan."""
-        return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
 
-    def head_of(self, model: nn.Module) -> nn.Module | None:
-        """Return the head of a model of transformers; None of other models, and where there is none."""
-        head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
-        return head() if head is not None else None
-
-    # -- experts -----------------------------------------------------------------------------------
-
-    def expert_configuration(self, module: nn.Module) -> Any:
-        """Return the configuration of a module of experts that has several implementations; None for other modules."""
-        config = _configuration(module)
-        return config if hasattr(module, self.expert_form) and hasattr(config, self.expert_way) else None
-
-    def experts_in(self, module: nn.Module) -> int:
-        """Return the number of experts of a module whose weights all have them along their first dimension; else 0."""
-        count = getattr(module, self.expert_count, 0)
-        shapes = [param.shape for param in module.parameters()]
-        return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
-
-    def set_experts(self, module: nn.Module, count: int) -> None:
-        """Set the number of experts that a module holds."""
-        setattr(module, self.expert_count, count)
-
-    def balance_of(self, model: nn.Module) -> float:
-        """Return the coefficient of the loss that balances experts; 0 where the configuration does not ask for one."""
-        asks = self.setting(model, self.balance_switch)
-        return (asks and self.setting(model, self.balance_coefficient)) or 0.0
-
-    def router_scores(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Return the scores of the routers from a model's outputs, a tensor [tokens, experts] for each layer."""
-        scores: tuple[Tensor, ...] = getattr(outputs, self.router_outputs)
-        return scores
-
-    # -- configurations ----------------------------------------------------------------------------
-
-    def setting(self, model: nn.Module, name: str) -> Any:
-        """Return a field of the model's configuration; None where there is none."""
-        return getattr(_configuration(model), name, None)
-
-    def configurations_of(self, module: nn.Module) -> list[Any]:
-        """Return the configurations that a module itself keeps."""
-        configs = (vars(module).get(name) for name in self.configuration_attributes)
-        return [config for config in configs if config is not None]
-
-    def is_head_dropout(self, name: str) -> bool:
-        """Return whether a field is the dropout of a head that a decoder does not have."""
-        return name.startswith(self.head_dropout_prefixes)
-
-
-FAMILY_FIELD = "model_type"
-"""The configuration's field for the name of its family."""
-CACHE_FIELD = "use_cache"
-"""The configuration's field, and the argument, that says whether keys and values are kept between tokens."""
 DEFAULT = FamilyFacts()
 """Facts that hold unless a family's row differs."""
 
@@ -221,7 +156,7 @@ FAMILIES: dict[str, FamilyFacts] = {
 
 def facts_of(model: nn.Module) -> FamilyFacts:
     """Return the facts about a model, or a part of one, from the family that its configuration names."""
-    return facts_named(family_of(_configuration(model)))
+    return FAMILIES.get(family_of(_configuration(model)), DEFAULT)
 
 
 def family_of(configuration: Any) -> str:
@@ -231,13 +166,42 @@ def family_of(configuration: Any) -> str:
     return family if isinstance(family, str) else ""
 
 
-def facts_named(family: str) -> FamilyFacts:
-    """Return the facts about the family of this name in transformers."""
-    return FAMILIES.get(family, DEFAULT)
+def setting(model: nn.Module, name: str) -> Any:
+    """Return a field of the model's configuration; None where there is none."""
+    return getattr(_configuration(model), name, None)
 
 
 def _configuration(module: nn.Module) -> Any:
     return getattr(module, "config", None)
+
+
+def vocabulary_parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding of tokens and the head of a model that has a plan."""
+    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the head of a model of transformers; None of other models, and where there is none."""
+    head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+    return head() if head is not None else None
+
+
+def expert_configuration(module: nn.Module) -> Any:
+    """Return the configuration of a module of experts that has several implementations; None for other modules."""
+    config = _configuration(module)
+    return config if hasattr(module, EXPERT_FORM) and hasattr(config, EXPERT_WAY) else None
+
+
+def experts_in(module: nn.Module) -> int:
+    """Return the number of experts of a module whose weights all have them along their first dimension; else 0."""
+    count = getattr(module, EXPERT_COUNT, 0)
+    shapes = [param.shape for param in module.parameters()]
+    return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
+
+
+def balance_of(model: nn.Module) -> float:
+    """Return the coefficient of the loss that balances experts; 0 where the configuration does not ask for one."""
+    return (setting(model, BALANCE_SWITCH) and setting(model, BALANCE_COEFFICIENT)) or 0.0
 
 
 # -- a family's model from its configuration ---------------------------------------------------------
@@ -384,10 +348,9 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
         ModelError: the family refuses a value, or a number is too large.
     """
     transformers = importlib.import_module("transformers")
-    depth_fields = facts_named(family).depth_fields
     for name, value in values.items():
-        most, what = MOST_LAYERS if name in depth_fields else MOST_ELEMENTS, f"{source}: {name} = {short_repr(value)}"
-        is_size = type(value) is int or (isinstance(value, float) and (name in given or name in depth_fields))
+        most, what = MOST_LAYERS if name in DEPTH_FIELDS else MOST_ELEMENTS, f"{source}: {name} = {short_repr(value)}"
+        is_size = type(value) is int or (isinstance(value, float) and (name in given or name in DEPTH_FIELDS))
         if is_size and not -most <= value <= most:
             raise ModelError("value-out-of-range", f"{what} is not a number up to {most}")
     if named := _find_hub_implementation(values):
@@ -411,13 +374,13 @@ def _find_hub_implementation(values: Any, key: str = "") -> str:
 
 def num_tokens(config: Any) -> int | None:
     """Return the number of tokens that have an embedding by a configuration; None where it says none."""
-    size = getattr(config.get_text_config(decoder=True), DEFAULT.vocabulary_field, None)
+    size = getattr(config.get_text_config(decoder=True), VOCABULARY_FIELD, None)
     return size if isinstance(size, int) else None
 
 
 def fields_with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """Return the fields of a job with another number of tokens, in the part of the configuration that says it."""
-    word, text = DEFAULT.vocabulary_field, config.get_text_config(decoder=True)
+    word, text = VOCABULARY_FIELD, config.get_text_config(decoder=True)
     part = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
     if part is None:
         return {**fields, word: tokens}
@@ -426,7 +389,7 @@ def fields_with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> d
 
 def untied_fields(model: nn.Module) -> dict[str, Any]:
     """Return the configuration fields that give a model a head with a separate weight; empty where it has no such field."""
-    config, word = _configuration(model), facts_of(model).tie_field
+    config, word = _configuration(model), TIE_FIELD
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     fields: dict[str, Any] = {name: {word: False} for name, part in parts.items() if getattr(part, word, False)}
     return {word: False, **fields} if hasattr(config, word) else {}
@@ -455,7 +418,7 @@ def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
         part.use_cache = False
         if task == "causal" and hasattr(part, "is_decoder") and "is_decoder" not in fields:
             part.is_decoder = True
-        pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
+        pad, size = getattr(part, "pad_token_id", None), getattr(part, VOCABULARY_FIELD, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
             try:
                 part.pad_token_id = None  # a token of the family's full vocabulary, outside this smaller one

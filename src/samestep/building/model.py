@@ -24,7 +24,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from samestep.building.families import DEFAULT, check_installed, family_config, family_source, is_family, near_family
+from samestep.building.families import (
+    CACHE_FIELD,
+    check_installed,
+    family_config,
+    family_source,
+    is_family,
+    near_family,
+)
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.model_changes import UNCHANGED, Adaptation
 from samestep.building.named_tensors import unwrap
@@ -204,10 +211,9 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False, is_watche
             raise _unfit(model, batch, accepted.names)
         if loss_within.items:
             arguments["num_items_in_batch"] = loss_within.items
-        if "position_ids" in arguments and _is_of_transformers(inner) and accepted.takes(DEFAULT.cache_argument):
-            arguments.setdefault(
-                DEFAULT.cache_argument, False
-            )  # beside a cache transformers asks no positions where documents begin
+        if "position_ids" in arguments and _is_of_transformers(inner) and accepted.takes(CACHE_FIELD):
+            # Beside a cache transformers asks no positions where documents begin.
+            arguments.setdefault(CACHE_FIELD, False)
         with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in arguments) as finder:
             outputs = model(**arguments)
         if not plainly:

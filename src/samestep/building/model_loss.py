@@ -23,8 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of
+from samestep.building.families import CLASSES_FIELD
 from samestep.building.loss_result import IGNORED_LABEL, LEAST, OF_SLICE, UNNAMED, LossResult, scalar
+from samestep.building.predictions import target_in
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
 
@@ -186,13 +187,6 @@ def labels_of(batch: Any) -> Tensor | None:
     return target if is_class else None
 
 
-def target_in(batch: Any) -> Any:
-    """Return the labels of a dict, or the second of a tuple; None where there is none."""
-    if isinstance(batch, Mapping):
-        return batch.get("labels")
-    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
-
-
 def name_in(batch: Any, tensor: Tensor | None) -> str:
     """Return the key of a tensor in a batch that is a dict; empty if it has none."""
     return next((str(key) for key, item in batch.items() if item is tensor), "") if isinstance(batch, Mapping) else ""
@@ -220,7 +214,7 @@ def settle_problem_type(module: nn.Module, labels: Any) -> None:
     It follows from the number of labels and from their dtype, as in those models' own code.
     """
     for model in _outermost(module):
-        config, number = model.config, getattr(model, facts_of(model).classes_field, None)
+        config, number = model.config, getattr(model, CLASSES_FIELD, None)
         if number is None or getattr(config, "problem_type", "") is not None or not isinstance(labels, Tensor):
             continue
         several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"

@@ -48,18 +48,20 @@ def with_prediction(outputs: Any, prediction: Tensor) -> Any:
     return prediction, *inner[1:]
 
 
+def target_in(batch: Any) -> Any:
+    """Return the labels of a dict, or the second of a tuple; None where there is none."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
 def target_of(batch: Any) -> Tensor:
     """Return the target of a batch: `labels` of a dict, the second of a tuple.
 
     Raises:
         JobError: the batch has none.
     """
-    target = None
-    if isinstance(batch, Mapping):
-        target = batch.get("labels")
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        target = batch[1]
-    if isinstance(target, Tensor):
+    if isinstance(target := target_in(batch), Tensor):
         return target
     raise JobError(
         "batch-labels-missing", "the batch has no labels. Use a dict with `labels`, or a tuple (inputs, labels)"

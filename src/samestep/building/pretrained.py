@@ -91,7 +91,7 @@ def pretrained_source(
     size = families.num_tokens(config)
     if tokens is None:
         return PretrainedModel(folder, config, task, adaptation)
-    if size is None or families.DEFAULT.vocabulary_field in fields:
+    if size is None or families.VOCABULARY_FIELD in fields:
         both = "model.config says it too. Use model.resize_embeddings alone"
         raise ModelError(
             "resize-embeddings",
@@ -139,17 +139,17 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
             "model-config",
             f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}",
         )
-    values = _merge_fields(stored, fields, families.facts_named(family))
+    values = _merge_fields(stored, fields)
     return families.make_config(f"hf:{folder}", family, values, fields, task)
 
 
-def _merge_fields(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: families.FamilyFacts) -> dict[str, Any]:
+def _merge_fields(stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored fields with others in their place; lists with an entry for each block get those of the new depth."""
     merged = dict(stored)
     for name, value in fields.items():
         known = stored.get(name)
         merged[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-    depth = next((name for name in facts.depth_fields if isinstance(fields.get(name), int) and name in stored), "")
+    depth = next((name for name in families.DEPTH_FIELDS if isinstance(fields.get(name), int) and name in stored), "")
     if depth:
         for name, value in stored.items():
             if name not in fields and isinstance(value, list) and len(value) == stored[depth]:

@@ -20,7 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from samestep.building.torch_seams import Replaced
 from samestep.trees import tree_leaves
 
 State = tuple[Tensor, ...]
@@ -234,17 +235,11 @@ def _is_method(kind: type, name: str) -> bool:
 @contextmanager
 def intercepting(functions: Sequence[tuple[Any, str]], receive: Callable[[StateCall], Any]) -> Iterator[None]:
     """Hand each call of these functions inside to a receiver, which returns `NotImplemented` for the function to compute it."""
-    originals = [(owner, name, vars(owner)[name]) for owner, name in functions if owner is not torch]
-    for owner, name, now in originals:
-        setattr(owner, name, _wrapped(name, inspect.unwrap(now, stop=lambda f: not hasattr(f, _OURS)), receive))
-    try:
-        with ExitStack() as stack:
-            if len(originals) < len(functions):
-                stack.enter_context(_Layers(receive))
-            yield
-    finally:
-        for owner, name, now in originals:
-            setattr(owner, name, now)
+    wrapped = [
+        (owner, name, functools.partial(_wrapped, name, receive)) for owner, name in functions if owner is not torch
+    ]
+    with Replaced(*wrapped), _Layers(receive) if len(wrapped) < len(functions) else nullcontext():
+        yield
 
 
 class _Layers(TorchFunctionMode):
@@ -265,7 +260,8 @@ class _Layers(TorchFunctionMode):
 _OURS = "_samestep_receives_states"
 
 
-def _wrapped(name: str, original: Callable[..., Any], receive: Callable[[StateCall], Any]) -> Callable[..., Any]:
+def _wrapped(name: str, receive: Callable[[StateCall], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    original = inspect.unwrap(function, stop=lambda f: not hasattr(f, _OURS))
     convention = convention_of(original)
     assert convention is not None
 

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of
+from samestep.building.families import BASE_PREFIX, VOCABULARY_FIELD, setting
 from samestep.building.module_copies import deep_copy
 from samestep.errors import ModelError
 from samestep.models.weight_files import StoredTensor
@@ -268,8 +268,7 @@ def _dim_of_tokens(stored: torch.Size, built: torch.Size, tokens: tuple[int, int
 
 def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> ModelError:
     """Return the error for a tensor of the folder whose shape differs from the model's, with what would work."""
-    facts = facts_of(module)
-    words, works = facts.setting(module, facts.vocabulary_field), "Use the folder's own configuration"
+    words, works = setting(module, VOCABULARY_FIELD), "Use the folder's own configuration"
     if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
         works += f"; model.resize_embeddings = {words} adds entries for new tokens"
     text = f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}. {works}"
@@ -296,7 +295,7 @@ def _origins(
     collected: dict[str, list[tuple[str, str]]] = {}
     unread: list[str] = []
     for name in sorted(files, key=loading().dot_natural_key):
-        prefix = getattr(module, facts_of(module).base_prefix)
+        prefix = getattr(module, BASE_PREFIX)
         target, pattern = rename(name, renamings, converters, prefix, tensors)
         if target not in tensors and name in tensors:  # it has its name already
             target, pattern = rename(name, [], [], prefix, tensors)

@@ -8,7 +8,7 @@ code itself asked for on the meta device is said to be there.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep import trees as pytree
 from samestep.building.tape import Tape
-from samestep.building.torch_seams import DisableTorchFunction
+from samestep.building.torch_seams import DisableTorchFunction, Replaced
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -96,27 +96,24 @@ def _is_meta(arg: Any) -> bool:
     return (isinstance(arg, str) and arg.startswith("meta")) or (isinstance(arg, torch.device) and arg.type == "meta")
 
 
-@contextmanager
-def whole_truncated_normal(tape: Tape) -> Iterator[None]:
+def whole_truncated_normal(tape: Tape) -> Replaced:
     """Tape `trunc_normal_` as one operation: it redraws until its numbers fit, which only a replay can decide."""
-    original = nn.init._no_grad_trunc_normal_
 
-    def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) > 4 or kwargs.get("generator") is not None:  # whose numbers are constants
-            with tape.paused(), DisableTorchFunction():
-                drawn = tape.lift(original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs))
-            with torch.no_grad():
-                return tensor.copy_(drawn)
-        kwargs.pop("generator", None)
-        with DisableTorchFunction():
-            tape.record(original, (tensor, *args), kwargs, None, tensor, overwrites=True, random=True)
-        return tensor
+    def taping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if len(args) > 4 or kwargs.get("generator") is not None:  # whose numbers are constants
+                with tape.paused(), DisableTorchFunction():
+                    drawn = tape.lift(original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs))
+                with torch.no_grad():
+                    return tensor.copy_(drawn)
+            kwargs.pop("generator", None)
+            with DisableTorchFunction():
+                tape.record(original, (tensor, *args), kwargs, None, tensor, overwrites=True, random=True)
+            return tensor
 
-    nn.init._no_grad_trunc_normal_ = taped
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
+        return taped
+
+    return Replaced((nn.init, "_no_grad_trunc_normal_", taping))
 
 
 @contextmanager

@@ -38,69 +38,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
-from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
+from torch import Tensor, nn, overrides
 from torch.autograd import graph
 from torch.distributions import Distribution
-from torch.overrides import (
-    _get_current_function_mode as current_function_mode,
-)
-from torch.overrides import (
-    _get_current_function_mode_stack as current_function_modes,
-)
-from torch.overrides import (
-    _pop_mode as pop_function_mode,
-)
-from torch.overrides import (
-    _pop_mode_temporarily as pop_function_mode_temporarily,
-)
-from torch.overrides import (
-    _push_mode as push_function_mode,
-)
+from torch.utils import _python_dispatch
 from torch.utils import hooks as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "DispatchMode",
-    "RecordFunctionFast",
-    "Replaced",
-    "abandon_groups",
-    "autograd_sequence_number",
-    "backward_hooks_pass_on",
-    "call_after_backward",
-    "current_autograd_node",
-    "current_backward_id",
-    "current_compile_id",
-    "current_function_mode",
-    "current_function_modes",
-    "current_transform_level",
-    "default_store",
-    "disable_compiler",
-    "disable_current_modes",
-    "dynamo",
-    "flash_attention",
-    "flash_attention_backward",
-    "get_unwrapped",
-    "is_compiled",
-    "is_functorch_wrapped_tensor",
-    "is_traceable_wrapper_subclass",
-    "is_transformed",
-    "names_of_groups",
-    "num_dispatch_modes",
-    "num_graph_breaks",
-    "pop_function_mode",
-    "pop_function_mode_temporarily",
-    "profiler_runs",
-    "push_function_mode",
-    "run_backward",
-    "set_versions",
-    "storage_use_count",
-    "transforms_beside_hooks",
-]
-
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+RecordFunctionFast = torch._C._profiler._RecordFunctionFast
+current_function_mode = overrides._get_current_function_mode
+current_function_modes = overrides._get_current_function_mode_stack
+pop_function_mode = overrides._pop_mode
+pop_function_mode_temporarily = overrides._pop_mode_temporarily
+push_function_mode = overrides._push_mode
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 autograd_sequence_number = torch._C._autograd._get_sequence_nr
 current_autograd_node = torch._C._current_autograd_node
 current_backward_id = torch._C._current_graph_task_id

@@ -15,7 +15,7 @@ it. Every batch is held against what has been decided, and a sample that contrad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -267,24 +267,12 @@ class LabelBatch:
     found: Convention = "aligned"
     word: Convention | None = None
 
-    @property
-    def step(self) -> int:
-        """The step's index, counted from 0."""
-        return int(self.batch.step)
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of all ranks."""
-        return int(self.batch.num_samples)
-
-    @property
-    def stream(self) -> Any:
-        """The stream that yielded the batch; None where there is none."""
-        return getattr(self.batch, "stream", None)
-
-    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[npt.NDArray[np.int64]]:
-        """Return the sample indices of each micro-batch of one data rank."""
-        return list(self.batch.shares(rank, num_ranks, num_microbatches))
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":
+            return getattr(self.batch, name, None)
+        if name not in _OF_BATCH:  # what the batch holds besides has the labels as they were
+            raise AttributeError(name)
+        return getattr(self.batch, name)
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> Any:
         """Return the samples of the given indices, with labels of the next token."""
@@ -292,14 +280,6 @@ class LabelBatch:
         check_samples(samples, indices, self.found, self.word)
         return with_next_labels(samples) if self.found == "aligned" else samples
 
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Begin to read a data rank's micro-batches before `samples` is asked for them."""
-        self.batch.read_ahead(rank, num_ranks, num_microbatches, pin=pin)
 
-    def before_next(self, function: Callable[[], None]) -> None:
-        """Call a function before the stream of the batch yields the next one, or ends."""
-        self.batch.before_next(function)
-
-    def end_stream(self) -> None:
-        """End the stream of the batch."""
-        self.batch.end_stream()
+_OF_BATCH = ("step", "num_samples", "shares", "read_ahead", "before_next", "end_stream")
+"""What a batch is asked for besides its samples."""

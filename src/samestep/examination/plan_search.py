@@ -35,7 +35,6 @@ from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import block_of, spread_over_calls
-from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import FollowedCalls
 from samestep.tracing.looks import Looks, paths_within
@@ -69,7 +68,7 @@ def trace_with_plan(build: Callable[[], BuiltModel]) -> tuple[BuiltModel, Traced
         planned, built = plan, build()
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
         with built.repeating():
-            spec = built.trace(TracedPlaces(), planned.styles, keeps_all=bool(planned.looking))
+            spec = built.trace(planned.styles, keeps_all=bool(planned.looking))
         forward = replace(forward, spec=spec)
     return built, forward, plan
 
@@ -81,15 +80,15 @@ def with_plan(
 
     What a block sends is divided among its calls once experts and cuts are known, and the boundaries depend on which weights are cut.
     """
-    if plan is None or forward.cuts is None:
+    calls, recorder = forward.calls, forward.recorder
+    if plan is None or recorder is None:
         reason = "its plan of tensor parallelism was not examined"
         return spread_over_calls(
             replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
         ), {}
-    seen = forward.cuts
-    spec = tensor_plan.with_cuts(spec, module, plan.cuts, seen.calls, plan.shareable, plan.proof)
+    spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, plan.proof)
     spec, parts = sequence_boundaries.with_sequence(
-        spread_over_calls(spec), module, plan.cuts.styles, plan.proof, seen.calls, seen.recorder.operations
+        spread_over_calls(spec), module, plan.cuts.styles, plan.proof, calls, recorder.operations
     )
     return spec, {
         "cut_styles": plan.cuts.styles,
@@ -190,15 +189,15 @@ def _prove(
     Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
     the head first; where that does not help, these modules stay whole.
     """
-    module, observed = built.module, forward.cuts
-    assert observed is not None
+    module, recorder = built.module, forward.recorder
+    assert recorder is not None
     first: CutProof | None = None
     while True:
         shareable = {} if planned.refusal else tensor_plan.shareable_heads(module, planned)
         proofs: list[CutProof] = []
         for cuts_logits in (True, False):
             counts: Counts = {}
-            proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, observed.recorder, cuts_logits)
+            proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, recorder, cuts_logits)
             if degree := cut_proof.smallest_degree(proof):
                 proof, counts = try_degree(built, proof, shareable, degree)
             proof = _with_whole_outputs(proof, reads)

@@ -37,7 +37,7 @@ from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
-from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
+from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
 from samestep.tracing.custom_functions import FollowedCalls
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Analysis, Events, Recorder
@@ -97,7 +97,6 @@ class BuiltModel:
 
     def trace(
         self,
-        places: TracedPlaces,
         styles: Mapping[str, str] | None = None,
         analysis: Analysis | None = None,
         *,
@@ -111,7 +110,7 @@ class BuiltModel:
         """
         with blame_samples(self.example):
             return trace(
-                self.module, self.sample, self.name, self.value_of, places, styles, analysis,
+                self.module, self.sample, self.name, self.value_of, styles, analysis,
                 loss=self.loss, stages=self.stages, keeps_all=keeps_all, events=events,
             )  # fmt: skip
 
@@ -152,14 +151,6 @@ def _keeps_double(module: nn.Module, sample: Any, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CutObservations:
-    """The observations of a forward that the proof and the costs of a tensor plan need."""
-
-    calls: ForwardCalls
-    recorder: Recorder
-
-
-@dataclass(frozen=True, slots=True)
 class TracedForward:
     """A traced forward: the spec that its trace gives, and the records of its observers."""
 
@@ -170,7 +161,8 @@ class TracedForward:
     dispatches: list[ExpertDispatch]
     expert_calls: dict[str, tuple[Any, Any]]
     checkpointed: Checkpointed
-    cuts: CutObservations | None
+    calls: ForwardCalls
+    recorder: Recorder | None
     """None of a forward that was traced without a tensor plan."""
 
 
@@ -197,23 +189,24 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None) -> Traced
 
 
 def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: snapshot.Snapshot) -> TracedForward:
-    module, expert_calls, places, events = built.module, dict[str, tuple[Any, Any]](), TracedPlaces(), Events(costs=[])
+    module, expert_calls, events = built.module, dict[str, tuple[Any, Any]](), Events(costs=[])
     with ExitStack() as observers:
         observe = observers.enter_context
         observe(refused_reads(built.blueprint))
         recorder = None if planned is None else Recorder(planned.styles, planned.looking)
-        run = functools.partial(built.trace, places)
+        run = built.trace
         if planned is not None:
-            run = functools.partial(run, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking))
+            run = functools.partial(
+                built.trace, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking)
+            )
         masks = observe(record_masks(module, built.num_samples))
-        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
+        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events))
         checkpointed = observe(record_checkpointed(module))
         spec = run(events=events)
     assert events.modules is not None, "it has run"
-    cuts = None if recorder is None else CutObservations(events.modules, recorder)
-    checkpointed.entered |= places.covered
+    checkpointed.entered |= events.places.covered
     keeps = kept_state.has_changed(state, module, events)
-    return TracedForward(spec, keeps, masks, dispatches, expert_calls, checkpointed, cuts)
+    return TracedForward(spec, keeps, masks, dispatches, expert_calls, checkpointed, events.modules, recorder)
 
 
 class _RecordedError(ModelError):

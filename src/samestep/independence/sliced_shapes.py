@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import multi_head_attention
 from samestep.building.loss_result import IGNORED_LABEL, OF_SLICE
-from samestep.building.model_loss import target_in
-from samestep.building.predictions import at_least_float32, prediction_of, target_of
+from samestep.building.predictions import at_least_float32, prediction_of, target_in, target_of
 from samestep.errors import InputError
 from samestep.tracing.flow import reads_shape_alone
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only

@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import PLAN_STYLES, SPLIT_STYLE, FamilyFacts, facts_of, vocabulary_parts
 from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.errors import ModelError
 from samestep.independence import cut_proof
@@ -73,16 +73,15 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     model_plan = getattr(model, "tensor_plan", None)
     if model_plan is not None:
         return _match_plan(model, dict(model_plan))
-    facts = facts_of(model)
-    family_plan = facts.plan_of(model) or {}
+    family_plan = facts_of(model).plan_of(model) or {}
     plan = {pattern: style for pattern, style in family_plan.items() if not _is_of_experts(model, experts, pattern)}
     names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
-    unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
-    plan = {pattern: style for pattern, style in plan.items() if style in facts.plan_styles}
+    unknown = sorted({style for style in plan.values() if style not in PLAN_STYLES})
+    plan = {pattern: style for pattern, style in plan.items() if style in PLAN_STYLES}
     # What is gathered, and split again for a row cut beside it, may stay cut in between.
-    split = {owner_of(pattern) for pattern, style in plan.items() if style == facts.split_style}
-    styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    split = {owner_of(pattern) for pattern, style in plan.items() if style == SPLIT_STYLE}
+    styles = {pattern: PLAN_STYLES[style] for pattern, style in plan.items()}
     rejoined = [pattern for pattern, style in styles.items() if style == "gather" and owner_of(pattern) in split]
     styles |= dict.fromkeys(rejoined, "column")
     styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
@@ -94,7 +93,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
             reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
         return Cuts(refusal=reason, is_open=True)
     cuts = replace(_match_plan(model, styles), may_shrink=True)
-    for part in facts.vocabulary_parts(model):
+    for part in vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
             cuts.styles |= cuts_of_parts(model, path, "vocab")

@@ -41,7 +41,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import BLOCK, Cut, ParamSpec
 from samestep.models.spec import FORMAT_VERSION, ModelSpec, from_json
 from samestep.models.weight_files import digest_of
-from samestep.output.text import installed_version
+from samestep.output.text import announced, installed_version
 
 
 def model_spec(job: Job) -> ModelSpec:
@@ -108,20 +108,15 @@ def _cache_path(job: Job) -> Path | None:
         return None
 
 
-FIRST_WORD_S = 2.0
-"""The seconds after which a person at a terminal sees the reason for the wait."""
-LONG_S = 60.0
-"""The seconds after which a file or another program gets the reason too, and everybody a second time."""
-
-
 def _trace_elsewhere(job: Job) -> str:
     code = "import sys; from samestep.training.workload import write_spec; write_spec(sys.stdin.read())"
     started = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    with started as process:
+    wait = f"tracing {job.model.source}: a large model takes a minute or two, and is kept for the next time"
+    with started as process, announced(wait):
         try:
-            said, complaint = _await_trace(process, job)
+            said, complaint = process.communicate(job.model_dump_json())
         except BaseException:
             process.kill()
             raise
@@ -132,22 +127,6 @@ def _trace_elsewhere(job: Job) -> str:
         raise of_words(name, text)
     words = complaint.strip().splitlines() or ["no message"]
     raise ModelError("trace-failed", f"tracing {job.model.source} failed: {words[-1]}")
-
-
-def _await_trace(process: subprocess.Popen[str], job: Job) -> tuple[str, str]:
-    """Send a job to a process that traces its model, and return what it writes; say what takes so long meanwhile."""
-    waited_s, text = 0.0, job.model_dump_json()
-    while True:
-        pause_s = FIRST_WORD_S if not waited_s and sys.stderr.isatty() else LONG_S
-        try:
-            return process.communicate(None if waited_s else text, timeout=pause_s)
-        except subprocess.TimeoutExpired:
-            waited_s += pause_s
-            print(
-                f"samestep: tracing {job.model.source}, {waited_s:.0f} s so far: a large model takes a minute or two, and is kept "
-                "for the next time",
-                file=sys.stderr,
-            )
 
 
 ADDING_KERNELS, ADDING_PASSES = 2, 5

@@ -6,7 +6,7 @@ under context parallelism, which leaves it a slice of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -221,7 +221,6 @@ class LayerSpec:
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of the layer under a tensor cut: its work and what it keeps; partial sums stay."""
         products = tuple(product.cut_by(degree) for product in self.products)
-        flops, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
 
         def elsewhere(elements: int) -> int:
             """Return the elements on the other ranks."""
@@ -229,7 +228,7 @@ class LayerSpec:
 
         return replace(
             self,
-            forward_flops=self.forward_flops * flops_cut // flops if flops else self.forward_flops // degree,
+            forward_flops=self._flops_as(products, self.forward_flops // degree),
             products=products,
             head=self.head.cut_by(degree) if self.head else None,
             saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
@@ -268,17 +267,29 @@ class LayerSpec:
         if any(serial) and not self.gathered_parts:
             sliced = replace(self, token_moves=()).sliced_by(degree)
             return self._but_states(replace(sliced, token_moves=self.token_moves), serial)
-        sent = self.sliced_exchanges
-        kept_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept]
-        cut_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept and exchange.is_cut]
-        if self.gathered_parts:
-            return self._sliced_but_parts(degree, sums)
-        return replace(
+        sliced = replace(
             self,
-            forward_flops=part(self.forward_flops),
-            products=tuple(product.sliced_by(degree) for product in self.products),
+            products=tuple(p if self.is_gathered(p.owner) else p.sliced_by(degree) for p in self.products),
             output_elements=part(self.output_elements),
             input_elements=part(self.input_elements),
+            forward_sums=sums(self.forward_sums),
+            backward_sums=sums(self.backward_sums),
+            dispatches=tuple(
+                dispatch if self.is_gathered(dispatch.owner) else replace(dispatch, rows=part(dispatch.rows))
+                for dispatch in self.dispatches
+            ),
+            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
+            token_parts=tuple(token_part.sliced_by(degree) for token_part in self.token_parts),
+        )
+        if (
+            self.gathered_parts
+        ):  # it keeps and moves at most what one device does: how much of it these parts do is not known
+            return replace(sliced, forward_flops=self._flops_as(sliced.products, self.forward_flops))
+        kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
+        cut_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept and exchange.is_cut]
+        return replace(
+            sliced,
+            forward_flops=part(self.forward_flops),
             saved_elements=part(self.saved_elements - self.saved_pair_elements)
             + self.saved_pair_elements
             + sum(kept_twice),
@@ -291,19 +302,19 @@ class LayerSpec:
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
             moved=OtherWork(part(self.moved.elements), part(self.moved.cut_elements), self.moved.kernels),
             fusible=self.fusible.of_one(degree),
-            forward_sums=sums(self.forward_sums),
-            backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
-            dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
             sequence_boundaries=tuple(
                 replace(sequence_boundary, elements=part(sequence_boundary.elements))
                 for sequence_boundary in self.sequence_boundaries
             ),
-            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
             head=self.head.sliced_by(degree) if self.head else None,
-            token_parts=tuple(token_part.sliced_by(degree) for token_part in self.token_parts),
         )
+
+    def _flops_as(self, products: tuple[Product, ...], otherwise: int) -> int:
+        """Return the FLOPs of the forward with other products; `otherwise` where nothing is known of its products."""
+        flops, flops_now = (sum(product.flops for product in parts) for parts in (self.products, products))
+        return self.forward_flops * flops_now // flops if flops else otherwise
 
     def _but_states(self, sliced: LayerSpec, serial: Collection[str]) -> LayerSpec:
         """Return one rank's part of a layer with recurrences, for whose products of activations, and of weights within their functions, it waits
@@ -313,34 +324,4 @@ class LayerSpec:
             p if p.owner in weighing or (p.owner in serial and p.factors == "pair") else product
             for p, product in zip(self.products, sliced.products, strict=True)
         )
-        flops_whole, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
-        flops = self.forward_flops * flops_cut // flops_whole if flops_whole else sliced.forward_flops
-        return replace(sliced, products=products, forward_flops=flops)
-
-    def _sliced_but_parts(
-        self, degree: int, sums: Callable[[tuple[PartialSum, ...]], tuple[PartialSum, ...]]
-    ) -> LayerSpec:
-        """Return one rank's part of a layer with parts that compute all tokens.
-
-        It keeps and moves at most what one device does: how much of it these parts do is not known.
-        """
-        products = tuple(
-            product if self.is_gathered(product.owner) else product.sliced_by(degree) for product in self.products
-        )
-        flops, flops_cut = (sum(product.flops for product in parts) for parts in (self.products, products))
-        dispatches = tuple(
-            dispatch if self.is_gathered(dispatch.owner) else replace(dispatch, rows=-(-dispatch.rows // degree))
-            for dispatch in self.dispatches
-        )
-        return replace(
-            self,
-            forward_flops=self.forward_flops * flops_cut // flops if flops else self.forward_flops,
-            products=products,
-            output_elements=-(-self.output_elements // degree),
-            input_elements=-(-self.input_elements // degree),
-            forward_sums=sums(self.forward_sums),
-            backward_sums=sums(self.backward_sums),
-            dispatches=dispatches,
-            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
-            token_parts=tuple(token_part.sliced_by(degree) for token_part in self.token_parts),
-        )
+        return replace(sliced, products=products, forward_flops=self._flops_as(products, sliced.forward_flops))

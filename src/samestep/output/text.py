@@ -5,12 +5,31 @@ On a page the exact value stands in the same element, for programs.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import textwrap
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from importlib import metadata
 from typing import NamedTuple
+
+PATIENCE_S = 2.0, 15.0
+"""The seconds after which a terminal, or a file or another program, gets the reason for a wait."""
+
+
+@contextlib.contextmanager
+def announced(wait: str) -> Iterator[None]:
+    """Print the reason for a wait to the error stream, unless the context ends within `PATIENCE_S`."""
+    seconds = PATIENCE_S[0 if sys.stderr.isatty() else 1]
+    timer = threading.Timer(seconds, lambda: print(f"samestep: {wait}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def readable(size_bytes: float) -> str:

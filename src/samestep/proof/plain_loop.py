@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building import drawn_rows
-from samestep.building.families import facts_of
+from samestep.building.families import EXPERT_WAY, ONE_BY_ONE_WAY, expert_configuration
 from samestep.building.loss_result import is_plain_sum, loss_result, whole_loss
 from samestep.building.model import call_model, give_labels
 from samestep.building.model_changes import set_training
@@ -122,9 +122,8 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     model = model.double().to(run.place.device)
     for prefix, module in model.named_modules():
         map_attributes(prefix, module, lambda _, tensor: tensor.double() if tensor.is_floating_point() else tensor)
-        facts = facts_of(module)
-        if (config := facts.expert_configuration(module)) is not None:
-            setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
+        if (config := expert_configuration(module)) is not None:
+            setattr(config, EXPERT_WAY, ONE_BY_ONE_WAY)  # grouped products know no float64
     without_own_groups(model)
     if isinstance(source.loss, ModelLoss):
         give_labels(model)

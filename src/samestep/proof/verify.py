@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep import calls
-from samestep.building.families import facts_named, family_of
+from samestep.building.families import DEPTH_FIELDS
 from samestep.building.loss import loss_from, loss_of
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
@@ -247,7 +247,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
         raise JobError(
             "proof-too-large",
             f"a proof on one device needs {gibibytes}, and model.config has no key for the number of layers "
-            f"({', '.join(_depth_fields(subject.job))}). Use a smaller model or a smaller train.global_batch",
+            f"({', '.join(DEPTH_FIELDS)}). Use a smaller model or a smaller train.global_batch",
         )
     if rest + depth * a_block > free or depth >= len(blocks):
         raise JobError("proof-too-large", f"a proof on one device needs {gibibytes}. Use a smaller train.global_batch")
@@ -271,16 +271,11 @@ def _proof_bytes(subject: Subject, index: int) -> int:
 
 
 def _depth_key(job: Job) -> str | None:
-    fields = _depth_fields(job)
-    keys = [key for key in fields if key in job.model.config]
+    keys = [key for key in DEPTH_FIELDS if key in job.model.config]
     if keys or not job.model.source.startswith("hf:"):
         return next(iter(keys), None)
     config = configuration_of(job)
-    return next((key for key in fields if hasattr(config, key)), None)
-
-
-def _depth_fields(job: Job) -> tuple[str, ...]:
-    return facts_named(family_of(configuration_of(job))).depth_fields
+    return next((key for key in DEPTH_FIELDS if hasattr(config, key)), None)
 
 
 def _on_cpu(device: str) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DroppedWeights
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import CONFIGURATIONS, HEAD_DROPOUTS
 from samestep.building.named_tensors import set_attributes
 from samestep.building.torch_seams import current_function_modes
 from samestep.errors import LayoutError, ModelError
@@ -270,16 +270,15 @@ def has_dropout(model: nn.Module) -> bool:
     micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0.
     """
     seen: set[int] = set()
-    facts = facts_of(model)
     for module in model.modules():
-        if _has_rate(set_attributes(module), facts, everything="drop" in type(module).__name__.lower()):
+        if _has_rate(set_attributes(module), everything="drop" in type(module).__name__.lower()):
             return True
-        for config in facts.configurations_of(module):
-            if id(config) in seen:
+        for config in map(vars(module).get, CONFIGURATIONS):
+            if config is None or id(config) in seen:
                 continue
             seen.add(id(config))
             fields = config.to_dict() if hasattr(config, "to_dict") else config
-            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}), facts):
+            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {})):
                 return True
     return False
 
@@ -297,13 +296,13 @@ def rates_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     ]
 
 
-def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
+def _has_rate(fields: Mapping[str, Any], everything: bool = False) -> bool:
     """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
     for name, value in fields.items():
-        named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
+        named = everything or ("drop" in str(name).lower() and not str(name).startswith(HEAD_DROPOUTS))
         if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
             return True
-        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value, facts):
+        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value):
             return True
     return False
 

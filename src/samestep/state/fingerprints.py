@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.families import facts_of
+from samestep.building.families import INSTALLED_FLAG
 from samestep.building.named_tensors import set_attributes
 from samestep.building.optimizer import CombinedOptimizer
 
@@ -59,10 +59,9 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
     Whether a model has installed its hooks is left out: another process has not, and would believe that it had.
     """
-    installed = facts_of(model).installed_flag
     for path, module in model.named_modules():
         for key, value in set_attributes(module).items():
-            if key != installed and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
+            if key != INSTALLED_FLAG and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
                 yield path, key, value
 
 

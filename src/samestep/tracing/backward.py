@@ -292,7 +292,7 @@ _SHAPE = 3
 def token_parts_of(
     module: nn.Module, layer: Layer, layer_of: Mapping[str, int], watch: ForwardTracer, costs: Costs, backward: Backward
 ) -> tuple[TokenPart, ...]:
-    """Return the parts of a block, with the counts of all samples that were traced; `of_one_sample` divides them."""
+    """Return the parts of a block, with the counts of all samples that were traced."""
     if not layer.is_block or watch.looks.varies:
         return ()
     candidates = [
@@ -383,8 +383,3 @@ def _part(
         "results": sum(product.rows * product.columns for product in _products_of(path, layer, costs)),
         "weights": sum(param.numel() for param in module.get_submodule(path).parameters() if param.requires_grad),
     }
-
-
-def of_one_sample(part: TokenPart, num_samples: int) -> TokenPart:
-    """Return a part with the counts of one of so many samples."""
-    return part.sliced_by(num_samples) if num_samples > 1 else part

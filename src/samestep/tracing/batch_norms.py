@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.layer_spec import LayerSpec
@@ -56,9 +55,9 @@ def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     return {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
-def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by name."""
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
     return {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
 
 
@@ -75,18 +74,13 @@ def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     )
 
 
-class OfAnySize(TorchFunctionMode):
-    """A function mode that lets batch norm run on one value per channel: a group of samples has more than the traced part."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in FUNCTIONS:
-            call = bind_batch_norm(func, *args, **(kwargs or {}))
-            x: Tensor = call["input"]
-            if call["training"] and x.numel() == x.shape[1]:
-                return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
-        return func(*args, **(kwargs or {}))
+def run_of_any_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run batch norm, also on one value per channel: a group of samples has more than the traced part."""
+    call = bind_batch_norm(func, *args, **kwargs)
+    x: Tensor = call["input"]
+    if call["training"] and x.numel() == x.shape[1]:
+        return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
+    return func(*args, **kwargs)
 
 
 def with_groups(spec: ModelSpec, owners: Mapping[str, int]) -> ModelSpec:

@@ -167,7 +167,7 @@ class TracedPlaces:
         """Paths of the top-most modules that keep nothing but within checkpoints, and what these are given."""
         return self._repeated - self._held
 
-    def restart(self) -> None:
+    def clear(self) -> None:
         """Forget all, since another forward begins."""
         self._time = self._edges = 0
         for table in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in, self._repeated, self._held):

@@ -21,16 +21,17 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from samestep.building.families import GROUPED_FALLBACK
 from samestep.models.layer_parts import Cutting, Exchange, Factors, OtherWork, Product
 from samestep.tracing.checkpointed import Point
 from samestep.tracing.meta_tensors import GROUPED_PRODUCTS
-from samestep.tracing.operations import Elements, PlacedExchange, SavedTensor, Work, WorkKind
+from samestep.tracing.operations import PlacedExchange, SavedTensor, Work
 
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -38,59 +39,54 @@ _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 """Products whose first operand is the tensor they are added to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
-    """The products of a model's forward."""
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
+    """Return the FLOPs of a matrix product or convolution; None for other operations."""
+    if _is_grouped(func):
+        return int(2 * outcome.numel() * args[0].shape[-1])
+    formula = flop_registry.get(func.overloadpacket)
+    return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
 
-    grouped_fallback: str
-    """The operator by which the model's family multiplies rows with the matrix of their group, where torch's own is missing."""
 
-    def flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
-        """Return the FLOPs of a matrix product or convolution; None for other operations."""
-        if self._is_grouped(func):
-            return int(2 * outcome.numel() * args[0].shape[-1])
-        formula = flop_registry.get(func.overloadpacket)
-        return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
+def factors_of(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return the two tensors that a product multiplies."""
+    left, right = args[1:3] if func.overloadpacket in _ADDING else args[:2]
+    return left, right
 
-    def factors_of(self, func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that a product multiplies."""
-        left, right = args[1:3] if func.overloadpacket in _ADDING else args[:2]
-        return left, right
 
-    def product_of(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        outcome: Tensor,
-        flops: int,
-        *,
-        factors: Factors,
-        cut: Cutting,
-        owner: str,
-    ) -> Product:
-        """Return a product with its sizes; one of another kind has its FLOPs alone."""
-        product = functools.partial(Product, factors=factors, cut=cut, owner=owner)
-        left, right = self.factors_of(func, args)
-        if func.overloadpacket in _PLAIN:
-            return product(rows=left.shape[0], inner=left.shape[1], columns=right.shape[1])
-        if func.overloadpacket in _BATCHED:
-            (count, rows, inner), columns = left.shape, right.shape[2]
-            if factors != "pair":  # a weight for each of the rows' groups
-                return product(rows=count * rows, inner=inner, columns=columns, groups=count, is_batched=True)
-            return product(rows=rows, inner=inner, columns=columns, count=count, is_batched=True)
-        if func.overloadpacket is torch.ops.aten.convolution:
-            count, taps = args[8], right.shape[2:].numel()
-            columns, inner = right.shape[0] // count, right.shape[1:].numel()
-            rows = outcome.numel() // right.shape[0]
-            return product(rows=rows, inner=inner, columns=columns, count=count, taps=taps)
-        if self._is_grouped(func):
-            rows, groups = left.shape[0], right.shape[0]
-            return product(rows=rows, inner=left.shape[1], columns=right.shape[2], groups=groups)
-        return product(rows=max(flops // 2, 1), inner=1, columns=1)
+def product_of(
+    func: Any,
+    args: tuple[Any, ...],
+    outcome: Tensor,
+    flops: int,
+    *,
+    factors: Factors,
+    cut: Cutting,
+    owner: str,
+) -> Product:
+    """Return a product with its sizes; one of another kind has its FLOPs alone."""
+    product = functools.partial(Product, factors=factors, cut=cut, owner=owner)
+    left, right = factors_of(func, args)
+    if func.overloadpacket in _PLAIN:
+        return product(rows=left.shape[0], inner=left.shape[1], columns=right.shape[1])
+    if func.overloadpacket in _BATCHED:
+        (count, rows, inner), columns = left.shape, right.shape[2]
+        if factors != "pair":  # a weight for each of the rows' groups
+            return product(rows=count * rows, inner=inner, columns=columns, groups=count, is_batched=True)
+        return product(rows=rows, inner=inner, columns=columns, count=count, is_batched=True)
+    if func.overloadpacket is torch.ops.aten.convolution:
+        count, taps = args[8], right.shape[2:].numel()
+        columns, inner = right.shape[0] // count, right.shape[1:].numel()
+        rows = outcome.numel() // right.shape[0]
+        return product(rows=rows, inner=inner, columns=columns, count=count, taps=taps)
+    if _is_grouped(func):
+        rows, groups = left.shape[0], right.shape[0]
+        return product(rows=rows, inner=left.shape[1], columns=right.shape[2], groups=groups)
+    return product(rows=max(flops // 2, 1), inner=1, columns=1)
 
-    def _is_grouped(self, func: Any) -> bool:
-        """Return whether an operation multiplies rows with the matrix of their group."""
-        return func in GROUPED_PRODUCTS or func._schema.name == self.grouped_fallback
+
+def _is_grouped(func: Any) -> bool:
+    """Return whether an operation multiplies rows with the matrix of their group."""
+    return func in GROUPED_PRODUCTS or func._schema.name == GROUPED_FALLBACK
 
 
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
@@ -206,41 +202,30 @@ def _add_work(costs: Costs, work: Work, weights: Collection[int]) -> None:
     if work.product is not None:
         region.products.append(work.product)
     if not work.is_view:
-        costs.moved.ran(work.region, work.reads, work.writes, work.kind, is_cut=work.is_cut)
-
-
-class _Operation(NamedTuple):
-    """An operation that makes or changes a tensor."""
-
-    region: str
-    given: Elements
-    written: Elements
-    is_cut: bool
-    is_product: bool
-    depth: int
-    """Products on the longest way to it; -1 if it joins no group."""
+        costs.moved.ran(work)
 
 
 class MovedElements:
     """The operations of a traced forward in their order, but for views."""
 
     def __init__(self) -> None:
-        self._operations = list[_Operation]()
+        self._works = list[Work]()
+        self._depth_of = list[int]()
+        """Products on the longest way to each operation; -1 if it joins no group."""
         self._depths = dict[int, int]()
         """Products on the longest way to each storage."""
         self._readers = dict[int, list[int]]()
         """The numbers of the operations that read each storage."""
 
-    def ran(self, region: str, read: Elements, written: Elements, kind: WorkKind, *, is_cut: bool) -> None:
-        """Add an operation of a region."""
-        depth = max((self._depths.get(key, 0) for key, _ in read), default=0)
-        for key, _ in read:
-            self._readers.setdefault(key, []).append(len(self._operations))
-        for key, _ in written:
-            self._depths[key] = depth + (kind != "fusible")
-        self._operations.append(
-            _Operation(region, read, written, is_cut, kind == "product", depth if kind == "fusible" else -1)
-        )
+    def ran(self, work: Work) -> None:
+        """Add an operation."""
+        depth = max((self._depths.get(key, 0) for key, _ in work.reads), default=0)
+        for key, _ in work.reads:
+            self._readers.setdefault(key, []).append(len(self._works))
+        for key, _ in work.writes:
+            self._depths[key] = depth + (work.kind != "fusible")
+        self._works.append(work)
+        self._depth_of.append(depth if work.kind == "fusible" else -1)
 
     def of(
         self, regions: Collection[str], sizes: Mapping[int, int], returned: Collection[int]
@@ -249,74 +234,68 @@ class MovedElements:
 
         `sizes` are the elements of each storage, and `returned` those that the model returns.
         """
-        operations = {
-            number: operation for number, operation in enumerate(self._operations) if operation.region in regions
-        }
-        others = [operation for operation in operations.values() if not operation.is_product]
+        works = {number: work for number, work in enumerate(self._works) if work.region in regions}
+        others = [work for work in works.values() if work.kind != "product"]
         groups: dict[int, list[int]] = {}
-        for number, group in _groups_of(operations).items():
+        for number, group in self._groups_of(works).items():
             groups.setdefault(group, []).append(number)
         fusible = fusible_cut = 0
         for numbers in groups.values():
-            apart, apart_cut = _moved([operations[number] for number in numbers])
+            apart, apart_cut = _moved([works[number] for number in numbers])
             fused, fused_cut = self._fused(numbers, sizes, returned)
             fusible, fusible_cut = fusible + apart - fused, fusible_cut + apart_cut - fused_cut
         spared = sum(len(numbers) - 1 for numbers in groups.values())
-        return OtherWork(*_moved(others), len(operations)), OtherWork(fusible, fusible_cut, spared)
+        return OtherWork(*_moved(others), len(works)), OtherWork(fusible, fusible_cut, spared)
 
     def _fused(self, numbers: list[int], sizes: Mapping[int, int], returned: Collection[int]) -> tuple[int, int]:
         """Return the elements that a group reads and writes as one kernel, and those of them that a tensor cut divides."""
         inside, written = set(numbers), set[int]()
         reads, writes, cut = Counter[int](), Counter[int](), dict[int, bool]()
         for number in numbers:
-            operation = self._operations[number]
-            read = {key for key, _ in operation.given}
-            for key, elements in operation.given:
+            work = self._works[number]
+            read = {key for key, _ in work.reads}
+            for key, elements in work.reads:
                 if key not in written:
                     reads[key] += elements
-                    cut.setdefault(key, operation.is_cut)
-            for key, elements in operation.written:
+                    cut.setdefault(key, work.is_cut)
+            for key, elements in work.writes:
                 is_changed = key in read and key not in written  # in place, and it is there after the group
                 if is_changed or key in returned or not inside.issuperset(self._readers.get(key, ())):
                     writes[key] = max(writes[key], elements)
-                    cut.setdefault(key, operation.is_cut)
+                    cut.setdefault(key, work.is_cut)
                 written.add(key)
         parts = [
             (key, min(sizes.get(key, elements), elements)) for some in (reads, writes) for key, elements in some.items()
         ]
         return sum(elements for _, elements in parts), sum(elements for key, elements in parts if cut[key])
 
+    def _groups_of(self, works: Mapping[int, Work]) -> dict[int, int]:
+        """Return for each operation that joins a group, by number, the least number of its group."""
+        group: dict[int, int] = {}
 
-def _moved(operations: Collection[_Operation]) -> tuple[int, int]:
+        def first(number: int) -> int:
+            while group[number] != number:
+                number = group[number]
+            return number
+
+        makers: dict[int, int] = {}
+        for number, work in works.items():
+            if self._depth_of[number] >= 0:
+                group[number] = number
+                for key, _ in work.reads:
+                    maker = makers.get(key)
+                    if maker is not None and self._depth_of[maker] == self._depth_of[number]:
+                        joined = sorted((first(maker), first(number)))
+                        group[joined[1]] = joined[0]
+            for key, _ in work.writes:
+                makers[key] = number
+        return {number: first(number) for number in group}
+
+
+def _moved(works: Collection[Work]) -> tuple[int, int]:
     """Return the elements that operations read and write one by one, and those of them that a tensor cut divides."""
-    each = [
-        (sum(count for _, count in (*operation.given, *operation.written)), operation.is_cut)
-        for operation in operations
-    ]
+    each = [(sum(count for _, count in (*work.reads, *work.writes)), work.is_cut) for work in works]
     return sum(count for count, _ in each), sum(count for count, is_cut in each if is_cut)
-
-
-def _groups_of(operations: Mapping[int, _Operation]) -> dict[int, int]:
-    """Return for each operation that joins a group, by number, the least number of its group."""
-    group: dict[int, int] = {}
-
-    def first(number: int) -> int:
-        while group[number] != number:
-            number = group[number]
-        return number
-
-    makers: dict[int, int] = {}
-    for number, operation in operations.items():
-        if operation.depth >= 0:
-            group[number] = number
-            for key, _ in operation.given:
-                maker = makers.get(key)
-                if maker is not None and operations[maker].depth == operation.depth:
-                    joined = sorted((first(maker), first(number)))
-                    group[joined[1]] = joined[0]
-        for key, _ in operation.written:
-            makers[key] = number
-    return {number: first(number) for number in group}
 
 
 def is_fusible(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

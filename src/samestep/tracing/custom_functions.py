@@ -8,13 +8,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.torch_seams import DispatchMode, disable_current_modes
+from samestep.building.torch_seams import DispatchMode, Replaced, disable_current_modes
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.meta_tensors import NeedsValuesError, run_on_meta
 from samestep.trees import have_same_values, operands, tree_map_only
@@ -49,8 +50,7 @@ def report_functions(applied: Applied, hooked: Hooked) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _tensor_hooks(hooked: Hooked) -> Iterator[None]:
+def _tensor_hooks(hooked: Hooked) -> Replaced:
     original, thread = Tensor.register_hook, threading.get_ident()
     of_nodes: Any = torch.autograd.Function._register_hook
     grad_fn: Any = Tensor.grad_fn
@@ -102,14 +102,11 @@ def _tensor_hooks(hooked: Hooked) -> Iterator[None]:
             hooked("a hook on a node (grad_fn.register_hook)", _refuse_to_run, [*shown], [*shown])
         return of_nodes(hooks, hook)
 
-    Tensor.register_hook, Tensor.grad_fn = register, Shown()  # type: ignore[method-assign, assignment]
-    torch.autograd.Function._register_hook = staticmethod(register_on_node)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = original  # type: ignore[method-assign]
-        del Tensor.grad_fn
-        del torch.autograd.Function._register_hook
+    return Replaced(
+        (Tensor, "register_hook", lambda _: register),
+        (Tensor, "grad_fn", lambda _: Shown()),
+        (torch.autograd.Function, "_register_hook", lambda _: staticmethod(register_on_node)),
+    )
 
 
 _NO_CODE = (lambda: None).__code__
@@ -210,45 +207,42 @@ def _or_given(returned: Any, gradients: Any) -> Any:
     return gradients if returned is None else returned
 
 
-@contextmanager
-def _functions(applied: Applied) -> Iterator[None]:
-    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+def _calls_carried_out(carry_out: Callable[[type, Function, tuple[Any, ...], dict[str, Any]], Any]) -> Replaced:
+    """Let a function carry out the calls of custom Functions in this thread inside; those of torch and samestep run as they are."""
+    thread = threading.get_ident()
 
-    def apply(function: type, *args: Any, **named: Any) -> Any:
-        plain = original.__get__(None, function)
+    def replacing(original: MethodType) -> Any:
+        def apply(function: type, *args: Any, **named: Any) -> Any:
+            plain = MethodType(original.__func__, function)
+            if threading.get_ident() != thread or function.__module__.startswith(_KNOWN):
+                return plain(*args, **named)
+            return carry_out(function, plain, args, named)
+
+        return classmethod(apply)
+
+    return Replaced((torch.autograd.Function, "apply", replacing))
+
+
+def _functions(applied: Applied) -> Replaced:
+    def report(_: type, plain: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         outcome = plain(*args, **named)
-        if threading.get_ident() == thread and not function.__module__.startswith(_KNOWN):
-            applied(plain, args, named, outcome)
+        applied(plain, args, named, outcome)
         return outcome
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    return _calls_carried_out(report)
 
 
-@contextmanager
-def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
+def seen_by(mode: TorchFunctionMode) -> Replaced:
     """Let a function mode see the call of a custom Function in this thread as one function, as it sees a function of torch.
 
     It would see the operations within alone, which know nothing of the Function's backward.
     """
-    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
 
-    def apply(function: type, *args: Any, **named: Any) -> Any:
-        plain = original.__get__(None, function)
-        if threading.get_ident() != thread or function.__module__.startswith(_KNOWN):
-            return plain(*args, **named)
-
+    def show(function: type, plain: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         def call(*args: Any, **named: Any) -> Any:
             return plain(*args, **named)
 
         call.__name__ = function.__name__
         return mode.__torch_function__(call, (), args, named)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    return _calls_carried_out(show)

@@ -21,14 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import (
+    EXPERT_COUNT,
+    EXPERT_WAY,
+    GROUPED_WAY,
+    balance_of,
+    expert_configuration,
+    experts_in,
+)
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.layer_parts import ExpertDispatch, OtherWork
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ExpertModules, ModelSpec, is_below, owner_of
-from samestep.tracing.checkpointed import Point, TracedPlaces
+from samestep.tracing.checkpointed import Point
+from samestep.tracing.operations import Events
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -37,44 +45,43 @@ def experts_of(model: nn.Module) -> ExpertModules:
     Raises:
         ModelError: the model's own `expert_plan` names none, or one that holds something else.
     """
-    plan, facts = getattr(model, "expert_plan", None), facts_of(model)
+    plan = getattr(model, "expert_plan", None)
     modules = dict(model.named_modules())
-    switchable = tuple(path for path, part in modules.items() if facts.expert_configuration(part) is not None)
+    switchable = tuple(path for path, part in modules.items() if expert_configuration(part) is not None)
     if plan is None:
-        return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
+        return ExpertModules({path: n for path in switchable if (n := experts_in(modules[path]))}, switchable)
     experts = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
     if not experts:
         raise ModelError("expert-plan-form", f"expert_plan names no module: {', '.join(plan)}")
     for path, part in experts.items():
-        if not facts.experts_in(part):
+        if not experts_in(part):
             raise ModelError(
                 "expert-plan-form",
-                f"expert_plan: {path} must have an attribute `{facts.expert_count}`, and so many experts along dimension 0 "
+                f"expert_plan: {path} must have an attribute `{EXPERT_COUNT}`, and so many experts along dimension 0 "
                 "of each weight",
             )
-    return ExpertModules({path: facts.experts_in(part) for path, part in experts.items()}, switchable)
+    return ExpertModules({path: experts_in(part) for path, part in experts.items()}, switchable)
 
 
 def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
     """Set how transformers computes all experts of a model; return each configuration with its earlier value."""
-    facts = facts_of(model)
-    configurations = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
+    configurations = [expert_configuration(model.get_submodule(path)) for path in experts.switchable]
     configs = {id(config): config for config in configurations}
-    ways_before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
+    ways_before = {key: (config, getattr(config, EXPERT_WAY)) for key, config in configs.items()}
     for config in configs.values():
-        setattr(config, facts.expert_way, way)
+        setattr(config, EXPERT_WAY, way)
     return ways_before
 
 
 @contextmanager
 def compute_by_groups(model: nn.Module, experts: ExpertModules) -> Iterator[None]:
     """Compute experts inside by grouped products, whose shapes do not depend on the choice: what a trace can follow."""
-    ways_before = _compute(model, experts, facts_of(model).grouped_way)
+    ways_before = _compute(model, experts, GROUPED_WAY)
     try:
         yield
     finally:
         for config, way in ways_before.values():
-            setattr(config, facts_of(model).expert_way, way)
+            setattr(config, EXPERT_WAY, way)
 
 
 # -- dispatches, seen in a forward on the meta device ----------------------------------------------
@@ -85,15 +92,15 @@ def record_dispatches(
     model: nn.Module,
     experts: ExpertModules,
     calls: dict[str, tuple[Any, Any]] | None = None,
-    places: TracedPlaces | None = None,
+    events: Events | None = None,
 ) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
 
-    What they return is kept, to weight it; `places` has the points of the forward.
+    What they return is kept, to weight it; `events` are those of the forward.
     """
     seen: list[ExpertDispatch] = []
     points: list[Point] = []
-    places = TracedPlaces() if places is None else places
+    places = Events().places if events is None else events.places
     if not experts.switchable and not experts.counts:
         yield seen
         return
@@ -106,9 +113,16 @@ def record_dispatches(
         seen.append(dispatch)
         points.append(places.point())
 
+    def begin(*_: Any) -> None:  # anew with each forward: a trace that needs values runs it again
+        seen.clear()
+        points.clear()
+
     handles = [
-        model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
-        for path in experts.counts
+        model.register_forward_pre_hook(begin),
+        *(
+            model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
+            for path in experts.counts
+        ),
     ]
     try:
         with compute_by_groups(model, experts):
@@ -198,7 +212,7 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
         # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
         return replace(layer, dispatches=tuple(exchanges), fusible=OtherWork())
 
-    asks = balanced is not None and facts_of(balanced).balance_of(balanced)
+    asks = balanced is not None and balance_of(balanced)
     return replace(
         spec,
         params=tuple(map(param_with, spec.params)),
@@ -212,9 +226,7 @@ _LARGEST = 2**28
 """Elements of the largest experts that are tried."""
 
 
-def check_experts(
-    path: str, module: nn.Module, facts: FamilyFacts, call: tuple[Any, Any], value_of: Callable[[str], Tensor]
-) -> None:
+def check_experts(path: str, module: nn.Module, call: tuple[Any, Any], value_of: Callable[[str], Tensor]) -> None:
     """Refuse a module of experts, on the meta device, that does not compute the sum; `call` is how the model calls it.
 
     Raises:
@@ -222,7 +234,7 @@ def check_experts(
     """
     args, named = call
     rows, chosen, _ = routing_arguments(args, named)
-    count = facts.experts_in(module)
+    count = experts_in(module)
     some = min(count, max(3, chosen.shape[1]))
     if some * sum(param.numel() for param in module.parameters()) // count > _LARGEST:
         return
@@ -239,7 +251,7 @@ def check_experts(
     works = "Use ep=1, or a module that adds weight x expert(row) and leaves the rest to the model around it"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            tried = _real(path, module, facts, count, some, value_of, drawn)
+            tried = _real(path, module, count, some, value_of, drawn)
             forward = tried.forward
             at_once = call_again(forward, args, named, x, picks, factors)
             slots = [
@@ -273,7 +285,6 @@ def check_experts(
 def _real(
     path: str,
     module: nn.Module,
-    facts: FamilyFacts,
     count: int,
     some: int,
     value_of: Callable[[str], Tensor],
@@ -281,7 +292,7 @@ def _real(
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
     copied = copy_module(module).eval()
-    facts.set_experts(copied, some)
+    setattr(copied, EXPERT_COUNT, some)
     for name, param in list(copied.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         shape = (some, *param.shape[1:])

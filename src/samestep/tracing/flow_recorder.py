@@ -7,11 +7,12 @@ an event past its arguments.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
+from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
+from samestep.tracing.batch_norms import run_of_any_size
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import (
-    Change,
     Container,
     Contents,
     Event,
@@ -39,6 +41,7 @@ from samestep.tracing.flow import (
     reads_shape_alone,
     tensors_made_by,
 )
+from samestep.tracing.meta_tensors import call_with_numbers
 from samestep.tracing.module_inputs import first_input_of
 from samestep.trees import map_tensors, tensors_in
 
@@ -47,22 +50,24 @@ _UNSEEN = "code that torch does not show"
 
 @dataclass(slots=True)
 class _Running:
-    """The event, or another function outside of modules, that runs now."""
+    """The event, or another function outside of modules, that runs now, with what it is given."""
 
     number: int
     name: str
-    storages: set[int]
-    """Storages of the tensors given."""
-    is_call: bool = False
-
-
-class _CallArguments(NamedTuple):
-    """The arguments that a call is given."""
-
     tensors: list[Tensor]
-    versions: list[int]
-    containers: list[Container]
-    contents: Contents
+    storages: set[int]
+    """Storages of these."""
+    containers: list[Container] = field(default_factory=list)
+    is_call: bool = False
+    versions: list[int] = field(init=False)
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions, self.contents = self.versions_now(), contents_of(self.containers)
+
+    def versions_now(self) -> list[int]:
+        """Return how often each tensor has been written."""
+        return [tensor._version for tensor in self.tensors]
 
 
 @dataclass(slots=True)
@@ -76,11 +81,16 @@ class _Weight:
 
 
 class FlowRecorder(TorchFunctionMode):
-    """Records the events of one forward on the meta device, which runs inside; `ran` reports its operations."""
+    """Runs the functions of one forward on the meta device with the numbers that are known, and records its events; `ran` reports its
+    operations."""
 
-    def __init__(self, key: Callable[[Tensor], int]) -> None:
+    def __init__(self, key: Callable[[Tensor], int], read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._key = key
+        self._key, self._read = key, read
+        self.in_batch_norm = False
+        """Whether a function of batch norm runs."""
+        self.norms_any_size = False
+        """Whether batch norm takes one value per channel."""
         self._numbers = WeakIdKeyDictionary()
         """The value that each tensor is."""
         self._events: list[Event] = []
@@ -100,7 +110,6 @@ class FlowRecorder(TorchFunctionMode):
         self._running: _Running | None = None
         self._last_call = ""
         self._depth = 0
-        self._entered: list[_CallArguments] = []
         self._is_active = False
         self.differentiates_at = ""
         """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
@@ -235,25 +244,40 @@ class FlowRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if func not in BATCH_NORMS:
+            return call_with_numbers(func, args, kwargs or {}, functools.partial(self._call, func), self._read)
+        self.in_batch_norm = True
+        try:
+            return self._call(func, *args, **(kwargs or {}))
+        finally:
+            self.in_batch_norm = False
+
+    def _call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function, and record it if it is an event."""
+        if not self._is_active:
+            return self._run(func, args, kwargs)
         if func in (torch.autograd.grad, Tensor.backward):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         tensors = given_to(func, args, kwargs)
         self._note_untracked(tensors, name_of(func))
         if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in tensors):
-            return func(*args, **kwargs)
-        versions = [tensor._version for tensor in tensors]
+            return self._run(func, args, kwargs)
         number = -1 if reads_shape_alone(func) else len(self._events)
-        self._begin(number, name_of(func), tensors)
+        running = self._begin(number, name_of(func), tensors)
         try:
-            outcome = func(*args, **kwargs)
-            if number >= 0 and (tensors_in(outcome) or [tensor._version for tensor in tensors] != versions):
-                self._append(name_of(func), tensors, versions, outcome, is_call=False)
+            outcome = self._run(func, args, kwargs)
+            if number >= 0 and (tensors_in(outcome) or running.versions_now() != running.versions):
+                self._append(running, outcome)
         finally:
             self._running = None
         return outcome
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.norms_any_size and func in BATCH_NORMS:
+            return run_of_any_size(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _note_gradient(self, outputs: Any, inputs: Any = None, *_: Any, **__: Any) -> None:
         """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""
@@ -272,9 +296,14 @@ class FlowRecorder(TorchFunctionMode):
         if events and min(events) < max(events):
             self._hidden.setdefault((min(events), max(events)), "one hook is given gradients of both sides")
 
-    def _begin(self, number: int, name: str, tensors: Sequence[Tensor], *, is_call: bool = False) -> None:
-        self._running = _Running(number, name, {self._key(tensor) for tensor in tensors}, is_call)
+    def _begin(
+        self, number: int, name: str, tensors: list[Tensor], containers: list[Container] | None = None
+    ) -> _Running:
+        """Note the event that runs now; a call is given its containers."""
+        storages = {self._key(tensor) for tensor in tensors}
+        self._running = _Running(number, name, tensors, storages, containers or [], containers is not None)
         self.is_random = False
+        return self._running
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._key(tensor) in self._weights
@@ -301,39 +330,23 @@ class FlowRecorder(TorchFunctionMode):
             if self._depth == 1 and self._running is None:
                 tensors = tensors_in((args, kwargs))
                 self._note_untracked(tensors, path)
-                containers = containers_in((args, kwargs))
-                versions = [tensor._version for tensor in tensors]
-                self._entered.append(_CallArguments(tensors, versions, containers, contents_of(containers)))
-                self._begin(len(self._events), path, tensors, is_call=True)
+                self._begin(len(self._events), path, tensors, containers_in((args, kwargs)))
 
         return hook
 
     def _leave(self, path: str, facts: FamilyFacts) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
             self._depth -= 1
-            if self._depth == 0 and self._entered:
-                tensors, versions, containers, contents = self._entered.pop()
-                first = first_input_of(args, kwargs, facts)
-                changes = changes_of(containers, contents)
-                self._append(path, tensors, versions, outcome, is_call=True, first=first, changes=changes)
+            if self._depth == 0 and self._running is not None and self._running.is_call:
+                self._append(self._running, outcome, first_input_of(args, kwargs, facts))
                 self._running, self._last_call = None, path
 
         return hook
 
-    def _append(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        versions: list[int],
-        outcome: Any,
-        *,
-        is_call: bool,
-        first: Tensor | None = None,
-        changes: tuple[Change, ...] = (),
-    ) -> None:
+    def _append(self, running: _Running, outcome: Any, first: Tensor | None = None) -> None:
         """Add the event that has just run."""
-        number, running = len(self._events), self._running
-        assert running is not None
+        number, name, tensors, is_call = len(self._events), running.name, running.tensors, running.is_call
+        changes = changes_of(running.containers, running.contents)
         for tensor in tensors:
             if tensor not in self._numbers and self._is_weight(tensor):
                 name_of_weight = self._weights[self._key(tensor)].names[0]
@@ -346,7 +359,7 @@ class FlowRecorder(TorchFunctionMode):
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         views = {self._key(tensor) for tensor in tensors if tensor.is_meta and tensor not in self._numbers}
         writes = []
-        for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        for place, (tensor, version) in enumerate(zip(tensors, running.versions, strict=True)):
             if tensor._version != version and places[id(tensor)] == place:
                 self._note_views(tensor, number)
                 writes.append((place, self._new_value(tensor, number, maker)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,13 +30,19 @@ from samestep.building.torch_seams import DisableTorchFunction, DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
 from samestep.tracing import batch_norms
-from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.costs import CutStorages, Products, exchanges_behind, exchanges_of, is_fusible
+from samestep.tracing.costs import (
+    CutStorages,
+    exchanges_behind,
+    exchanges_of,
+    factors_of,
+    flops_of,
+    is_fusible,
+    product_of,
+)
 from samestep.tracing.custom_functions import SEVERAL, Function, Hook, report_module_hooks
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.looks import PACKS, Looks, PickedRows
 from samestep.tracing.meta_tensors import (
-    FunctionCalls,
     KnownValues,
     NeedsValuesError,
     is_whole,
@@ -58,7 +65,7 @@ ValueOf = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The weights of a model by their storages, its norms and its products."""
+    """The weights of a model by their storages, and its norms."""
 
     weights: frozenset[int]
     """Parameters and buffers."""
@@ -66,7 +73,6 @@ class ModelFacts:
     frozen: frozenset[int]
     norms: frozenset[str]
     """Paths of its norms."""
-    products: Products
 
     @classmethod
     def of(cls, module: nn.Module, key: Callable[[Tensor], int]) -> ModelFacts:
@@ -77,7 +83,6 @@ class ModelFacts:
             params=frozenset(map(key, params)),
             frozen=frozenset(key(param) for param in params if not param.requires_grad),
             norms=frozenset(path for path, part in module.named_modules() if facts.is_norm(part)),
-            products=Products(facts.grouped_fallback),
         )
 
 
@@ -91,7 +96,6 @@ class ForwardTracer(DispatchMode):
         keeps_all: bool = False,
         analysis: Analysis | None = None,
         answers: Iterable[Any] | None = None,
-        places: TracedPlaces | None = None,
         events: Events | None = None,
         has_backward: bool = True,
     ) -> None:
@@ -101,21 +105,20 @@ class ForwardTracer(DispatchMode):
         self.storages = Storages()
         self.key = self.storages.key
         self.facts = ModelFacts.of(module, self.key)
-        self.looks = Looks.again(answers)
+        self.looks = Looks(known=None if answers is None else deque(answers))
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.looks.data |= self.facts.params
         self.analysis, self.is_analysed = analysis or Analysis(), analysis is not None
         self.analysis.tracer = self
         self.events = events or Events()
         """With a list for its costs, these are recorded too."""
-        self.places = places or TracedPlaces()
+        self.places = self.events.places
         self.cut = CutStorages(styles)
         self.modules = self.events.modules = ForwardCalls(self.key, facts_of(module), self.places)
         self.inputs = ModuleInputs(module, self.key)
         self.picked = PickedRows(self.key)
         self.values = values_of(module, keeps_all=keeps_all)
-        self.flow_recorder = FlowRecorder(self.key)
-        self.functions = FunctionCalls(self.read)
+        self.flow_recorder = FlowRecorder(self.key, self.read)
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Record a call that takes values of all samples, and report it."""
@@ -168,7 +171,7 @@ class ForwardTracer(DispatchMode):
         self._follow_picks(func, args, inputs, written)
         flops, product, is_fused = None, None, False
         if self.events.costs is not None or self.cut.styles:
-            flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
+            flops, is_fused = flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
         self.record(inputs, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
         return self.analysis.ran(Executed(func, *as_given, args, kwargs, outcome)) if self.is_analysed else outcome
@@ -182,10 +185,10 @@ class ForwardTracer(DispatchMode):
     def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
         """Describe a matrix product or convolution of the module that was entered last."""
         facts, owner = self.facts, self.modules.innermost
-        left, right = map(self.key, facts.products.factors_of(func, args))
+        left, right = map(self.key, factors_of(func, args))
         kind: Factors = "pair" if right not in facts.weights else "frozen" if right in facts.frozen else "weight"
         cut = self.cut.of_product(owner, (left, right), is_pair=kind == "pair")
-        return facts.products.product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=owner)
+        return product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=owner)
 
     def _follow_picks(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], results: list[Tensor]) -> None:
         """Note the first event that works on rows which values pick, and whether it passes them on."""
@@ -378,7 +381,7 @@ class ForwardTracer(DispatchMode):
         at = self.modules.where
         return f"the forward at {module_name(at)}" if at else "the forward"
 
-    def enter(self, path: str, part: nn.Module, outside: bool, arguments: Any) -> None:
+    def enter(self, path: str, outside: bool, part: nn.Module, *arguments: Any) -> None:
         """Record that a module's forward starts."""
         if isinstance(part, nn.Embedding) and path not in self.modules.of:
             indices = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
@@ -395,10 +398,10 @@ class ForwardTracer(DispatchMode):
             self.flow_recorder.note_several(tensors)
         self.analysis.hooked(name, hook, tensors, results)
 
-    def leave(self, path: str, part: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record that a module's forward ends."""
-        self.analysis.leave(path, part, arguments, output)
-        report_module_hooks(part, arguments[0], output, self.hooked)
+        self.analysis.leave(path, part, (args, kwargs), output)
+        report_module_hooks(part, args, output, self.hooked)
         with DisableTorchFunction():
             self.modules.leave(output)
         if not self.modules.is_inside and self.picked.holds(output):

@@ -49,11 +49,6 @@ class Looks:
     varies_within: bool = True
     """Whether what follows from values of weights, or of floating inputs, stays within calls of modules."""
 
-    @classmethod
-    def again(cls, answers: Iterable[Any] | None) -> Looks:
-        """Return the looks of a forward that is answered as an earlier one was, if there was one."""
-        return cls(known=None if answers is None else deque(answers))
-
     @property
     def paths(self) -> tuple[str, ...]:
         """The modules whose code looks, with those of which a look hides what they do; empty where no code looks."""

@@ -1,114 +1,19 @@
-"""Tensors of the meta device: their identity, operations on them, and the values of those that are known.
-
-The shapes of results are found once, since a model repeats its blocks and is run several times. Torch finds out the shapes of most results in Python, which is most of what an operation on the meta device costs. They
-follow from shapes, strides and dtypes of what is given, and from its other arguments. They are remembered where the
-results are tensors that share no storage with anything; views and operations that write are run as they are.
-"""
+"""Tensors of the meta device: their identity, operations on them, and the values of those that are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
-from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
-from samestep.trees import fold, operands, tensors_in, tree_map_only
+from samestep.tracing.batch_norms import arguments
+from samestep.trees import operands, tensors_in, tree_map_only
 
-_LIMIT = 2**16
 _META = torch.device("meta")
-_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_forms: dict[Hashable, tuple[_Form, ...] | None] = {}
-"""Shape, strides and dtype of each result of a call; None if the call must be run."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on meta tensors, or return what it would."""
-    # Modes further out must see the operation itself.
-    is_last = not num_dispatch_modes() and current_transform_level() is None
-    call = _describe_call(func, args, kwargs) if is_last else None
-    if call is None:
-        return func(*args, **kwargs)
-    if forms := _forms.get(call):
-        tensors = tuple(
-            torch.empty_strided(shape, strides, dtype=dtype, device=_META) for shape, strides, dtype in forms
-        )
-        return tensors[0] if len(func._schema.returns) == 1 else tensors
-    outcome = func(*args, **kwargs)
-    if call not in _forms:
-        if len(_forms) == _LIMIT:
-            _forms.clear()
-        leaves = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
-        results = outcome if isinstance(outcome, tuple) else (outcome,)
-        _forms[call] = None
-        if _are_apart(results, leaves):
-            _forms[call] = tuple((result.shape, result.stride(), result.dtype) for result in results)
-    return outcome
-
-
-def _describe_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Return all that the shapes of the results follow from; None if there may be more."""
-    schema = func._schema
-    if schema.is_mutable or any(returned.alias_info or str(returned.type) != "Tensor" for returned in schema.returns):
-        return None
-    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-        return None
-    values = (*args, *kwargs.values())
-    if not operands(*values):
-        return None
-    try:
-        described = fold(values, _describe_value)
-    except _NotKnownError:
-        return None
-    return func, len(args), tuple(kwargs), torch.get_default_dtype(), described
-
-
-class _NotKnownError(Exception):
-    """A value, or a kind of tensor, on which a result may depend in other ways than by its shape."""
-
-
-def _describe_value(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        is_plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
-        if is_plain and value.dim() and not value.dtype.is_complex and not value.is_neg():
-            return value.shape, value.stride(), value.dtype
-    elif isinstance(value, _VALUES):
-        return type(value), value
-    raise _NotKnownError
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _are_apart(results: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Return whether each result is a plain tensor that fills a separate storage."""
-    if not all(type(result) is Tensor and result.is_meta and result.layout is torch.strided for result in results):
-        return False
-    storages = [
-        tensor.untyped_storage() for tensor in (*results, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-    ]
-    addresses = [storage._cdata for storage in storages]
-    return all(
-        addresses.count(address) == 1 and storage.nbytes() == _extent(result) * result.element_size()
-        for result, address, storage in zip(results, addresses, storages, strict=False)
-    )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the elements from the first of a storage to the last of a tensor."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps))
-
 
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
@@ -138,13 +43,11 @@ class NeedsValuesError(Exception):
 class KnownValues:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False, draws: bool = False) -> None:
+    def __init__(self, keeps_all: bool, *, draws: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
         self.generator = torch.Generator().manual_seed(0) if draws else None
         """Draws the floating values of which whole numbers are computed, and those that code looks at, where they are not known."""
-        self.keeps_constants = keeps_constants
-        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
         self._num_drawn = 0
         self._twins: dict[int, Tensor] = {}
@@ -159,8 +62,8 @@ class KnownValues:
         """Return whether the values of a tensor of this dtype and size are kept."""
         if self.keeps_all or not tensor.is_meta:
             return tensor.is_meta
-        is_kept = self.keeps_constants or tensor.numel() <= self._limit_of_constants
-        return (is_kept or is_whole(tensor)) and storage_elements(tensor) <= self.limit
+        is_kept = tensor.numel() <= self._limit_of_constants or is_whole(tensor)
+        return is_kept and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that alone has its storage."""
@@ -267,10 +170,7 @@ class KnownValues:
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
         """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
         number = FILLED_LIKE[func.overloadpacket]
-        arguments = {
-            argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs
-        value = arguments["fill_value"] if number is None else number
+        value = arguments(func, args, kwargs)["fill_value"] if number is None else number
         if not isinstance(value, Tensor):
             self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
 
@@ -290,44 +190,28 @@ FILLED_LIKE = {
 """Operations that make a tensor of equal elements like another, and the number that they all have, if it is not given."""
 
 
-class FunctionCalls(TorchFunctionMode):
-    """The calls of torch's functions in a traced forward: whether one of batch norm runs, and constants whose values are known.
-
-    It makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
+def call_with_numbers(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any], read: Callable[[Tensor], Tensor]
+) -> Any:
+    """Call a function of torch, `call`, with tensors on the host in place of numbers in the code, where their values are known.
 
     Torch makes them on the device of the other operands: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
     any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
     of a tensor bypass the dispatcher; `read` returns a tensor on the host that they are given instead.
     """
-
-    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._read = read
-        self.in_batch_norm = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in BATCH_NORMS:
-            self.in_batch_norm = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.in_batch_norm = False
-        if func in _READS and args[0].is_meta:
-            return func(self._read(args[0]), *args[1:], **kwargs)
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            tensor, index, *rest = args
-            parts = index if isinstance(index, tuple) else (index,)
-            if any(_is_numbers(part) for part in parts):
-                indices = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
-                args = tensor, indices if isinstance(index, tuple) else indices[0], *rest
-        elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "meta":
-                return func(*args, **(kwargs | {"device": _CPU})).to("meta")
-        return func(*args, **kwargs)
+    if func in _READS and args[0].is_meta:
+        return call(read(args[0]), *args[1:], **kwargs)
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        tensor, index, *rest = args
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(_is_numbers(part) for part in parts):
+            indices = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
+            args = tensor, indices if isinstance(index, tuple) else indices[0], *rest
+    elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return call(*args, **(kwargs | {"device": _CPU})).to("meta")
+    return call(*args, **kwargs)
 
 
 _READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
@@ -356,7 +240,7 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return torch.empty_like(args[0])
     if func not in GROUPED_PRODUCTS:
         try:
-            return run(func, args, kwargs)
+            return func(*args, **kwargs)
         except RuntimeError as error:
             if func.namespace == "aten":  # a custom operation without a fake kernel, or whose fake kernel needs values
                 raise
@@ -373,14 +257,9 @@ def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the operands into which an operation writes."""
     if not func._schema.is_mutable:
         return []
-    by_position = zip(func._schema.arguments, args, strict=False)
-    pairs = [
-        *by_position,
-        *((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs),
-    ]
-    return operands(
-        *(value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write)
-    )
+    named = arguments(func, args, kwargs)
+    written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return operands(*map(named.__getitem__, written))
 
 
 def storage_elements(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ from samestep.building.predictions import prediction_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Exchange, Product
-from samestep.tracing.checkpointed import Point
+from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
@@ -147,6 +147,8 @@ class Events:
 
     modules: ForwardCalls | None = None
     """The calls of its modules; None before it begins."""
+    places: TracedPlaces = field(default_factory=TracedPlaces)
+    """Its points among the checkpoints of the model's code, and what autograd keeps after each."""
     costs: list[Work | SavedTensor] | None = None
     """What it computes and keeps; None if nobody asks for costs."""
     readers: dict[int, set[frozenset[str]]] = field(default_factory=dict)

@@ -52,14 +52,12 @@ from samestep.tracing.backward import (
     Backward,
     idle_weights,
     nodes_of,
-    of_one_sample,
     roots_of_loss,
     token_parts_of,
     unlike_weights,
     watch_backward,
     working_sets,
 )
-from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.flow import takes_statistics
@@ -88,7 +86,6 @@ def trace(
     sample: Any,
     name: str,
     value_of: ValueOf | None = None,
-    places: TracedPlaces | None = None,
     styles: Mapping[str, str] | None = None,
     analysis: Analysis | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -98,8 +95,7 @@ def trace(
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
-    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `places`
-    follows the forward's checkpoints, and what autograd keeps.
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `analysis` receives the events of the forward. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
@@ -112,7 +108,7 @@ def trace(
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
-    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
+    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, events=events)
     snapshot, weights = Snapshot(module), [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
@@ -121,9 +117,8 @@ def trace(
             raise _unseen(name, watch) from None
         looked = watch.modules.innermost or name
         snapshot.restore()  # caches that the first attempt has filled hold no values
-        watch.places.restart()
         events.restart()
-        watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
+        watch = ForwardTracer(module, styles or {}, keeps_all=True, events=events)
         watch.looks.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
@@ -283,8 +278,7 @@ def _layer_specs(
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, costs, num_samples),
             token_parts=tuple(
-                of_one_sample(part, num_samples)
-                for part in token_parts_of(module, layer, layer_of, watch, costs, backward)
+                part.sliced_by(num_samples) for part in token_parts_of(module, layer, layer_of, watch, costs, backward)
             ),
             batch_values=tuple(call for region, call in watch.events.batch_values if region in layer.regions),
             batch_norms=tuple(call for region, call in watch.events.batch_norms if region in layer.regions),

@@ -33,6 +33,7 @@ from samestep.building.model import call_model, why_unfit
 from samestep.building.over_samples import Keeping, within
 from samestep.building.surface import process_randomness
 from samestep.building.torch_seams import (
+    Replaced,
     disable_compiler,
     disable_current_modes,
     distributions_unchecked,
@@ -185,7 +186,7 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     """
     watch = ForwardTracer(module, {}, keeps_all=keeps_all)
     batch = watch.copies_of(sample, num_samples)
-    with _on_meta(module, watch, value_of), watch, watch.functions:
+    with _on_meta(module, watch, value_of), watch, watch.flow_recorder:
         return call_model(module, batch), batch
 
 
@@ -226,7 +227,6 @@ def watch_forward(
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _unpack_saved))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
-            stack.enter_context(watch.functions)
             watch.analysis.given(batch)
             outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
@@ -268,22 +268,14 @@ def _unpack_saved(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _enter(watch: ForwardTracer, path: str, outside: bool, part: nn.Module, *arguments: Any) -> None:
-    watch.enter(path, part, outside, arguments)
-
-
-def _leave(watch: ForwardTracer, path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    watch.leave(path, part, (args, kwargs), output)
-
-
 @contextmanager
 def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
     """Report every module that is entered and left to `watch`."""
     with ExitStack() as hooks:
         for path, part in module.named_modules():
-            enter = functools.partial(_enter, watch, path, is_outside(path, containers))
+            enter = functools.partial(watch.enter, path, is_outside(path, containers))
             hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(functools.partial(_leave, watch, path), with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(functools.partial(watch.leave, path), with_kwargs=True))
         yield
 
 
@@ -296,11 +288,16 @@ _ASKED = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "
 """Functions of torch whose first argument is the type of a device."""
 
 
-@contextmanager
-def autocast_on_meta() -> Iterator[None]:
+def autocast_on_meta() -> Replaced:
     """Let code that runs inside use autocast of the meta device."""
-    enter = autocast_mode.autocast.__init__
+    return Replaced(
+        *((torch, name, _asking) for name in _ASKED),
+        *((module, "is_autocast_available", _asking) for module in (torch.amp, autocast_mode)),
+        (autocast_mode.autocast, "__init__", _entering),
+    )
 
+
+def _entering(enter: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(enter)
     def entered(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -308,17 +305,7 @@ def autocast_on_meta() -> Iterator[None]:
                 warnings.simplefilter("ignore")
             enter(self, _of_host(device_type), *args, **kwargs)
 
-    available = _asking(torch.amp.is_autocast_available)
-    replaced = [
-        *((torch, name, _asking(getattr(torch, name))) for name in _ASKED),
-        *((module, "is_autocast_available", available) for module in (torch.amp, autocast_mode)),
-        (autocast_mode.autocast, "__init__", entered),
-    ]
-    with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, stand_in)
-        yield
+    return entered
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -325,36 +325,13 @@ class DryRun:
         return "\n".join([*lines, "", self.job.to_toml()])
 
 
-def dry_run(
-    job: Job,
-    *,
-    layout: Layout | str | None = None,
-    ranks: int | None = None,
-    steps: int | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    init_from: str | Path | None = None,
-    auto_resume: bool = False,
-    num_hosts: int = 1,
-    allow_code: bool = False,
-) -> DryRun:
-    """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
+def dry_run(job: Job, **arguments: Any) -> DryRun:
+    """Return the run that `train` would start with the same arguments, those of `check`, after the same checks; nothing is started or written.
 
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
-    checked = check(
-        job,
-        layout=layout,
-        ranks=ranks,
-        steps=steps,
-        out=out,
-        resume=resume,
-        init_from=init_from,
-        auto_resume=auto_resume,
-        allow_code=allow_code,
-        num_hosts=num_hosts,
-    )
+    checked = check(job, **arguments)
     where, states = checked.layout, states_per_param(job)
     programs = [
         program_of(checked.workload.spec, job, where, checked.ranks_per_node, stage=stage) for stage in range(where.pp)

@@ -357,7 +357,7 @@ def evaluations_before(run: Run, rule: EvaluationRule, folder: Path, first: int)
 
 
 def resume_evaluations(
-    run: Run, rule: EvaluationRule, folder: Path, say: Callable[[str], None], first: int
+    run: Run, rule: EvaluationRule, folder: Path, say: Callable[[str], object], first: int
 ) -> Evaluations:
     """Return the evaluations of a resumed run up to its step `first`, and print a line if its best checkpoint was dropped;
     every rank must call it.

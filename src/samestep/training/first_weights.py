@@ -23,13 +23,12 @@ from torch import Tensor
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.model_changes import format_of, name_without_adapters
-from samestep.building.stored_weights import StoredWeights, find_stored_weights
+from samestep.building.stored_weights import find_stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
 from samestep.runtime.checkpoints import checkpoint, checkpoint_files, manifests, torch_checkpoint
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
-from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
 from samestep.runtime.run import Run
 from samestep.runtime.weights.placement import whole
 from samestep.training import foreign_code
@@ -106,7 +105,7 @@ class FirstWeights:
             )
         tensors = bare.module.state_dict()
         names = _match_names(blueprint_of(job), tensors, dict(bare.module.named_parameters()), path)
-        return cls(path, job, str(path), names, functools.partial(_reader, files, tensors))
+        return cls(path, job, str(path), names, lambda _: lambda name: files.read(name, tensors[name].dtype))
 
     @classmethod
     def _of_torch(cls, path: Path, job: Job) -> FirstWeights:
@@ -118,8 +117,9 @@ class FirstWeights:
         }
         weights = {name: tensor for name, tensor in stored.items() if name in params or name not in tensors}
         names = _match_names(blueprint_of(job), stored, weights, path)
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return cls(path, job, str(path), names, functools.partial(_torch_reader, torch_entries, dtypes))
+        return cls(
+            path, job, str(path), names, lambda _: lambda name: torch_entries[name].read().to(tensors[name].dtype)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FirstWeights.of, (self.path, self.job, self.allow_code)
@@ -169,16 +169,6 @@ def _stored_reader(stored: StoredRun, new: Blueprint, stack: ExitStack) -> Calla
         return files.read("value", first, whole(shape).runs(0, math.prod(shape))).view(shape)
 
     return value
-
-
-def _reader(files: StoredWeights, tensors: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:
-    return lambda name: files.read(name, tensors[name].dtype)
-
-
-def _torch_reader(
-    torch_entries: Mapping[str, TorchEntry], dtypes: Mapping[str, torch.dtype], _: ExitStack
-) -> Callable[[str], Tensor]:
-    return lambda name: torch_entries[name].read().to(dtypes[name])
 
 
 def _match_names(

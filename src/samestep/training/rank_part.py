@@ -225,7 +225,7 @@ def _print_sample(run: Run, log: RunLog | NoLog, when: str) -> None:
 class Saver:
     """The checkpoints of a run; with `checkpoint.background` one of them may still be on its way to the disk."""
 
-    def __init__(self, run: Run, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, folder: Path, say: Callable[[str], object]) -> None:
         self._run, self._folder, self._say = run, folder, say
         self._settings = run.job.checkpoint
         self._retention = Retention(self._settings.keep, self._settings.keep_every)

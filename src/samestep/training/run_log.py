@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from samestep.building.torch_seams import default_store
 from samestep.output.durable_files import write_whole
@@ -42,35 +42,10 @@ TIMES_FILE = "goodput.jsonl"
 
 
 class NoLog:
-    """The log of a rank that says nothing."""
+    """The log of a rank that says nothing: each method of a `RunLog` does nothing, and returns a context that does nothing."""
 
-    last_loss: ClassVar[float | None] = None
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def live(self) -> AbstractContextManager[None]:
-        """Return a context that shows nothing."""
-        return nullcontext()
-
-    def step(self, report: StepReport, sums: StepSums, *, is_last: bool) -> None:
-        """Do nothing."""
-
-    def sync(self) -> None:
-        """Do nothing."""
-
-    def spending(self, on: _Spent) -> AbstractContextManager[None]:
-        """Return a context that measures nothing."""
-        return nullcontext()
-
-    def saved(self, step: int) -> None:
-        """Do nothing."""
-
-    def rolled_back(self) -> None:
-        """Do nothing."""
-
-    def straggler(self, straggler: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def __getattr__(self, name: str) -> Callable[..., AbstractContextManager[None]]:
+        return lambda *_, **__: nullcontext()
 
 
 class RunLog:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.datasets.imported import import_function
 from samestep.errors import JobError, SamestepError, failures_of
@@ -34,11 +34,12 @@ _ENTRIES = "trackers.json"
 """The file of a run folder that holds the number of each service's entry."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """A receiver of the numbers of each logged step."""
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         """Receive one step."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Return once all added steps are stored, where the tracker can confirm that."""
@@ -113,7 +114,7 @@ def _function_of(word: str, folder: str | None) -> Callable[..., Any]:
     return import_function(word, "run.report", JobError, folder)
 
 
-class _TensorBoard:
+class _TensorBoard(Tracker):
     """A file of TensorBoard events, one event a step with all its scalars.
 
     It is written by this thread: the thread of tensorboardX's own `SummaryWriter` ends if the disk is full, and whoever waits
@@ -146,7 +147,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Wandb:
+class _Wandb(Tracker):
     def __init__(self, job: Job, folder: Path, first_step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore] # noqa: PLC0415 - not a dependency
 
@@ -159,14 +160,11 @@ class _Wandb:
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=report.step)
 
-    def flush(self) -> None:
-        pass  # it sends from a separate process
-
     def close(self) -> None:
         self._run.finish()
 
 
-class _Mlflow:
+class _Mlflow(Tracker):
     def __init__(self, job: Job, folder: Path, first_step: int) -> None:
         import mlflow  # type: ignore[import-not-found, unused-ignore] # noqa: PLC0415 - not a dependency
 
@@ -181,9 +179,6 @@ class _Mlflow:
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_mlflow_name(name): value for name, value in scalars.items()}, step=report.step)
-
-    def flush(self) -> None:
-        pass  # each call is a separate request
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -200,7 +195,7 @@ _STARTS: Mapping[str, Callable[[Job, Path, int], Tracker]] = {
 }  # fmt: skip
 
 
-class _Service:
+class _Service(Tracker):
     """A tracker of a library's, whose failures cost its numbers and not the run."""
 
     def __init__(self, where: str, tracker: Tracker) -> None:
@@ -230,7 +225,7 @@ class _Service:
             self._has_failed = True
 
 
-class _NotStarted:
+class _NotStarted(Tracker):
     """A tracker for which the disk had no room: a log never stops a run."""
 
     def __init__(self, error: OSError) -> None:
@@ -239,13 +234,8 @@ class _NotStarted:
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         raise self._error
 
-    def flush(self) -> None:
-        pass
 
-    close = flush
-
-
-class _Function:
+class _Function(Tracker):
     """A function of the user's, called with each report."""
 
     def __init__(self, where: str, function: Callable[[StepReport], object]) -> None:
@@ -254,12 +244,6 @@ class _Function:
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         with failures_of(f"step {report.step}: {self._where}", JobError):
             self._function(report)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _entry_of(folder: Path, service: str) -> str | None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from samestep import calls, wings
-from samestep.building.families import facts_of, quiet
+from samestep.building.families import POSITIONS_FIELD, VOCABULARY_FIELD, quiet, setting
 from samestep.building.initial_values import Blueprint, fill
 from samestep.building.model import blueprint_of
 from samestep.building.model_changes import lora
@@ -300,8 +300,7 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
 def _room_behind(model: Any, tokens: list[int]) -> int:
     """Return the number of positions that a model has after the given tokens; 0 where that is unknown, or there is
     none."""
-    facts = facts_of(model)
-    most = facts.setting(model, facts.positions_field)
+    most = setting(model, POSITIONS_FIELD)
     return most - len(tokens) if isinstance(most, int) else 0
 
 
@@ -311,14 +310,13 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
     Raises:
         ModelError: the model has fewer positions than the text has tokens.
     """
-    tokenizer, facts = open_tokenizer(job), facts_of(model)
-    most = facts.setting(model, facts.positions_field)
+    tokenizer, most = open_tokenizer(job), setting(model, POSITIONS_FIELD)
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(
             "model-data-sizes",
             f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions. Use a smaller --tokens",
         )
-    words = facts.setting(model, facts.vocabulary_field)
+    words = setting(model, VOCABULARY_FIELD)
     unknown = list(range(tokenizer.vocab_size, words)) if isinstance(words, int) else []
     settings: dict[str, Any] = {"do_sample": False}
     if temperature > 0:

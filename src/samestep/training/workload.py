@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.building.families import facts_of
+from samestep.building.families import CLASSES_FIELD, POSITIONS_FIELD, VOCABULARY_FIELD, setting
 from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers
 from samestep.building.model import model_source
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of, unmatched
@@ -199,30 +199,28 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and lengths for which a transformers model has no embeddings, and classes for which it has no outputs."""
-    facts = facts_of(model)
-    words, positions = _num_words(model), facts.setting(model, facts.positions_field)
+    words, positions = _num_words(model), setting(model, POSITIONS_FIELD)
     if words is not None:
-        _check_tokens(job, facts.vocabulary_field, words, dataset)
-    classes, labels = classes_of(dataset), facts.setting(model, facts.classes_field)
+        _check_tokens(job, VOCABULARY_FIELD, words, dataset)
+    classes, labels = classes_of(dataset), setting(model, CLASSES_FIELD)
     if isinstance(labels, int) and len(classes) > labels:
         raise ModelError(
             "model-data-sizes",
-            f"{job.data.source} has {len(classes)} classes, but model.config.{facts.classes_field} = {labels}. Set "
-            f"model.config.{facts.classes_field} = {len(classes)}",
+            f"{job.data.source} has {len(classes)} classes, but model.config.{CLASSES_FIELD} = {labels}. Set "
+            f"model.config.{CLASSES_FIELD} = {len(classes)}",
         )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
             "model-data-sizes",
-            f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}. Set "
-            f"data.sequence_length = {positions}, or {facts.positions_field} = {length}",
+            f"samples of {length} tokens are longer than model.config.{POSITIONS_FIELD} = {positions}. Set "
+            f"data.sequence_length = {positions}, or {POSITIONS_FIELD} = {length}",
         )
 
 
 def _num_words(model: torch.nn.Module) -> int | None:
     """Return the number of tokens for which a transformers model has embeddings; None for other models."""
-    facts = facts_of(model)
-    words = facts.setting(model, facts.vocabulary_field)
+    words = setting(model, VOCABULARY_FIELD)
     return words if isinstance(words, int) else None
 
 

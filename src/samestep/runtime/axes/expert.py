@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts
+from samestep.building import families
 from samestep.building.loss_result import as_number
 from samestep.building.predictions import at_least_float32
 from samestep.examination.traced_model import TracedModel
@@ -52,9 +52,9 @@ from samestep.tracing.experts import _compute, call_again, check_experts, routin
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Make each module of experts dispatch its rows to the ranks that hold their experts."""
-    model, facts, of_experts = traced.module, traced.facts, traced.analysis.experts
+    model, of_experts = traced.module, traced.analysis.experts
     if program.step.compute_dtype == "float64":
-        _compute(model, of_experts, facts.one_by_one_way)
+        _compute(model, of_experts, families.ONE_BY_ONE_WAY)
     if program.step.layout.ep == 1:
         return
     layers = program.step.model.layers
@@ -64,8 +64,8 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         module = model.get_submodule(path)
         if path not in of_experts.switchable and path in traced.analysis.expert_calls:
             value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-            check_experts(path, module, facts, traced.analysis.expert_calls[path], value_of)
-        facts.set_experts(module, experts // mesh.size("ep"))
+            check_experts(path, module, traced.analysis.expert_calls[path], value_of)
+        setattr(module, families.EXPERT_COUNT, experts // mesh.size("ep"))
         module.forward = functools.partial(
             _dispatch_and_combine, module.forward, module, experts, mesh.groups["ep"], path, path not in ahead
         )
@@ -209,17 +209,15 @@ class Balance:
     """Group of all ranks; None for a single rank."""
     copies: int
     """Number of ranks that count the same samples."""
-    facts: FamilyFacts
 
     @classmethod
     def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | NoBalance:
         """Return the loss that the model's configuration asks for, or `NoBalance`."""
-        experts, model, facts = program.step.model.balanced_experts, traced.module, traced.facts
-        coefficient = facts.balance_of(model)
+        experts, coefficient = program.step.model.balanced_experts, families.balance_of(traced.module)
         if not experts or not coefficient:
             return NoBalance()
-        top_k = facts.setting(model, facts.experts_per_token)
-        return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"), facts)
+        top_k = families.setting(traced.module, families.EXPERTS_PER_TOKEN)
+        return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"))
 
     def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return the sum of both losses over a micro-batch.
@@ -236,7 +234,7 @@ class Balance:
 
         Collective over the world, see [Note: collective calls].
         """
-        shares = [at_least_float32(logits).softmax(dim=-1) for logits in self.facts.router_scores(outputs)]
+        shares = [at_least_float32(logits).softmax(dim=-1) for logits in getattr(outputs, families.ROUTER_OUTPUTS)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
         chosen = _count_picks(picks, self.num_experts).double()

@@ -1,8 +1,8 @@
 """The workers of this machine, seen from the process that started them: their messages, their deaths, and their end.
 
-A SIGKILL alone does not say who sent it. Whether the kernel killed a process because memory ran out shows in its log,
-which not every user may read, and in its counts of such kills for each control group and for the machine. Source:
-Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst of Linux.
+A SIGKILL alone does not say who sent it. Whether the kernel killed a process because memory ran out shows in its counts
+of such kills for each control group and for the machine. Source: Documentation/admin-guide/cgroup-v2.rst
+(memory.events) and cgroup-v1/memory.rst of Linux.
 
 Workers start as forks of this process, or as new processes that import what they run. Forking after torch is imported takes 0.03 s where
 a new process takes seconds. It is safe only without CUDA, without an OpenMP pool in use by both sides, and without autograd's device
@@ -42,7 +42,6 @@ from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
 
 OUT_OF_MEMORY = "(out of memory:"
 """How the evidence begins, at the end of the sentence that says how a process ended."""
-_LONGEST_RECORD_BYTES = 8192
 
 
 def count() -> int:
@@ -55,18 +54,13 @@ def count() -> int:
     return 0
 
 
-def evidence(pid: int, before: int) -> str:
+def evidence(before: int) -> str:
     """Return the evidence that a killed process was killed for lack of memory; empty without any.
 
     Args:
-        pid: the process.
         before: `count` when it was started.
     """
-    if re.search(rf"[Oo]ut of memory.*: Killed process {pid}\b", _kernel_log()):
-        return f" {OUT_OF_MEMORY} the kernel's log names the process)"
-    if count() > before:
-        return f" {OUT_OF_MEMORY} the kernel has counted such a kill since the start)"
-    return ""
+    return f" {OUT_OF_MEMORY} the kernel has counted such a kill since the start)" if count() > before else ""
 
 
 def _group_files() -> list[Path]:
@@ -84,26 +78,6 @@ def _group_files() -> list[Path]:
         elif "memory" in kinds.split(","):
             group_files.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control")
     return group_files
-
-
-def _kernel_log() -> str:
-    """Return the kernel's log; empty where this user may not read it."""
-    records = []
-    try:
-        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    try:
-        while True:
-            try:
-                records.append(os.read(descriptor, _LONGEST_RECORD_BYTES))
-            except BrokenPipeError:  # a record was overwritten while the log was read
-                continue
-            except OSError:
-                break
-    finally:
-        os.close(descriptor)
-    return b"".join(records).decode(errors="replace")
 
 
 _TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
@@ -256,7 +230,7 @@ class LocalWorkers:
                 yield self._heard(rank, word, value)
             if exit_code is not None and rank not in self._over:
                 is_kill = exit_code == -signal.SIGKILL
-                shortage = evidence(process.pid or 0, self._memory_kills) if is_kill else ""
+                shortage = evidence(self._memory_kills) if is_kill else ""
                 yield self._heard(rank, "failed", Failure(rank, time.monotonic(), _death(exit_code) + shortage))
 
     def _heard(self, rank: int, word: str, value: Any) -> tuple[int, str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of, untied_fields
+from samestep.building.families import facts_of, head_of, untied_fields
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.model_changes import hold_as
@@ -143,7 +143,7 @@ def _bases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if is_linear or parts[-1] == _BASE:
             bases[path] = part
-    head = facts.head_of(model) or next(reversed(bases.values()), None)  # of other models the last one is taken for it
+    head = head_of(model) or next(reversed(bases.values()), None)  # of other models the last one is taken for it
     yield from ((path, part) for path, part in bases.items() if part is not getattr(head, _BASE, head))
 
 
@@ -157,7 +157,7 @@ def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
     Raises:
         JobError: it has none.
     """
-    head, layers = facts_of(model).head_of(model), []
+    head, layers = head_of(model), []
     for path, part in model.named_modules():
         is_linear = _takes_adapter(model, part) and not isinstance(part, nn.Embedding)
         above = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]

@@ -159,7 +159,7 @@ class Explained:
         events = _as_process(measured, "measured", 0)
         threads = sum(event["name"] == "thread_name" for event in events)
         for tid, kernels in enumerate(self.kernels.values(), threads):
-            events += kernels.to_chrome_events(0, tid)
+            events += kernels.to_chrome_events(tid)
         if self.predicted is not None:
             events += _as_process(self.predicted.timeline.to_chrome_trace(), "predicted", 1)
         return {"traceEvents": events, "displayTimeUnit": "ms"}

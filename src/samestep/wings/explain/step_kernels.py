@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.program.recorded import Kernel, RankRecord, RecordedStep, StepKernels, kernel_path, read_kernels
 from samestep.wings.explain.measured_step import Segment, segments
 
+T = TypeVar("T")
 _MOST_OPS, _MOST_KERNELS = 8, 3
 """Numbers of ops, and of kernels of each, that are printed."""
 
@@ -62,15 +63,15 @@ class RankKernels:
         head = f"kernels of rank {self.rank}: own ms of each op, and of its largest kernels (calls)"
         return ["", head, *lines, *more]
 
-    def to_chrome_events(self, pid: int, tid: int) -> list[dict[str, Any]]:
+    def to_chrome_events(self, tid: int) -> list[dict[str, Any]]:
         """Return the kernels of the last step as events of one thread of a Chrome trace."""
         names, thread = self.last.names, {"name": f"rank {self.rank} kernels"}
-        return [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": thread}] + [
+        return [{"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": thread}] + [
             {
                 "ph": "X",
                 "name": names[kernel.name],
                 "cat": "kernel",
-                "pid": pid,
+                "pid": 0,
                 "tid": tid,
                 "ts": kernel.begin / 1e3,
                 "dur": (kernel.end - kernel.begin) / 1e3,
@@ -127,26 +128,28 @@ def _shares(kernels: StepKernels, runs: Sequence[Segment], begins: Sequence[int]
         for kernel in kernels.kernels:
             yield kernel, _op_at(runs, begins, kernel.issued), kernel.own
         return
-    for kernel, begin, end in _own_times(kernels):
+    for kernel, begin, end in own_times((kernel.begin, kernel.end, kernel) for kernel in kernels.kernels):
         for op, lasted in _divided(runs, begins, begin, end):
             yield kernel, op, lasted
 
 
-def _own_times(kernels: StepKernels) -> Iterator[tuple[Kernel, int, int]]:
-    """Yield the intervals in which an operation runs and none that it has called does."""
-    stack: list[Kernel] = []
+def own_times(calls: Iterable[tuple[int, int, T]]) -> Iterator[tuple[T, int, int]]:
+    """Yield the intervals in which nested calls, each given by its begin and end, run and none that they have made does."""
+    stack: list[tuple[int, T]] = []
     now = 0
-    for kernel in sorted(kernels.kernels, key=lambda kernel: (kernel.begin, -kernel.end)):
-        while stack and stack[-1].end <= kernel.begin:
-            yield stack[-1], now, stack[-1].end
-            now = max(now, stack.pop().end)
-        if stack and kernel.begin > now:
-            yield stack[-1], now, kernel.begin
-        stack.append(kernel)
-        now = max(now, kernel.begin)
+    for begin, end, call in sorted(calls, key=lambda call: (call[0], -call[1])):
+        while stack and stack[-1][0] <= begin:
+            stop, outer = stack.pop()
+            yield outer, now, stop
+            now = max(now, stop)
+        if stack and begin > now:
+            yield stack[-1][1], now, begin
+        stack.append((end, call))
+        now = max(now, begin)
     while stack:
-        yield stack[-1], now, stack[-1].end
-        now = max(now, stack.pop().end)
+        stop, outer = stack.pop()
+        yield outer, now, stop
+        now = max(now, stop)
 
 
 def _op_at(runs: Sequence[Segment], begins: Sequence[int], time: int) -> str:

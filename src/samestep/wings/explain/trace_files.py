@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import RecordError
+from samestep.wings.explain.step_kernels import own_times
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _SENT = re.compile(r"(?:gloo|nccl|ucc|mpi):(\w+)|nccl(?:Dev)?Kernel_?([A-Za-z]+)")
@@ -176,8 +177,9 @@ def _of_kineto(record: Mapping[str, Any], events: Sequence[_TraceEvent], path: P
         for event in noted
         if event.name.startswith("Optimizer.step#") and (has_kernels or event.thread == main)
     )
-    own_s = _own_times([(*times(event), event.name) for event in operations])
-    trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own_s]
+    for name, begin, end in own_times([(*times(event), event.name) for event in operations]):
+        if not name.startswith(_WAITING):
+            trace.computing.append((begin, end, _operation(begin, updates)))
     for event in events:
         args = event.given
         sent = _SENT.match(event.name)
@@ -220,28 +222,6 @@ def _operation(begin: int, updates: Sequence[tuple[int, int]]) -> str:
     """Return the name of an operation that begins at a time, of the optimizer if that is in one of its updates."""
     last = bisect(updates, (begin, math.inf)) - 1
     return "update:operations" if last >= 0 and begin < updates[last][1] else "forward:operations"
-
-
-def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int]]:
-    """Yield the runs of instants in which nested operations compute: the innermost one is none that waits."""
-    stack: list[tuple[int, str]] = []
-    now = 0
-
-    def until(end: int) -> Iterator[tuple[int, int]]:
-        nonlocal now
-        while stack and stack[-1][0] <= end:
-            stop, name = stack.pop()
-            if stop > now and not name.startswith(_WAITING):
-                yield now, stop
-            now = max(now, stop)
-        if stack and end > now and not stack[-1][1].startswith(_WAITING):
-            yield now, end
-
-    for begin, end, name in sorted(operations, key=lambda operation: (operation[0], -operation[1])):
-        yield from until(begin)
-        now = max(now, begin)
-        stack.append((end, name))
-    yield from until(max((end for _, end, _ in operations), default=0))
 
 
 def _main_thread(events: Sequence[_TraceEvent]) -> Any:

@@ -17,8 +17,9 @@ from samestep.wings.pages.charts import Bar, Box, Lane, MemoryCurve, TimelineFig
 from samestep.wings.pages.page import Answer, Page, Section, words
 from samestep.wings.plan.ranking import SAFE
 from samestep.wings.plan.simulation import simulate
+from samestep.wings.plan.simulation.accuracy import describe_accuracy
 from samestep.wings.plan.simulation.partition import COMPUTE, TRANSFER, WAIT, row_label, row_name
-from samestep.wings.plan.simulation.simulate import Prediction, describe_accuracy
+from samestep.wings.plan.simulation.simulate import Prediction
 from samestep.wings.plan.simulation.timeline import Timeline
 
 MOST_CHARTS = 8
@@ -150,13 +151,13 @@ def row_kind(name: str, axis: str | None) -> str:
     return name
 
 
-def predicted_memory(step: Prediction, stage: int, label: str = "") -> MemoryCurve:
+def predicted_memory(step: Prediction, stage: int) -> MemoryCurve:
     """Return the predicted memory of a rank of one stage over the step."""
     moments, use = memory_over_step(step, stage), step.memory[stage]
     sizes = [moment.held.parts() for moment in moments]
     parts = {name: [each[name] for each in sizes] for name in use.parts()}
     return MemoryCurve(
-        label or f"stage {stage}",
+        f"stage {stage}",
         parts,
         [moment.time_s for moment in moments],
         step.hardware.memory_bytes,

@@ -77,10 +77,6 @@ class ThinnedList:
             self._known_splits[key] = tuple(split for split in every if microbatch or split.accumulate == "sharded")
         return self._known_splits[key]
 
-    def split_layouts(self, degrees: Layout) -> Iterator[Layout]:
-        """Yield the degrees with every split of the data axis."""
-        return (degrees.but(**split._asdict()) for split in self.splits(degrees, 1))
-
     def reductions(self, plain: Layout) -> Iterator[Split]:
         """Yield the words of the data axis of a split, with each way to sum its gradients."""
         return map(split_of, candidates.reductions(plain, self.hardware))
@@ -114,10 +110,6 @@ class WholeGroup(NamedTuple):
     degrees: Layout
     sized: Layout | None = None
     """The degrees with their micro-batch; None for layouts of every micro-batch."""
-    has_room: bool = False
-    """Whether some of them may have room, with the recomputation of `sized` at least."""
-    is_priced: bool = False
-    """Whether their bound is that of their micro-batch."""
 
     def parts(self) -> Iterator[CandidateGroup]:
         """Yield their groups that differ only in the words of the data axis."""

@@ -1,4 +1,4 @@
-"""The open groups of a search: layouts that were bounded as a whole, in the order of their bounds; and the layouts that fell out of it.
+"""The rules of a search for groups of layouts, and the layouts that fell out of it.
 
 Refusals of the strategies seldom depend on more than degrees and schedule, so the strategies are asked once for many layouts. Layouts
 that fell out are kept in groups too, with the reason, and the one nearest to a layout that cannot run. The degrees count most: doubling
@@ -22,63 +22,30 @@ from samestep.layout import Layout
 from samestep.memory.memory_use import memory_of
 from samestep.models.spec import ModelSpec
 from samestep.output.text import gib
-from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder, pipeline, refusal_of
 from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.least_memory import Need, Needs, StageHeld
+from samestep.wings.plan.bounds.least_memory import Need, Needs
 from samestep.wings.plan.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
 from samestep.wings.plan.simulation.simulate import Prediction, predict_programs
 
-
-class ScheduleGroup(NamedTuple):
-    """Groups of a family that have the same schedule, of which the rules may refuse some splits of the data axis."""
-
-    groups: tuple[CandidateGroup, ...]
-    family: Layout
-    """Their degrees and their schedule."""
-    sized: Layout
-    """Their degrees and their micro-batch, with what is computed again at least of a layout that fits."""
-    is_bounded: bool = False
-    """Whether their bound is that of their slowest stage."""
+Groups = tuple[CandidateGroup | WholeGroup, ...]
 
 
-class Chain(NamedTuple):
-    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
+class Schedule(NamedTuple):
+    """The words of a schedule."""
 
-    groups: tuple[CandidateGroup, ...]
-    step: StepSpec
-    """The step of the first group, with an unsplit data axis."""
-    stages: tuple[StageHeld, ...]
-    """What its stages hold in any split."""
+    schedule: str
+    virtual_stages: int
 
 
-class CutSequence(NamedTuple):
-    """All layouts of degrees that are bounded by those that cut a sequence less."""
-
-    groups: tuple[WholeGroup]
-    next: tuple[Layout, ...]
-    """Degrees that bound them better, the last they themselves."""
-
-
-OpenGroup = WholeGroup | CutSequence | ScheduleGroup | Chain | Layout
-"""Entries of the search's queue, which is ordered by bounds."""
-
-
-def schedule_of(words: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the schedule of layout words, with its virtual stages."""
-    return words["schedule"], words.get("virtual_stages", 1)
+def schedule_of(words: Mapping[str, Any]) -> Schedule:
+    """Return the schedule of layout words."""
+    return Schedule(words["schedule"], words.get("virtual_stages", 1))
 
 
 def chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
     """Return the chunks of the loss and of MLPs of a group."""
     return group.words["loss_chunk"], group.words["mlp_chunk"]
-
-
-def groups_of(what: OpenGroup) -> tuple[CandidateGroup | WholeGroup, ...]:
-    """Return the groups of layouts of an entry."""
-    if isinstance(what, WholeGroup):
-        return (what,)
-    return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class ScheduleRules:
@@ -157,7 +124,7 @@ class Rejection:
 class Fallen(NamedTuple):
     """Groups of layouts that fell out by one rule, and why."""
 
-    groups: tuple[CandidateGroup | WholeGroup, ...]
+    groups: Groups
     rule: str
     reason: str
     needed_bytes: float = 0.0

@@ -17,7 +17,8 @@ from samestep.program.update_rules import states_per_param
 from samestep.wings.plan import other_numerics, search
 from samestep.wings.plan.ranking import SAFE
 from samestep.wings.plan.search import Plan
-from samestep.wings.plan.simulation.simulate import Prediction, class_of, intervals
+from samestep.wings.plan.simulation.accuracy import class_of, intervals
+from samestep.wings.plan.simulation.simulate import Prediction
 
 KEPT_FREE = 0.05
 """Part of each device's memory that a plan keeps free: memory in pieces cannot all be given away, and predictions err."""

@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.output import results
 from samestep.output.durable_files import write
 from samestep.output.results import Result
-from samestep.output.text import wrap
+from samestep.output.text import announced, wrap
 from samestep.verbs import job_of, limit_threads, planned_job, say_cautions
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ def plan(words: Namespace) -> Result:
     if words.measure_top:
         _check_measurable(words, job)
     top = max(words.top, words.measure_top)
-    planned = plan.plan(
-        job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
-    )
+    with announced(f"comparing the layouts of {words.devices} devices"):
+        planned = plan.plan(
+            job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
+        )
     say_cautions(words, planned.hardware, words.devices)
     why = [] if asked is None else [ranking.why_not(planned, asked)]
     answers = ranking.answers(planned, words.days_for_tokens, words.cost_per_hour)

@@ -12,7 +12,8 @@ from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
 from samestep.wings.plan.simulation import simulate
-from samestep.wings.plan.simulation.simulate import Prediction, binds, describe_accuracy, predict, unpriced
+from samestep.wings.plan.simulation.accuracy import describe_accuracy
+from samestep.wings.plan.simulation.simulate import Prediction, binds, predict, unpriced
 
 _HEAD = ("", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s")
 _OUTCOMES = {

@@ -3,10 +3,8 @@
 Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`wings/plan/bounds/step_time.py`) and least memory (`wings/plan/bounds/least_memory.py`), both in closed form:
-                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
-                that of the slowest stage with what it waits, then what the splits with room for states send
-                (`wings/plan/bounds/data_splits.py`), then both time and memory, then for each schedule, then for all ways to split the
-                data axis, then for each by what it sends and by its states alone, then for each;
+                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch,
+                then for each schedule, then for each choice of chunks and recomputation, then for each split of the data axis;
                 a time is that of the quickest recomputation of which the memory is not known to be too large;
                 at last that of the pipeline's clock, body by body (`wings/plan/bounds/body_seconds.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
@@ -26,21 +24,19 @@ import functools
 import gc
 import heapq
 import itertools
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-
-import xxhash
+from typing import NamedTuple
 
 from samestep import wings
 from samestep.enumeration import candidates
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute
 from samestep.memory.memory_use import memory_of, memory_summary
 from samestep.models.spec import ModelSpec
 from samestep.output.text import gib
@@ -48,19 +44,16 @@ from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder, refusal_of
 from samestep.wings.plan import open_groups
 from samestep.wings.plan.bounds.body_seconds import smallest
-from samestep.wings.plan.bounds.data_splits import DataSplits
 from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.least_memory import Need, Needs
+from samestep.wings.plan.bounds.least_memory import Need, Needs, StageHeld
 from samestep.wings.plan.bounds.step_time import Bounds
 from samestep.wings.plan.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
-from samestep.wings.plan.open_groups import CutSequence, Fallen, ScheduleGroup
+from samestep.wings.plan.open_groups import Fallen, Groups
 from samestep.wings.plan.other_numerics import Saving
 from samestep.wings.plan.simulation.simulate import Prediction, labels, predict_programs
 
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
-MUCH_LONGER = 1.25
-"""Times the bound of a chain from which on splits that send so long are bounded by that, and opened later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +85,6 @@ class Plan:
         return wings.in_notebook("plan_page", self)
 
     @cached_property
-    def digests(self) -> dict[str, str]:
-        """The digests of the job and the hardware, by which plans are distinguished."""
-        texts = {
-            "job": self.job.model_dump_json(exclude={"run": {"folder"}}),
-            "hardware": json.dumps(asdict(self.hardware), sort_keys=True),
-        }
-        return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
-
-    @cached_property
     def considered(self) -> int:
         """The number of layouts that were looked at, by themselves or in a group."""
         return len(self.best) + self.counts.total()
@@ -121,6 +105,18 @@ class Plan:
         )
 
 
+class _Part(NamedTuple):
+    """Layouts that were bounded as a whole, in the search's queue."""
+
+    bound_s: float
+    """No layout among them is quicker."""
+    number: int
+    """Tie-break: parts are looked at in the order in which they came."""
+    groups: Groups
+    look: Callable[[float], None]
+    """Bounds their parts, or plays the layout, given `bound_s`."""
+
+
 class _Search:
     """A best-first search for the fastest layouts of so many devices that fit."""
 
@@ -134,7 +130,6 @@ class _Search:
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
         self.thinned = ThinnedList(model, job, hardware)
-        self.splits = DataSplits(self.prices, self.needs, self.thinned.split_layouts)
         self.rules = open_groups.ScheduleRules(self.builder, self.thinned)
         self._recomputations = candidates.recomputations(model)
         self.best: list[Prediction] = []
@@ -144,7 +139,7 @@ class _Search:
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
         """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
         self.played = 0
-        self._open: list[tuple[float, int, open_groups.OpenGroup]] = []
+        self._open: list[_Part] = []
         self._number = itertools.count()
 
     def run(self, *, offload: bool = False) -> None:
@@ -155,9 +150,13 @@ class _Search:
                 self._throw_out(degrees, "refused", reason)
             else:
                 self._open_degrees(degrees.but(offload=offload))
-        while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
-            self._look(*heapq.heappop(self._open))
+        while self._open and self._open[0].bound_s < self._limit_s() and self.played < MOST_PLAYED:
+            part = heapq.heappop(self._open)
+            part.look(part.bound_s)
         self._close()
+
+    def _put(self, bound_s: float, groups: Groups, look: Callable[[float], None]) -> None:
+        heapq.heappush(self._open, _Part(bound_s, next(self._number), groups, look))
 
     def _open_degrees(self, degrees: Layout) -> None:
         """Bound degrees that some split of the data axis may have."""
@@ -165,28 +164,25 @@ class _Search:
         for plain in candidates.splits(degrees):
             error = refusal_of(self.builder.step(plain))
             if error is None:
-                by = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
-                self._open_cut(CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
+                less_cut = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
+                self._open_cut(WholeGroup(self.thinned, degrees), less_cut, 0.0)
                 return
             refused.append((plain, error))
         for plain, error in refused:
             self._throw_out(plain, "refused", str(error))
 
-    def _open_cut(self, what: CutSequence, bound_s: float) -> None:
-        """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do."""
-        (group,), (by, *better) = what
+    def _open_cut(self, group: WholeGroup, less_cut: Sequence[Layout], bound_s: float) -> None:
+        """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do, the last of which they are."""
+        by, *better = less_cut
         bound_s = max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks, by))
-        self._put(bound_s, what._replace(next=tuple(better)) if better else group)
+        look = (
+            functools.partial(self._open_cut, group, better) if better else functools.partial(self._open_sizes, group)
+        )
+        self._put(bound_s, (group,), look)
 
     def _in_chunks(self, sized: Layout) -> list[StepSpec]:
         """Return the step with each choice of chunks, the first with none."""
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
-
-    def _unlike_first(self, sized: Layout) -> list[StepSpec]:
-        """Return the steps with each choice of chunks of which the first stages differ: not in those of the loss where another stage
-        has the head, whose forward computes as much in any."""
-        every = candidates.chunk_words(sized, self.model)
-        return [self.builder.step(sized.but(**cut)) for cut in every if sized.pp == 1 or cut["loss_chunk"] is None]
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
@@ -194,62 +190,63 @@ class _Search:
         samples = [smallest(self.builder.step(sized)).microbatch_samples for sized in every]
         sizes_s = self.bounds.sizes_s(self._in_chunks(group.degrees), self.rules.schedules(group.degrees), samples)
         for sized, least_s in zip(every, sizes_s, strict=True):
-            self._put(max(bound_s, least_s), group._replace(sized=sized))
+            part = group._replace(sized=sized)
+            self._put(max(bound_s, least_s), (part,), functools.partial(self._open_size, part, sized))
 
-    def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by what splits with room for states send, then by the quickest
-        recomputation that may leave room for activations."""
-        sized = group.sized or group.degrees
-        schedules = [(schedule.schedule, schedule.virtual_stages) for schedule in self.rules.schedules(group.degrees)]
-        sent_s = self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes)
-        if bound_s < sent_s < float("inf"):
-            self._put(sent_s, group)
-            return
-        of_one = self._unlike_first(sized), schedules, self._recomputations
-        if first := self.splits.first_with_room(*of_one, self._room_bytes):
-            self._put(bound_s, group._replace(sized=sized.but(recompute=first[0]), has_room=True))
-        else:
-            self._throw_out_large((group,), sized, self.splits.least_bytes(*of_one))
-
-    def _price(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
-        sized = group.sized or group.degrees
-        schedules, samples = self.rules.schedules(group.degrees), smallest(self.builder.step(sized)).microbatch_samples
-        of_any = self._in_chunks(group.degrees.but(recompute=sized.recompute))
-        (least_s,) = self.bounds.sizes_s(of_any, schedules, [samples])
-        if least_s <= max(bound_s, self._least_left_s()):
+    def _open_size(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room."""
+        schedules = self.rules.schedules(group.degrees)
+        if recompute := self._quickest_with_room(sized, schedules, self._recomputations, (group,)):
+            sized = sized.but(recompute=recompute)
             least_s = self.bounds.least_s(self._in_chunks(sized), schedules)
-            group = group._replace(is_priced=True)
-        self._put(max(bound_s, least_s), group)
+            self._put(max(bound_s, least_s), (group,), functools.partial(self._open_schedules, group, sized))
 
-    def _least_left_s(self) -> float:
-        """Return the least bound of what is left."""
-        return self._open[0][0] if self._open else float("inf")
+    def _quickest_with_room(
+        self, sized: Layout, schedules: Sequence[Layout], recomputations: Sequence[Recompute], groups: Groups
+    ) -> Recompute | None:
+        """Return the first recomputation with which the first stage may have room; if there is none, the groups fall out."""
+        words = candidates.chunk_words(sized, self.model)
+        # Chunks of the loss do not change a first stage without the head.
+        steps = [self.builder.step(sized.but(**cut)) for cut in words if sized.pp == 1 or cut["loss_chunk"] is None]
+        least_bytes = float("inf")
+        for recompute, step, schedule in itertools.product(recomputations, steps, schedules):
+            needed_bytes = self.needs.first_stage_bytes(step, schedule, recompute)
+            if needed_bytes <= self._room_bytes:
+                return recompute
+            least_bytes = min(least_bytes, needed_bytes)
+        self._throw_out_large(groups, sized, least_bytes)
+        return None
 
-    def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
-        sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
-        splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
-        for (schedule, virtual_stages), words in itertools.groupby(
-            self.thinned.variants(sized), open_groups.schedule_of
-        ):
-            family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
-            what = ScheduleGroup(tuple(CandidateGroup(sized, word, splits) for word in words), family, sized)
+    def _open_schedules(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+        """Bound the layouts of each schedule that the rules allow by the quickest recomputation that may leave room under it; those that
+        the rules refuse fall out."""
+        legal = self.rules.schedules(group.degrees)
+        splits = self.thinned.splits(group.degrees, sized.microbatch)
+        slower = self._recomputations[self._recomputations.index(sized.recompute) :]
+        for schedule, words in itertools.groupby(self.thinned.variants(sized), open_groups.schedule_of):
+            family = group.degrees.but(**schedule._asdict())
+            groups = tuple(CandidateGroup(sized, word, splits) for word in words)
             if family not in legal:
-                self._allowed(what)
-            elif sized.pp == 1:  # without stages a family has one schedule, and its bound
-                self._put(bound_s, what._replace(is_bounded=True))
-            else:
-                self._put(max(bound_s, self.bounds.least_s(steps, [family])), what)
+                self._allowed(family, groups)
+                continue
+            family_of_size = family.but(microbatch=sized.microbatch)
+            if recompute := self._quickest_with_room(family_of_size, (family,), slower, groups):
+                least_s = self.bounds.schedule_s(self._in_chunks(family_of_size.but(recompute=recompute)))
+                self._put(max(bound_s, least_s), groups, functools.partial(self._open_schedule, family, groups))
 
-    def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
+    def _open_schedule(self, family: Layout, groups: Sequence[CandidateGroup], bound_s: float) -> None:
+        """Bound the layouts of a schedule with each choice of chunks."""
+        for _chunk, alike in itertools.groupby(self._allowed(family, groups), open_groups.chunk_of):
+            self._open_chain(tuple(alike), bound_s)
+
+    def _allowed(self, family: Layout, groups: Sequence[CandidateGroup]) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
-        of_reason = self.rules.by_reason(what.family, what.groups[0].splits)
+        of_reason = self.rules.by_reason(family, groups[0].splits)
         legal = of_reason.pop(None, ())
         for reason, some in of_reason.items():
-            groups = tuple(group._replace(splits=some) for group in what.groups)
-            self.fallen.append(Fallen(groups, "refused", str(reason)))
-        return tuple(group._replace(splits=legal) for group in what.groups) if legal else ()
+            refused = tuple(group._replace(splits=some) for group in groups)
+            self.fallen.append(Fallen(refused, "refused", str(reason)))
+        return tuple(group._replace(splits=legal) for group in groups) if legal else ()
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
         self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
@@ -258,64 +255,42 @@ class _Search:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_schedule(self, what: ScheduleGroup, bound_s: float) -> None:
-        """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
-        sized, family = what.sized, what.family
-        family = family.but(microbatch=sized.microbatch)
-        slower = self._recomputations[self._recomputations.index(sized.recompute) :]
-        schedules = [(family.schedule, family.virtual_stages)]
-        of_one = self._unlike_first(family), schedules, slower
-        if not (first := self.splits.first_with_room(*of_one, self._room_bytes)):
-            self._throw_out_large(what.groups, sized, self.splits.least_bytes(*of_one))
-            return
-        steps = self._in_chunks(family.but(recompute=first[0]))
-        self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
-
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
-        """Bound the first group that fits; the later ones take longer, unless the splits with room for it send longer than it computes."""
+        """Bound groups that differ only in what is computed again, the quickest first, by the first of them that may have room."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
-            words = step.layout
-            of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
-            if not (first := self.splits.first_with_room(*of_one, self._room_bytes)):
-                self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
-                continue
             stages = self.needs.stages(step)
             if (needed := self.needs.stages_bytes(step, stages)) > self._room_bytes:
                 self._throw_out_large((group,), group.sized, needed)
                 continue
-            least_s = max(bound_s, self.bounds.group_s(step))
-            if first[1] <= least_s:
-                self._put(least_s, open_groups.Chain(groups[number:], step, stages))
-                return
-            self._put(first[1], open_groups.Chain(groups[number : number + 1], step, stages))
+            chain = groups[number:]
+            look = functools.partial(self._open_splits, chain, step, stages)
+            self._put(max(bound_s, self.bounds.group_s(step)), chain, look)
+            return
 
-    def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
+    def _throw_out_large(self, groups: Groups, sized: Layout, needed: float) -> None:
         """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""
         needed += self.hardware.reserved_bytes
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen.append(Fallen(groups, "memory", f"{reason}{open_groups.whole_batch(sized, self.job)}", needed))
 
-    def _open_splits(self, chain: open_groups.Chain, bound_s: float) -> None:
-        """Bound each layout of a chain's first group whose states leave room, first those that do not send much longer."""
-        group, sent_s = chain.groups[0], self.splits.each_s(chain.step)
-        enough_s = MUCH_LONGER * bound_s
-        too_large, later = list[tuple[Split, Need]](), list[Split]()
+    def _open_splits(
+        self, chain: tuple[CandidateGroup, ...], step: StepSpec, stages: Sequence[StageHeld], bound_s: float
+    ) -> None:
+        """Bound each layout of a chain's first group whose states leave room, first by what it gathers, and the rest of the chain."""
+        group, too_large = chain[0], list[tuple[Split, Need]]()
         for split, layout in zip(group.splits, group.layouts(), strict=True):
-            if sent_s[split] > enough_s:
-                later.append(split)
-                continue
-            need = self.needs.split_need(chain.step, chain.stages, layout)
-            if need.total <= self._room_bytes:
-                self._open_layout(layout, max(bound_s, sent_s[split]))
-            else:
+            need = self.needs.split_need(step, stages, layout)
+            if need.total > self._room_bytes:
                 too_large.append((split, need))
+            elif (sent_s := self.bounds.sharded_s(self.builder.step(layout))) <= bound_s:
+                self._open_layout(layout, bound_s)
+            else:
+                self._put(sent_s, (CandidateGroup.of(layout),), functools.partial(self._open_layout, layout))
         if too_large:
             least = min((need for _, need in too_large), key=lambda need: need.total)
             self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
-        if later:
-            part = chain._replace(groups=(group._replace(splits=tuple(later)),))
-            self._put(min(sent_s[split] for split in later), part)
+        self._open_chain(chain[1:], bound_s)
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)
@@ -325,39 +300,16 @@ class _Search:
         if error := refusal_of(step):
             self._throw_out(layout, "refused", str(error))
             return
-        self._put(max(bound_s, self.bounds.step_s(step)), layout)
+        self._put_layout(max(bound_s, self.bounds.step_s(step)), layout)
+
+    def _put_layout(self, bound_s: float, layout: Layout) -> None:
+        self._put(bound_s, (CandidateGroup.of(layout),), functools.partial(self._play, layout))
 
     def _too_large_by(self, need: Need, group: CandidateGroup) -> None:
         """Throw out layouts of which each needs so much or more."""
         needed = need.total + self.hardware.reserved_bytes
         reason = f"{open_groups.at_least(need, needed, self.hardware)}{open_groups.whole_batch(group.sized, self.job)}"
         self.fallen.append(Fallen((group,), "memory", reason, needed))
-
-    def _put(self, bound_s: float, what: open_groups.OpenGroup) -> None:
-        heapq.heappush(self._open, (bound_s, next(self._number), what))
-
-    def _look(self, bound_s: float, _: int, what: open_groups.OpenGroup) -> None:
-        """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, CutSequence):
-            self._open_cut(what, bound_s)
-        elif isinstance(what, WholeGroup) and what.sized is None:
-            self._open_sizes(what, bound_s)
-        elif isinstance(what, WholeGroup) and not what.has_room:
-            self._open_recomputations(what, bound_s)
-        elif isinstance(what, WholeGroup) and not what.is_priced:
-            self._price(what, bound_s)
-        elif isinstance(what, WholeGroup):
-            self._open_schedules(what, bound_s)
-        elif isinstance(what, ScheduleGroup) and not what.is_bounded:
-            self._open_schedule(what, bound_s)
-        elif isinstance(what, ScheduleGroup):
-            for _chunk, groups in itertools.groupby(self._allowed(what), open_groups.chunk_of):
-                self._open_chain(tuple(groups), bound_s)
-        elif isinstance(what, open_groups.Chain):
-            self._open_splits(what, bound_s)
-            self._open_chain(what.groups[1:], bound_s)
-        else:
-            self._play(what, bound_s)
 
     def _play(self, layout: Layout, bound_s: float) -> None:
         """Play a layout, unless the pipeline's clock finds that others come first."""
@@ -371,8 +323,9 @@ class _Search:
         if (known := self._too_large.get(rest)) is not None:
             self._throw_out(layout, "memory", *known)
             return
-        if (least_s := self.bounds.step_s(step, plays=True)) > max(bound_s, self._least_left_s()):
-            self._put(least_s, layout)
+        least_s = self.bounds.step_s(step, plays=True)
+        if least_s > bound_s and self._open and least_s > self._open[0].bound_s:
+            self._put_layout(least_s, layout)
             return
         self.played += 1
         try:
@@ -399,10 +352,9 @@ class _Search:
     def _close(self) -> None:
         """Throw out the layouts that were never played, each with its reason."""
         limit_s = self._limit_s()
-        for bound_s, _, what in self._open:
-            rule = "slower" if bound_s >= limit_s else "unplayed"
-            reason = f"at least {bound_s:.4g} s a step"
-            self.fallen.append(Fallen(open_groups.groups_of(what), rule, reason))
+        for part in self._open:
+            rule = "slower" if part.bound_s >= limit_s else "unplayed"
+            self.fallen.append(Fallen(part.groups, rule, f"at least {part.bound_s:.4g} s a step"))
 
 
 def plan(

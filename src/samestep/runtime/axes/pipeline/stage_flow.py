@@ -38,7 +38,6 @@ from samestep.runtime.axes import precision
 from samestep.runtime.axes.context import slicing as context
 from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
-from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.flow import (
@@ -390,6 +389,7 @@ class Flows:
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
             tracer = ForwardTracer(self._module, {})
+            tracer.flow_recorder.norms_any_size = True
             if self._program.step.model.varies_at:  # within blocks, so that any values show the tensors between them
                 tracer.values = KnownValues(keeps_all=False, draws=True)
             try:
@@ -397,7 +397,7 @@ class Flows:
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
                 followed = experts.compute_by_groups(self._module, self._experts)
                 raised = precision.PreciseForwards(self._program).of_forward()
-                with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
+                with _without_modes(), checkpointed, followed, raised, sliced:
                     outputs = watch_forward(self._module, samples, 1, tracer, self._value_of, self._name, self._opened)
                     if loss is not None and not (tracer.looks.varies or tracer.looks.has_looked):
                         tracer.flow_recorder.take_idle(nodes_of_loss(outputs, samples, loss))

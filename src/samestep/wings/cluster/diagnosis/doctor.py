@@ -22,7 +22,6 @@ from samestep.job import Job
 from samestep.output.durable_files import check_writable
 from samestep.wings.cluster.diagnosis import all_hosts, gathering, link_rates, one_host
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
-from samestep.wings.cluster.diagnosis.findings import at_once
 from samestep.wings.cluster.diagnosis.gathering import AbsentHost, Peer
 from samestep.wings.cluster.diagnosis.identity import Identity, identify
 from samestep.wings.cluster.diagnosis.questions import Examined, Questions
@@ -32,8 +31,8 @@ from samestep.wings.cluster.hosts.channel import Channel
 WAIT_S = 10.0
 _TOTAL_S = 27.0
 """The examination ends within this, where all processes start at once."""
-_LEAST_TORCH_S, _LEAST_BOUND_S, _BOUND_S = 6.0, 3.0, 10.0
-"""Seconds that torch and the prediction have at least, and what is kept for the prediction."""
+_LEAST_TORCH_S = 6.0
+"""Seconds that torch has at least."""
 _LINGER_S = 22.0
 """Seconds after which a process that met nobody ends: mpirun and torchrun end all others with the first that fails."""
 
@@ -48,10 +47,6 @@ class _Wanted:
     machine: Hardware
     out: Path | None
     began_s: float
-
-    def left_s(self) -> float:
-        """Return the seconds that are left of the examination."""
-        return self.began_s + _TOTAL_S - time.monotonic()
 
 
 @calls.checked
@@ -72,8 +67,8 @@ def doctor(
     Collective over the processes of the allocation: each must call it. A missing one is named as silent after `wait_s`.
 
     Args:
-        job: the job to run; its digest is compared, and the report ends with the resource that limits a layout.
-        layout: the layout to predict; by default the job's own, or the fastest that `plan` finds.
+        job: the job to run; its digest is compared.
+        layout: the layout to run; its number of ranks is compared. By default the job's own.
         hardware: the profile to compare links with; by default the one that `plan` would use.
         folder: the folder that all hosts must share.
         out: a TOML file for the profile with the measured links.
@@ -135,7 +130,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     questions = Questions(peers, taken, wanted.began_s)
     heard, links = questions.ask()
     per_host = link_rates.ranks_of_host(heard, wanted.layout, wanted.job)
-    left_s = wanted.left_s() - (0.0 if wanted.job is None else _BOUND_S)
+    left_s = wanted.began_s + _TOTAL_S - time.monotonic()
     heard = replace(heard, torches=questions.torches(max(_LEAST_TORCH_S, left_s)))
     lines = [
         replace(line, hosts=(heard.name(place),))
@@ -150,35 +145,10 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     ]
     links = link_rates.judged(heard, links, wanted.machine)
     lines += link_rates.layout_lines(heard, wanted.layout, wanted.job)
-    end = []
-    if wanted.job is not None:
-        measured = link_rates.as_measured(wanted.machine, links, per_host)
-        bound, is_refused = _bound(wanted, len(heard.hosts) * per_host, measured)
-        if is_refused:
-            lines.append(ReportLine("fault", "layout", bound, "samestep layouts lists the legal ones"))
-        else:
-            end.append(bound)
+    written = ""
     if wanted.out is not None:
-        end.append(link_rates.write_profile(wanted.out, wanted.profile, wanted.machine, links, per_host))
-    return Report(_head(heard), merged(lines), time.monotonic() - wanted.began_s, "\n".join(end))
-
-
-def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> tuple[str, bool]:
-    """Return what a layout would be bound by, or why that is not known in time; and whether the layout cannot run."""
-    assert wanted.job is not None
-    job, limit_s = wanted.job, max(_LEAST_BOUND_S, wanted.left_s())
-
-    def bound() -> tuple[str, bool]:
-        try:
-            return link_rates.bound_of(job, wanted.layout, devices, measured), False
-        except InputError as error:
-            return str(error), True
-
-    results, late = at_once({"bound": bound}, limit_s)
-    if results["bound"] is not None:
-        predicted: tuple[str, bool] = results["bound"]
-        return predicted
-    return f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} has no time limit", False
+        written = link_rates.write_profile(wanted.out, wanted.profile, wanted.machine, links, per_host)
+    return Report(_head(heard), merged(lines), time.monotonic() - wanted.began_s, written)
 
 
 def _head(heard: Heard) -> str:

@@ -1,4 +1,4 @@
-"""Measured links against the profile that `plan` would use, the profile with what was measured, and what binds a layout there.
+"""Measured links against the profile that `plan` would use, and the profile with what was measured.
 
 Pairs are measured in rounds, as in a tournament: in each round every host has one partner, so that no two measurements share a
 link of a host. What is measured is one TCP stream, as gloo uses; NCCL over InfiniBand is faster, and is not measured so.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import tomli_w
 
 from samestep import hardware
-from samestep.hardware import Hardware, Link
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.durable_files import write_whole
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.doors import Rate
 from samestep.wings.cluster.diagnosis.report import ReportLine
-from samestep.wings.plan.plan import plan
-from samestep.wings.plan.simulation.simulate import binds, simulate
 
 MOST_ROUNDS = 5
 """Rounds that are played: with more hosts each meets this many of the others."""
@@ -193,18 +191,6 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
-def as_measured(machine: Hardware, links: Links, per_host: int) -> Hardware:
-    """Return the profile with the links between hosts as they were measured, shared by the devices of a host."""
-    slowest = links.slowest()
-    if slowest is None:
-        return machine
-    return replace(machine, inter=_inter(machine.inter, slowest, per_host), devices_per_node=max(1, per_host))
-
-
-def _inter(link: Link, slowest: Rate, per_host: int) -> Link:
-    return replace(link, latency_s=slowest.latency_s, bytes_per_s=slowest.bytes_per_s / max(1, per_host))
-
-
 def write_profile(
     path: Path, given: Hardware | str | Path | None, machine: Hardware, links: Links, per_host: int
 ) -> str:
@@ -214,11 +200,10 @@ def write_profile(
     slowest, sources = links.slowest(), dict(table.get("sources", {}))
     if slowest is None:
         return f"written: {path}, as {machine.name} has it, since no links between hosts were measured"
-    each = _inter(machine.inter, slowest, per_host)
     table["inter"] = {
         **table["inter"],
-        "latency_s": float(f"{each.latency_s:.4g}"),
-        "bytes_per_s": float(f"{each.bytes_per_s:.4g}"),
+        "latency_s": float(f"{slowest.latency_s:.4g}"),
+        "bytes_per_s": float(f"{slowest.bytes_per_s / max(1, per_host):.4g}"),
     }
     table["devices_per_node"] = max(1, per_host)
     by = f"measured: samestep doctor, one TCP stream between {len(links.inside)} hosts, the slowest of {len(links.between)}"
@@ -229,18 +214,6 @@ def write_profile(
     }
     write_whole(path, tomli_w.dumps({**table, "sources": sources}))
     return f"written: {path}, {machine.name} with the links that were measured"
-
-
-def bound_of(job: Job, layout: str | None, devices: int, machine: Hardware) -> str:
-    """Return what a layout would be bound by on a machine; without a layout, the fastest that `plan` finds."""
-    if layout is not None or job.layout:
-        prediction = simulate(job, layout, machine)
-    else:
-        planned = plan(job, devices, machine, top=1)
-        if not planned.best:
-            return planned.nearest
-        prediction = planned.best[0]
-    return f'"{prediction.layout}" would be bound by {binds(prediction)}, {prediction.step_s:.3g} s a step'
 
 
 def ranks_of_host(heard: Heard, layout: str | None, job: Job | None) -> int:

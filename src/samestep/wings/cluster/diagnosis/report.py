@@ -53,8 +53,8 @@ class Report:
     """The hosts and their launcher, in words."""
     lines: tuple[ReportLine, ...]
     seconds: float
-    bound: str = ""
-    """The part of a step that a layout would be bound by; empty where no job was given."""
+    written: str = ""
+    """The line about the profile that was written; empty without one."""
     has_come: bool = True
     """Whether this host came to the first one; where it did not, the lines are about this host alone."""
     host: str = ""
@@ -78,7 +78,7 @@ class Report:
     def to_text(self) -> str:
         """Return the report as text."""
         lines = [self.head, *(line.to_text() for line in self.lines)]
-        lines += [self.bound] if self.bound else []
+        lines += [self.written] if self.written else []
         return "\n".join([*lines, f"{self._counts()}, in {self.seconds:.1f} s"])
 
     def to_short_text(self) -> str:
@@ -100,7 +100,7 @@ class Report:
             "head": self.head,
             "faults": self.faults,
             "lines": [line.to_record() for line in self.lines],
-            "bound": self.bound,
+            "written": self.written,
             "has_come": self.has_come,
             "seconds": round(self.seconds, 3),
         }

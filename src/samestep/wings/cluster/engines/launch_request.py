@@ -25,6 +25,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,13 +61,13 @@ class LaunchRequest:
         """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
-    def train_words(self, *, resumes: bool = True) -> list[str]:
+    def train_words(self) -> list[str]:
         """Return the words of the command that each rank, node or agent runs."""
         words = [*shlex.split(self.site.run.command), "train", *([self.job] if self.job else [])]
         words += [word for setting in self.settings for word in ("--set", setting)]
         words += ["--layout", self.layout] if self.layout else []
         words += ["--ranks", str(self.ranks)] if self.layout == "auto" else []
-        return [*words, "--out", self.out, *(["--auto-resume"] if resumes else [])]
+        return [*words, "--out", self.out, "--auto-resume"]
 
     def head(self, engine: str, *notes: str) -> list[str]:
         """Return the first lines of a script: what it runs, and that it may be kept."""
@@ -163,6 +164,23 @@ def _share(layout: Layout | None, nodes: int) -> int:
 def shell(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Return words as one line of a shell."""
     return shlex.join([*(f"{name}={value}" for name, value in (environment or {}).items()), *words])
+
+
+def filled(name: str, request: LaunchRequest, **words: str | Sequence[str]) -> str:
+    """Return a template's text with words in place of their <<names>>; a name alone on a line stands for lines, of which there may be none."""
+    given = {
+        "head": request.head(name.partition(".")[0].partition("-")[0]),
+        "setup": request.setup(),
+        "train": shell(request.train_words()),
+        **words,
+    }
+
+    def text_of(match: re.Match[str]) -> str:
+        value = given[match[1] or match[2]]
+        return value if isinstance(value, str) else "".join(f"{line}\n" for line in value)
+
+    template = resources.files("samestep.wings.cluster.engines").joinpath("templates", name).read_text(encoding="utf-8")
+    return re.sub(r"(?m)^<<(\w+)>>\n|<<(\w+)>>", text_of, template)
 
 
 class SiteTable(Table):

@@ -1,7 +1,6 @@
 """The script for each engine: written, shown, kept in a file, and handed over only on request.
 
-Of torchrun, mpirun, ssh and Ray it is a command with the words of `samestep train`, and stands here; that of Kubernetes has a
-file of its own.
+Each is a template in `templates/`, whose words are filled in here, but for those of Kubernetes.
 """
 
 from __future__ import annotations
@@ -21,19 +20,7 @@ from samestep.output.durable_files import write
 from samestep.runtime.processes.rank_variables import ON_HOSTS
 from samestep.training import run_folder
 from samestep.wings.cluster.engines import kubernetes
-from samestep.wings.cluster.engines.launch_request import LaunchRequest, read_site, shell, wanted_of
-
-_FIRST_PORT = 20000
-
-
-def script(request: LaunchRequest) -> str:
-    """Return the batch script."""
-    by_torchrun = request.site.slurm.by == "torchrun"
-    tasks = 1 if by_torchrun else request.ranks_per_node
-    lines = ["#!/bin/bash", *request.head("slurm", *_NOTES), *_options(request, tasks, "B:" if by_torchrun else ""), ""]
-    lines += [*request.setup(), *_REQUEUE, *(_ADDRESS if request.nodes > 1 or by_torchrun else [])]
-    return "\n".join([*lines, *(_torchrun_lines(request) if by_torchrun else _srun_lines(request))]) + "\n"
-
+from samestep.wings.cluster.engines.launch_request import LaunchRequest, filled, read_site, shell, wanted_of
 
 # Slurm: srun starts one task for each rank, or one torchrun on each node. A run that nears its time limit, or is preempted, gets SIGTERM,
 # saves, writes its summary and ends with status 143; the script then puts the job back into the queue, where it goes on by
@@ -47,88 +34,38 @@ def script(request: LaunchRequest) -> str:
 # status that does not tell these from each other: it is the highest of all tasks, and those that it ended itself have 143 or 137. So
 # 143 is a stop only where there is a new summary, and every failure but 2, a mistake in what was given, puts the job back at most
 # `restarts` times. A stop is not counted. Sources: sbatch(1), scancel(1), scontrol(1); torch.distributed.run.
-_NOTES = (
-    "sbatch THIS_FILE starts the run, and again where it stopped. A run that nears its time limit or is preempted",
-    "saves, and goes back into the queue.",
-)
-_REQUEUE = [
-    "requeue() {  # unless it is cancelled",
-    '    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"',
-    "}",
-]
-_ADDRESS = [
+_ADDRESS = (
     "# Rank 0 is on the first node of the job; its address is the one that Slurm itself uses.",
     'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     "MASTER_ADDR=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
     "export MASTER_ADDR",
-]
+)
 
 
-def _options(request: LaunchRequest, tasks: int, to: str) -> list[str]:
-    """Return the options of sbatch, one a line."""
-    slurm = request.site.slurm
+def _slurm(request: LaunchRequest) -> str:
+    """Return the batch script of Slurm."""
+    slurm, torchrun = request.site.slurm, request.site.torchrun
+    by_torchrun = slurm.by == "torchrun"
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
     named |= {"time": slurm.time, "mem": slurm.memory}
     counts = {"gpus-per-node": slurm.gpus_per_node, "cpus-per-task": slurm.cpus_per_task}
+    tasks = 1 if by_torchrun else request.ranks_per_node
     options = [f"--job-name={request.name}", f"--nodes={request.nodes}", f"--ntasks-per-node={tasks}"]
     options += [f"--{name}={value}" for name, value in (named | counts).items() if value]
-    options += ["--output=%x-%j.log", "--open-mode=append", "--requeue", f"--signal={to}TERM@{slurm.signal_s}"]
-    return [f"#SBATCH {option}" for option in (*options, *slurm.options)]
-
-
-def _srun_lines(request: LaunchRequest) -> list[str]:
-    return [
-        f"summary() {{ cat {shell([f'{request.out}/{run_folder.SUMMARY}'])} 2> /dev/null; }}",
-        "",
-        "before=$(summary)",
-        f"srun --kill-on-bad-exit=1 {shell(request.train_words())}",
-        "status=$?",
-        'if [ $status -eq 143 ] && [ "$(summary)" != "$before" ]; then  # stopped, with a checkpoint',
-        "    requeue",
-        *_failed(request),
-        "fi",
-        "exit $status",
-    ]
-
-
-def _failed(request: LaunchRequest) -> list[str]:
-    """Return the branch of a run that has failed, which goes on a few times; each time adds a line to a file of the job."""
-    most = request.site.slurm.restarts
-    return [
-        "elif [ $status -ne 0 ] && [ $status -ne 2 ]; then  # a rank or a node is lost, or the run fails; 2 is a mistake",
-        '    failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"',
-        '    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"',
-        f'    [ "$(wc -l < "$failures")" -le {most} ] && requeue',
-    ]
-
-
-def _torchrun_lines(request: LaunchRequest) -> list[str]:
-    torchrun = request.site.torchrun
-    words = [
-        "torchrun",
-        f"--nnodes={request.nodes}",
-        f"--nproc-per-node={request.ranks_per_node}",
-        "--rdzv-backend=c10d",
-    ]
-    words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]
-    wait_s = max(30, request.site.slurm.signal_s - 20)
-    return [
-        f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % 10000))",
-        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wait_s}  # seconds that the agents leave the ranks to save",
-        "",
-        "stopped=0",
-        "trap 'stopped=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM  # to the tasks, not to this script",
-        f'srun {shell(words)} --rdzv-endpoint="$MASTER_ADDR:$port" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\',
-        f"    --no-python {shell(request.train_words())} &",
-        "wait $!",
-        "status=$?",
-        "if [ $stopped -eq 1 ]; then",
-        "    wait $!  # the trap has ended the first wait",
-        "    requeue",
-        *_failed(request),
-        "fi",
-        "exit $status",
-    ]
+    options += ["--output=%x-%j.log", "--open-mode=append", "--requeue"]
+    options += [f"--signal={'B:' * by_torchrun}TERM@{slurm.signal_s}", *slurm.options]
+    agent = ["torchrun", f"--nnodes={request.nodes}", f"--nproc-per-node={request.ranks_per_node}"]
+    agent += ["--rdzv-backend=c10d", f"--max-restarts={torchrun.restarts}", *torchrun.options]
+    return filled(
+        "slurm-torchrun.sbatch" if by_torchrun else "slurm.sbatch",
+        request,
+        options=[f"#SBATCH {option}" for option in options],
+        address=_ADDRESS if request.nodes > 1 or by_torchrun else (),
+        summary=shell([f"{request.out}/{run_folder.SUMMARY}"]),
+        restarts=str(slurm.restarts),
+        wait_s=str(max(30, slurm.signal_s - 20)),
+        torchrun=shell(agent),
+    )
 
 
 def _torchrun(request: LaunchRequest) -> str:
@@ -150,51 +87,32 @@ def _torchrun(request: LaunchRequest) -> str:
                 '--on torchrun with several nodes needs an address: --nodes H1,H2, or endpoint = "HOST:PORT" in [torchrun] of --site',
             )
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={request.name}"]
-    notes = ("Run it on every node; torchrun starts the ranks again where one fails, and they resume.",)
-    lines = ["#!/bin/bash", *request.head("torchrun", *notes), *request.setup()]
-    return "\n".join([*lines, f"exec {shell(words)} \\", f"    --no-python {shell(request.train_words())}"]) + "\n"
+    return filled("torchrun.sh", request, torchrun=shell(words))
 
 
 def _mpi(request: LaunchRequest) -> str:
     """Return the line of Open MPI or MPICH: it starts the ranks, and is asked which host has rank 0, since it gives them no address."""
     mpi = request.site.mpi
     hosts = mpi.hosts or request.hosts
-    each = str(request.ranks_per_node)
+    each, names = str(request.ranks_per_node), request.site.run.environment
     if mpi.by == "openmpi":
         base = ["mpirun", *(["--host", ",".join(f"{host}:{each}" for host in hosts)] if hosts else []), *mpi.options]
         ranks = ["--map-by", f"ppr:{each}:node", "--bind-to", "none", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
-        ranks += [word for name in request.site.run.environment for word in ("-x", name)]
+        ranks += [word for name in names for word in ("-x", name)]
     else:
         base = ["mpiexec.hydra", *(["-hosts", ",".join(hosts)] if hosts else []), "-ppn", each, *mpi.options]
-        ranks = ["-genvlist", ",".join(["PATH", "MASTER_ADDR", "MASTER_PORT", *request.site.run.environment])]
-    lines = [
-        "#!/bin/bash",
-        *request.head("mpi", "A run that gets SIGTERM saves and ends with status 143; the same script resumes it."),
-    ]
-    lines += [*request.setup()]
-    if request.nodes > 1:
-        lines += [
-            "# Rank 0 is on the first host of mpirun's list.",
-            f"MASTER_ADDR=$({shell([*base, '-n', '1', 'hostname'])})",
-        ]
-    else:
-        lines += ["MASTER_ADDR=127.0.0.1"]
-    lines += [f"MASTER_PORT={mpi.port}", "export MASTER_ADDR MASTER_PORT", ""]
-    lines += [
-        "# Asked to end, mpirun asks the ranks, which save; Open MPI kills those that take longer than a second.",
-        "stopped=0",
-        "trap 'stopped=1; kill -TERM $!' TERM",
-        f"{shell([*base, '-n', str(request.ranks), *ranks])} \\",
-        f"    {shell(request.train_words())} &",
-        "wait $!",
-        "status=$?",
-        "if [ $stopped -eq 1 ]; then",
-        "    wait $!  # the trap has ended the first wait",
-        "    exit 143",
-        "fi",
-        "exit $status",
-    ]
-    return "\n".join(lines) + "\n"
+        ranks = ["-genvlist", ",".join(["PATH", "MASTER_ADDR", "MASTER_PORT", *names])]
+    several = (
+        "# Rank 0 is on the first host of mpirun's list.",
+        f"MASTER_ADDR=$({shell([*base, '-n', '1', 'hostname'])})",
+    )
+    return filled(
+        "mpi.sh",
+        request,
+        address=several if request.nodes > 1 else ("MASTER_ADDR=127.0.0.1",),
+        port=str(mpi.port),
+        mpirun=shell([*base, "-n", str(request.ranks), *ranks]),
+    )
 
 
 def _ssh(request: LaunchRequest) -> str:
@@ -214,11 +132,11 @@ def _ssh(request: LaunchRequest) -> str:
             "launch-nodes",
             f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts. Use --nodes {len(hosts)}",
         )
-    notes = ("The folder it is run in, and its Python, must be there on every host.",)
-    words = [*request.train_words(), "--nodes", ",".join(hosts)]
     lines = request.setup()
     on_hosts = [f"export {ON_HOSTS}={shlex.quote(chr(10).join(lines))}"] if lines else []  # ssh passes no variables on
-    return "\n".join(["#!/bin/bash", *request.head("ssh", *notes), *lines, *on_hosts, f"exec {shell(words)}"]) + "\n"
+    return filled(
+        "ssh.sh", request, on_hosts=on_hosts, train=shell([*request.train_words(), "--nodes", ",".join(hosts)])
+    )
 
 
 def _ray(request: LaunchRequest) -> str:
@@ -227,16 +145,13 @@ def _ray(request: LaunchRequest) -> str:
     words = ["ray", "job", "submit", "--working-dir", ".", *(["--address", ray.address] if ray.address else [])]
     if request.site.run.environment:  # what is exported here does not reach the cluster
         words += ["--runtime-env-json", json.dumps({"env_vars": request.site.run.environment})]
-    line = f'{shell(words)} --submission-id "{request.name}-$(date +%s)"'
     driver = ["python", "-m", "samestep.wings.cluster.engines.ray_job", *([request.job] if request.job else [])]
     driver += [word for setting in request.settings for word in ("--set", setting)]
     driver += ["--layout", request.layout] if request.layout else []
     driver += ["--ranks", str(request.ranks), "--out", request.out, "--failures", str(ray.failures)]
     driver += ["--cpus-per-rank", f"{ray.cpus_per_rank:g}", "--gpus-per-rank", f"{ray.gpus_per_rank:g}"]
     driver += ["--storage", ray.storage] if ray.storage else []
-    notes = ("The job file is sent with the folder it is run in; the run folder must be one that all nodes see.",)
-    lines = ["#!/bin/bash", *request.head("ray", *notes), *request.setup()]
-    return "\n".join([*lines, f"exec {line} -- \\", f"    {shell(driver)}"]) + "\n"
+    return filled("ray.sh", request, submit=shell(words), run=request.name, driver=shell(driver))
 
 
 @dataclass(frozen=True)
@@ -251,7 +166,7 @@ class Engine:
 
 
 ENGINES: Mapping[str, Engine] = {
-    "slurm": Engine(script, ".sbatch", ("sbatch",)),
+    "slurm": Engine(_slurm, ".sbatch", ("sbatch",)),
     "kubernetes": Engine(kubernetes.script, ".yaml", ("kubectl", "apply", "-f")),
     "ray": Engine(_ray, ".sh", ("bash",)),
     "mpi": Engine(_mpi, ".sh", ("bash",)),

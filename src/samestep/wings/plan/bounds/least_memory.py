@@ -28,7 +28,7 @@ from samestep.wings.plan.bounds.body_seconds import (
     smallest,
 )
 from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.layer_kinds import BackwardSizes, Sizes, Units, least_updated
+from samestep.wings.plan.bounds.layer_kinds import BackwardSizes, Sizes, Units, least_updated, multiple, total
 
 
 class Need(NamedTuple):
@@ -100,12 +100,25 @@ def _sent_bytes(sent: Sequence[int], flight: InFlight) -> int:
     return max(0, number - flight.deferred * max(sent))
 
 
+class _FirstStage(NamedTuple):
+    """Least bytes of the first stage of a pipeline in any split of the data axis; those of a sample for each of its runs of layers."""
+
+    states: float
+    gradients: float
+    """The part of `states` that the backward allocates."""
+    activations: tuple[float, ...]
+    works: tuple[float, ...]
+    """Bytes with which the backward of a run begins."""
+    sent: tuple[int, ...]
+    """Bytes that a run has sent and received."""
+
+
 class Needs:
     """Lower bounds of the memory of layouts of one model, job and machine."""
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
-        self._known_kept: dict[tuple[object, ...], tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]] = {}
+        self._known_firsts: dict[tuple[object, ...], _FirstStage] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -114,24 +127,35 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_kept(self, step: StepSpec, virtual_stages: int, flight: InFlight, recompute: Recompute) -> float:
-        """Return the least bytes of activations of the first stage for each sample of a micro-batch, where it has so many in flight."""
-        key = step.layout.cuts, step.layout.pp, virtual_stages, recompute, step.splits_backward
-        if key not in self._known_kept:
-            self._known_kept[key] = self._first_runs(step, virtual_stages, recompute)
-        activations, works, sent = self._known_kept[key]
-        size: float = sum(map(operator.mul, flight.counts, activations)) + _sent_bytes(sent, flight)
-        return size if flight.next_chunk is None else size + works[flight.next_chunk]
+    def first_stage_bytes(self, step: StepSpec, schedule: Layout, recompute: Recompute) -> float:
+        """Bound the memory, in bytes, of all layouts that differ only in the data axis by their first stage, which keeps most samples.
 
-    def _first_runs(
-        self, step: StepSpec, virtual_stages: int, recompute: Recompute
-    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-        """Return the bytes of a sample that each run of layers of the first stage keeps, those with which its backward begins, and those
-        that it has sent and received."""
+        Args:
+            step: one of them with an unsplit data axis, under any schedule and recomputation.
+            schedule: a layout with their schedule and virtual stages.
+            recompute: what they compute again.
+        """
+        step, layout, chunks = smallest(step), step.layout, schedule.virtual_stages
+        flight = in_flight(schedule.schedule, 0, layout.pp, step.num_microbatches, chunks)
+        key = layout.cuts, layout.pp, layout.dp, layout.offload, chunks, recompute, step.splits_backward
+        if key not in self._known_firsts:
+            self._known_firsts[key] = self._first_stage(step, chunks, recompute)
+        first = self._known_firsts[key]
+        kept: float = sum(map(operator.mul, flight.counts, first.activations)) + _sent_bytes(first.sent, flight)
+        if flight.next_chunk is not None:
+            kept += first.works[flight.next_chunk]
+        needed = max(first.states, first.states - first.gradients + step.microbatch_samples * kept)
+        return max(0.0, needed - self._on_host(step))
+
+    def _first_stage(self, step: StepSpec, virtual_stages: int, recompute: Recompute) -> _FirstStage:
         runs, pp = self.prices.runs(step, virtual_stages), step.layout.pp
         kinds, works = self.prices.sizes(step, recompute), self.prices.backward_sizes(step, recompute)
         lasts = [run[-1] for run in runs.kinds[::pp]]
-        return (
+        sizes = total([multiple(kinds[kind], number) for run in runs.counts[::pp] for kind, number in run])
+        states, gradients = self._least_states(step, sizes, least_updated(step, sizes))
+        return _FirstStage(
+            states,
+            gradients,
             tuple(sum(number * kinds[kind].activations for kind, number in run) for run in runs.counts[::pp]),
             tuple(max(kinds[last].again + works[last].working, works[last].loss) for last in lasts),
             self._sent(step, 0, virtual_stages),
@@ -145,15 +169,6 @@ class Needs:
             return (0,)
         sent, last = self.prices.sent_bytes(step) // step.microbatch_samples, pp * virtual_stages - 1
         return tuple(sent * ((run < last) + (run > 0 and step.is_mixed)) for run in range(stage, last + 1, pp))
-
-    def first_weights(self, step: StepSpec, virtual_stages: int) -> Sizes:
-        """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
-        runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
-        weights, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
-        for kind, number in itertools.chain.from_iterable(runs):
-            for place, size in enumerate(weights[kind], len(sums) - len(weights[kind])):
-                sums[place] += number * size
-        return Sizes._make(sums)
 
     def stages(self, step: StepSpec) -> tuple[StageHeld, ...]:
         """Return the sizes of each stage that is unlike the others, in any split of the data axis."""

@@ -202,6 +202,12 @@ class Bounds:
         updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
         return max(self._times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
+    def sharded_s(self, step: StepSpec) -> float:
+        """Bound the step time of one layout, in seconds, by what stages gather and scatter of their weights: one sends the average at least."""
+        if step.zero < 2:
+            return 0.0
+        return self._streams_s(smallest(step), self.prices.numbers)[0] / step.layout.pp
+
     def step_s(self, step: StepSpec, *, plays: bool = False) -> float:
         """Bound the step time of one layout, in seconds; with `plays` by the pipeline's clock too."""
         step = smallest(step)
@@ -457,22 +463,11 @@ class Bounds:
 
     def _of_units(self, step: StepSpec, stage: int, seconds: Seconds, update_s: float) -> _DataTraffic:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
-        last, scattered = self.prices.kind_of[-1], m if layout.accumulate == "sharded" else 1
-        all_s = scattered_s = 0.0
-        for axis in SHARD_AXES:
-            gathers_s = scatters_s = 0.0
-            for run in runs.counts[stage :: layout.pp]:
-                for kind, number in run:
-                    part = self.bodies.part(step, kind, number, axis)
-                    again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
-                    gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
-                    scatters_s += number * part.scatter_s * scattered
-            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        counts = [count for run in runs.counts[stage :: layout.pp] for count in run]
+        all_s, scattered_s = self._streams_s(step, counts)
         first = self.bodies.part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
-            number * self._replicated_s(step, self.prices.units(step)[kind].local_trained)
-            for run in runs.counts[stage :: layout.pp]
-            for kind, number in run
+            number * self._replicated_s(step, self.prices.units(step)[kind].local_trained) for kind, number in counts
         )
         after_s = first.scatter_s + self._replicated_s(
             step, self.prices.units(step)[first.kind].scattered / layout.num_shards
@@ -482,6 +477,26 @@ class Bounds:
         if self.hardware.overlap:
             all_s = max(all_s, first.gather_s + busy_s)
         return _DataTraffic(first.gather_s, reduced_s, after_s, all_s, update_s, overlapped_s=reduced_s)
+
+    def _streams_s(self, step: StepSpec, counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """Return the seconds of the gathers and scatters of a step, and those of its scatters, in the stream that takes longest.
+
+        Args:
+            step: the step, under zero=2 or 3.
+            counts: the number of layers of each kind.
+        """
+        m, last = step.num_microbatches, self.prices.kind_of[-1]
+        scatters = m if step.layout.accumulate == "sharded" else 1
+        all_s = scattered_s = 0.0
+        for axis in SHARD_AXES:
+            gathers_s = scatters_s = 0.0
+            for kind, number in counts:
+                part = self.bodies.part(step, kind, number, axis)
+                again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
+                scatters_s += number * part.scatter_s * scatters
+            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        return all_s, scattered_s
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Return the seconds of the all_reduce of `numel` elements of gradients over the replicas."""
