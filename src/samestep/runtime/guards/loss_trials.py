@@ -207,7 +207,7 @@ class LossTrials:
             self._refusals.add(
                 "loss",
                 "loss-not-a-sum",
-                f"{text}. Use one micro-batch per rank, or a number that the loop sets in front of each step",
+                f"{text}. Use one micro-batch per rank, or a number that the loop sets before each step",
             )
         if trial.keeps and self._is_split:
             self._refusals.remark(
