@@ -111,7 +111,7 @@ def open_steps(rank: int, world: int, model: str, layout: str, job: Job, folder:
     """Return after which steps of a run of `samestep train` the host does not know the sums."""
     run = make_run(rank, world, model, layout, job)
     run._stepper.guards.observer = Profiler(range(0), folder, run.place)
-    return [run.step(batch).step > 0 and run._stepper.launched.opened is not None for batch in batches(Tokens(), job)]
+    return [run.step(batch).step > 0 and run._stepper.launched is not None for batch in batches(Tokens(), job)]
 
 
 def test_a_profiler_does_not_keep_the_host_from_running_ahead(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def unused(rank: int, world: int, model: str, layout: str, seed: int) -> dict[st
     losses, ahead, waited = [], [], []
     with waits.counting():
         for loss in unused_weights.reports(run, unused_weights.turns("both", seed)):
-            ahead.append(run._stepper.launched.opened is not None)
+            ahead.append(run._stepper.launched is not None)
             waited.append(Counter(waits.counted)[CLOSED])
             waits.clear()
             losses.append(loss)

@@ -350,22 +350,6 @@ def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "closeness"),
-    [
-        ("dp=256 pp=16 ep=64 zero=3 microbatch=1 recompute=full", 0.98),
-        ("dp_replicate=8 dp_shard=64 pp=8 ep=8 zero=3 microbatch=1 recompute=full", 0.92),
-    ],
-)
-def test_bounds_of_sharded_experts_know_what_no_earlier_unit_prefetches(words: str, closeness: float) -> None:
-    """A layer's experts are two units, and what waits for the second one is up to half of the step."""
-    model, layout, hardware = preset("deepseek-v3", 4096), Layout(words), load("h100x8")
-    given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 15360}, numerics={"precision": "bf16"})
-    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
-    assert closeness * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
     "words", ["dp=16 pp=8 microbatch=1", "dp=16 pp=8 microbatch=1 schedule=interleaved virtual_stages=2"]
 )
 def test_the_own_clock_of_a_pipeline_knows_what_neighbours_wait_for_each_other(words: str) -> None:

@@ -218,17 +218,3 @@ def test_a_counting_hook_that_stages_share_is_refused(kind: str) -> None:
     """A stage calls it for its own weights alone."""
     for text in pool(2).run(_registered, kind):
         assert ("pp=2 calls it for the weights of a stage alone" in text) is (kind != "own"), text
-
-
-@pytest.mark.parametrize("change", [lambda p: p.grad.mul_(0.5), lambda p: setattr(p, "grad", p.grad * 0.5)])
-def test_a_late_hook_of_a_loop_is_refused_with_micro_batches(change: Callable[[Tensor], None]) -> None:
-    """It would be applied to the sum of those so far, again and again."""
-    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    model = Net(limited, False).double()
-    given = _sgd([*model.parameters()])
-    run = samestep.parallelize(model, "cross_entropy", given, layout="dp=1 microbatch=4", job=job)
-    run.step(_batch(False))
-    for param in run.model.parameters():
-        param.register_post_accumulate_grad_hook(change)
-    with pytest.raises(UnprovenError, match=r"register_post_accumulate_grad_hook on .* with microbatch=4"):
-        run.step(_batch(False))

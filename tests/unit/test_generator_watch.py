@@ -60,7 +60,7 @@ def test_the_module_that_draws_is_named(name: str) -> None:
 def test_a_step_reads_the_states_twice_whatever_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def states(_: object) -> object:
+    def states() -> object:
         asked.append(None)
         return states_of()
 

@@ -20,7 +20,7 @@ from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.device_decides import decide
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, StepObserver, StepScalars, SummedScalars, flag_slots
+from samestep.runtime.step_observer import Indices, StepObserver, StepScalars, flag_slots
 from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
@@ -125,9 +125,9 @@ def test_each_flag_of_a_step_has_a_slot_of_its_own() -> None:
     for raised, ranks in itertools.product(SETS_OF_FLAGS, (1, 3, 2**20 + 1)):
         slots = flag_slots({flag: flag in raised for flag in StepFlag}, torch.device("cpu"))
         for uses in ([], [0.0, 2.0]):
-            read = SummedScalars.of([8.0, 4.0, 1.0, *uses, *(slots * ranks).tolist()], len(uses))
+            read = StepScalars.of([8.0, 4.0, 1.0, *uses, *(slots * ranks).tolist()], len(uses))
             assert read.flags == {flag: ranks * (flag in raised) for flag in StepFlag}
-            assert (read.agreed.loss_sum, read.agreed.count, read.agreed.stop) == (8.0, 4.0, read.flags[StepFlag.STOP])
+            assert (read.loss_sum, read.count) == (8.0, 4.0)
             assert read.uses == [uses]
 
 

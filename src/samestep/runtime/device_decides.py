@@ -14,24 +14,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from samestep.program.ops import FLAG_SLOTS, REPLICA_SCALARS, StepFlag
-from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.open_step import HostDecides, OpenStep, ReadStep, StepState, read_with
+from samestep.runtime.open_step import HostDecides, StepState, read_with
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import gradients_of
 
 
@@ -115,95 +113,13 @@ class DeviceDecides(HostDecides):
         step_unless(self.updater, self._decision.held_back, self._decision.factor)
 
 
-class Closes(Protocol):
-    """The second half of a step: a `Stepper`."""
-
-    steps_taken: int
-
-    def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
-        """Change this rank's weights."""
-
-    def read(self, opened: OpenStep) -> ReadStep:
-        """Wait for a step's sums."""
-
-    def update(self, read: ReadStep) -> StepReport:
-        """Return the report of a step whose sums are read."""
-
-
-class LaunchedStep:
-    """The step whose update was launched, and whose sums the host has not read, if there is one."""
-
-    def __init__(self, steps: Closes) -> None:
-        self._steps = steps
-        self.opened: OpenStep | None = None
-
-    def launch(self, opened: OpenStep, decider: DeviceDecides, assembly: Assembly, used: UsedWeights) -> StepReport:
-        """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
-        updater = decider.updater
-        opened.prepare(updater)
-        if updater.live.was_written_early():
-            updater.live.take_over()
-        updater.unused = used.expected()
-        self._steps.change(assembly, decider.update)
-        self._steps.steps_taken = opened.batch.step + 1
-        opened.report = StepReport.late(self._steps.steps_taken, self.close)
-        self.opened = opened
-        opened.batch.before_next(self.close)
-        return opened.report
-
-    def close(self) -> None:
-        """Read the sums of the step, and do what they ask for.
-
-        Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
-        its next step.
-        """
-        opened, self.opened = self.opened, None
-        if opened is None:
-            return
-        assert opened.report is not None
-        self._steps.steps_taken = opened.batch.step
-        try:
-            opened.report.fill(self._steps.update(self._steps.read(opened)))
-        except BaseException as error:
-            opened.report.fail(error)
-            raise
-
-
 class Deciders:
-    """The choice of who decides on each step of a run: always the host, which on a CPU has nothing to wait for."""
+    """The choice of who decides on each step of a run: on a CPU always the host, which has nothing to wait for there. All ranks choose alike."""
 
-    def __init__(self, assemblies: HeldAssembly) -> None:
+    def __init__(self, assemblies: HeldAssembly, spikes: SpikeWatch) -> None:
         self._own = assemblies
         self.num_updates = 0
         """Updates of the weights in this process, of which the host waits for the first."""
-
-    @staticmethod
-    def of(own: HeldAssembly, spikes: SpikeWatch) -> Deciders:
-        """Return those of a run on its device."""
-        return DeviceDeciders(own, spikes) if own.place.device.type == "cuda" else Deciders(own)
-
-    def begin_step(self, updater: Updater) -> None:
-        """Note the weights before the forwards of a step on which the device may decide."""
-
-    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> HostDecides:
-        """Return who decides on a step whose backwards are launched; with `host_reads` the host reads its scalars in any case."""
-        return HostDecides(self._own.current.weights.updater)
-
-    def leave_to_host(self, step: int, refusals: Refusals, *, has_left_out: bool) -> None:
-        """Let the host decide from now on, since a step, counted from 0, writes weights as no count of torch shows.
-
-        `has_left_out` says that the device has decided on steps before, which may have lost what was written.
-
-        Raises:
-            UnprovenError: it has.
-        """
-
-
-class DeviceDeciders(Deciders):
-    """The choice on a GPU. Every rank has one, and all choose alike."""
-
-    def __init__(self, assemblies: HeldAssembly, spikes: SpikeWatch) -> None:
-        super().__init__(assemblies)
         self._acts_on_spikes = spikes.acts
         self._device = assemblies.place.device
         self.writes_unseen = False
@@ -221,6 +137,8 @@ class DeviceDeciders(Deciders):
             return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags(), least)
 
         updater, may_decide = self._own.current.weights.updater, self._device_may_decide
+        if self._device.type != "cuda":
+            return HostDecides(updater)
         is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return DeviceDecides(updater, follow)
@@ -247,7 +165,7 @@ class DeviceDeciders(Deciders):
     @property
     def _device_may_decide(self) -> bool:
         """Whether updates may be launched before the host knows the sums: where the optimizer allows it."""
-        return not self.writes_unseen and self._updaters_hold_back
+        return self._device.type == "cuda" and not self.writes_unseen and self._updaters_hold_back
 
     @functools.cached_property
     def _updaters_hold_back(self) -> bool:

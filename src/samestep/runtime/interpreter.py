@@ -141,7 +141,7 @@ class Interpreter:
         if objective.sums.moved:
             self.trials.refuse_moved_counts(objective.sums.moved)
         objective.watch.least |= result.least
-        if weight and self.trials.sees_new_loss(objective.watch, loss.own):
+        if weight:
             self.trials.ask(self.assembly, loss.own, outputs, part, indices)
         # What is kept of it: the numbers for the report, and for the backward which of its gradients are uses of weights.
         numbers = loss.numbers(result, objective.names, totals)

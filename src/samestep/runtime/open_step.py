@@ -18,7 +18,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.loss_trials import LossTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_observer import StepBatch, StepNumbers, SummedScalars
+from samestep.runtime.step_observer import StepBatch, StepNumbers, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
 from samestep.state.writes import KeptTensors
@@ -133,13 +133,13 @@ class OpenStep:
         updater.rates.set(self.lr_factor)
         updater.step_index = self.batch.step
 
-    def read(self, num_unsure: int) -> SummedScalars:
+    def read(self, num_unsure: int) -> StepScalars:
         """Wait for the sums, of which each replica has the uses of `num_unsure` weights, and for the two numbers of the decider."""
         *sums, held_back, written = self.sums.numbers()
         self.was_written = bool(written)
         if held_back > 0:
             self.state = StepState.HELD_BACK
-        return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
+        return StepScalars.of(sums, num_unsure, self.names.num_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ReadStep:
     """A step whose sums the host has read: what the ranks have agreed on."""
 
     opened: OpenStep
-    summed: SummedScalars
+    summed: StepScalars
     numbers: StepNumbers
     note: str
     """Why its numbers are unusual; mostly empty."""

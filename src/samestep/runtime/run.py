@@ -71,8 +71,6 @@ from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
 from samestep.runtime.weights.weights_in_loops import computing
 
-Measure = Callable[[Any, Any], Any]
-"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
@@ -339,7 +337,7 @@ class Run(RunInParts):
 
     @calls.checked
     def evaluate(
-        self, batch: StepBatch | Dataset | Any, metrics: Measure | None = None, *, local: bool = False
+        self, batch: StepBatch | Dataset | Any, metrics: Loss | None = None, *, local: bool = False
     ) -> dict[str, float]:
         """Return the mean of the loss over a dataset or a batch, as {"loss": ...}, without gradients; each sample counts once.
 

@@ -44,17 +44,46 @@ class ReplicaScalars:
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
-    """The scalars of one step, each summed over all ranks."""
+    """The scalars of one step, each summed over all ranks, as the host has read them."""
 
-    loss_sum: float
-    count: float
-    """Tokens or samples that the loss counts."""
-    norm_squared: float
-    """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
-    stop: float
-    """Number of ranks that were asked to stop."""
-    replicas: tuple[ReplicaScalars, ...] = ()
+    replicas: tuple[ReplicaScalars, ...]
     """Those of each replica, where replicas are trained apart; else one."""
+    flags: Mapping[StepFlag, float]
+    """The number of ranks that raise each flag."""
+    uses: list[Sequence[float]]
+    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+    reported: Sequence[float] = ()
+    """The sum and the count of each named term and value of the loss, over all replicas."""
+
+    @property
+    def loss_sum(self) -> float:
+        """The sum of the loss over the step."""
+        return sum(replica.loss_sum for replica in self.replicas)
+
+    @property
+    def count(self) -> float:
+        """Tokens or samples that the loss counts."""
+        return sum(replica.count for replica in self.replicas)
+
+    @property
+    def norm_squared(self) -> float:
+        """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
+        return sum(replica.norm_squared for replica in self.replicas)
+
+    def guarded(self, least: float) -> StepScalars:
+        """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
+        replicas = [replace(replica, count=max(replica.count, least)) for replica in self.replicas]
+        return replace(self, replicas=tuple(replicas)) if least else self
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> StepScalars:
+        """Return the scalars in the numbers of a step; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
+        sums, width = numbers[:-FLAG_SLOTS], len(REPLICA_SCALARS)
+        each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
+        parts = [sums[start : start + each] for start in range(0, len(sums), each)]
+        replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
+        reported = [*map(sum, zip(*(part[uses.stop :] for part in parts), strict=True))]
+        return cls(replicas, _flags_in(numbers[-FLAG_SLOTS:]), [part[uses] for part in parts], reported)
 
 
 class StepObserver:
@@ -150,40 +179,6 @@ _IN_SLOTS = [flag for flag in StepFlag if flag not in (StepFlag.RECORD, StepFlag
 
 
 @dataclass(frozen=True, slots=True)
-class SummedScalars:
-    """The scalars that the ranks summed, as the host has read them."""
-
-    agreed: StepScalars
-    flags: Mapping[StepFlag, float]
-    """The number of ranks that raise each flag."""
-    uses: list[Sequence[float]]
-    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
-    reported: Sequence[float] = ()
-    """The sum and the count of each named term and value of the loss, over all replicas."""
-
-    def guarded(self, least: float) -> SummedScalars:
-        """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
-        if not least:
-            return self
-        replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.agreed.replicas])
-        count = sum(replica.count for replica in replicas)
-        return replace(self, agreed=replace(self.agreed, count=count, replicas=replicas))
-
-    @classmethod
-    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> SummedScalars:
-        """Return what the numbers of a step say; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
-        sums, width = numbers[:-FLAG_SLOTS], len(REPLICA_SCALARS)
-        flags = _flags_in(numbers[-FLAG_SLOTS:])
-        each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
-        parts = [sums[start : start + each] for start in range(0, len(sums), each)]
-        replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
-        columns = [*map(sum, zip(*parts, strict=True))]
-        loss_sum, count, norm_squared = columns[:width]
-        agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
-        return cls(agreed, flags, [part[uses] for part in parts], columns[uses.stop :])
-
-
-@dataclass(frozen=True, slots=True)
 class StepNumbers:
     """The loss and the gradient norm of a step, as they follow on the host from its summed scalars."""
 
@@ -198,16 +193,16 @@ class StepNumbers:
     """The norm of each replica's gradients."""
 
     @classmethod
-    def of(cls, agreed: StepScalars, numerator: float) -> StepNumbers:
+    def of(cls, scalars: StepScalars, numerator: float) -> StepNumbers:
         """Return the numbers of a step whose gradients are scaled by the count over `numerator`."""
-        scales = [numerator / replica.count if replica.count else None for replica in agreed.replicas]
+        scales = [numerator / replica.count if replica.count else None for replica in scalars.replicas]
         norms = [
             math.sqrt(replica.norm_squared) * (scale or 0.0)
-            for replica, scale in zip(agreed.replicas, scales, strict=True)
+            for replica, scale in zip(scalars.replicas, scales, strict=True)
         ]
-        loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
+        loss = scalars.loss_sum / scalars.count if scalars.count else math.nan
         norm = math.hypot(*norms) / math.sqrt(len(norms))
-        is_masked = not agreed.count and math.isfinite(agreed.loss_sum) and math.isfinite(norm)
+        is_masked = not scalars.count and math.isfinite(scalars.loss_sum) and math.isfinite(norm)
         return cls(loss, norm, is_masked, scales, norms)
 
     @property

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
+from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
@@ -37,7 +37,7 @@ from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
-from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, SummedScalars, flag_slots
+from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, StepScalars, flag_slots
 from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
 from samestep.state.snapshot import KeptValues
 
@@ -54,9 +54,10 @@ class Stepper:
         self.steps_taken = 0
         self.guards = StepGuards(assemblies, observer)
         self.refusals = self.guards.refusals
-        self._deciders = Deciders.of(assemblies, self.guards.spikes)
+        self._deciders = Deciders(assemblies, self.guards.spikes)
         self.progress = Progress.BETWEEN
-        self.launched = LaunchedStep(self)
+        self.launched: OpenStep | None = None
+        """The step whose update was launched, and whose sums the host has not read, if there is one."""
         self._data_wait_s = 0.0
         self._count_each = 0.0
         """The count of a sample in the last step in which hooks have seen how large gradients are."""
@@ -68,8 +69,7 @@ class Stepper:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        if self.launched.opened is not None:
-            self.launched.close()
+        self._close()
         return self._own.current
 
     @property
@@ -116,8 +116,39 @@ class Stepper:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
         opened = self.backward(batch)
         if isinstance(opened.decider, DeviceDecides):
-            return self.launched.launch(opened, opened.decider, self.held, self.used)
+            return self._launch(opened, opened.decider)
         return self.update(self.read(opened))
+
+    def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
+        """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
+        assembly, updater = self.held, decider.updater
+        opened.prepare(updater)
+        if updater.live.was_written_early():
+            updater.live.take_over()
+        updater.unused = self.used.expected()
+        self.change(assembly, decider.update)
+        self.steps_taken = opened.batch.step + 1
+        opened.report = StepReport.late(self.steps_taken, self._close)
+        self.launched = opened
+        opened.batch.before_next(self._close)
+        return opened.report
+
+    def _close(self) -> None:
+        """Read the sums of a step whose update was launched, if there is one, and do what they ask for.
+
+        Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
+        its next step.
+        """
+        opened, self.launched = self.launched, None
+        if opened is None:
+            return
+        assert opened.report is not None
+        self.steps_taken = opened.batch.step
+        try:
+            opened.report.fill(self.update(self.read(opened)))
+        except BaseException as error:
+            opened.report.fail(error)
+            raise
 
     def backward(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
         """Run the forwards and backwards of a step, or of one backward of it, and begin to sum its scalars over the ranks.
@@ -171,7 +202,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         summed = self._sums_of(opened)
-        numbers = StepNumbers.of(summed.agreed, opened.numerator)
+        numbers = StepNumbers.of(summed, opened.numerator)
         again = functools.partial(self.forward_backward, of=opened.of)
         note = self.guards.note_of(numbers, self.held, opened.batch, again)
         if not note and not opened.of.is_apart:
@@ -232,10 +263,10 @@ class Stepper:
         weights.updater.publish()
         weights.store.publish()
         again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
-        numbers = StepNumbers.of(self._sums_of(again).agreed, again.numerator)
+        numbers = StepNumbers.of(self._sums_of(again), again.numerator)
         return numbers.loss, (numbers.scales[0] or 0.0) * clip_factor(numbers.norms[0], self.job.optimizer.clip_norm)
 
-    def _sums_of(self, opened: OpenStep) -> SummedScalars:
+    def _sums_of(self, opened: OpenStep) -> StepScalars:
         """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up, or in which hooks have seen gradients of
         a mean over another count, is taken once more.
 
@@ -254,8 +285,7 @@ class Stepper:
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
         self._answer(summed, opened.batch)
-        least = self.refusals.watch.least_count(opened.names)
-        return summed.guarded(least) if least else summed
+        return summed.guarded(self.refusals.watch.least_count(opened.names))
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -272,19 +302,19 @@ class Stepper:
         self.progress = progress
         opened.sums, opened.state, opened.numerator = again.sums, again.state, again.numerator
 
-    def _has_other_count(self, summed: SummedScalars, opened: OpenStep) -> bool:
+    def _has_other_count(self, summed: StepScalars, opened: OpenStep) -> bool:
         """Return whether the count of a step is another than what its backward has divided by, and let its repetition divide by it."""
         count = opened.of.count
         if not count:
             return False
-        counted = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
+        counted = max(summed.count, self.refusals.watch.least_count(opened.names))
         if not counted or self._own.are_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
         opened.of = replace(opened.of, count=counted)
         return not math.isclose(counted, count, rel_tol=1e-9)
 
-    def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
+    def _answer(self, summed: StepScalars, batch: StepBatch) -> None:
         """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
@@ -292,7 +322,7 @@ class Stepper:
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
-        self.guards.observer.agreed(summed.agreed)
+        self.guards.observer.agreed(summed)
         if summed.flags[StepFlag.RECORD] and (line := self.guards.observer.asked_to_record(batch.step + 1)):
             self.refusals.remark(line)
         if summed.flags[StepFlag.STOP]:
@@ -318,7 +348,7 @@ class Stepper:
     def report(self, read: ReadStep, part: UpdatedPart = ALL, *, skipped: bool = False) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         opened, summed, numbers = read.opened, read.summed, read.numbers
-        count, device, step_s = summed.agreed.count, self.place.device, time.perf_counter() - opened.began_s
+        count, device, step_s = summed.count, self.place.device, time.perf_counter() - opened.began_s
         terms, values = opened.names.means(summed.reported, self.refusals.watch.agreed)
         memory_bytes, reserved_bytes = peaks_of(device)
         return StepReport(

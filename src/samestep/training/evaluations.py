@@ -27,13 +27,14 @@ from torch import Tensor
 from samestep.building.loss import values_of
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.errors import DataError, JobError, SamestepError, SaveError, did_you_mean
+from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
 from samestep.output import durable_files
 from samestep.output.durable_files import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.run import Measure, Run
+from samestep.runtime.run import Run
 from samestep.state.snapshot import preserve_function
 from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 
@@ -161,7 +162,7 @@ class EarlyStopping:
     """Evaluations in a row without a better mean after which the loop ends; 0: it goes on."""
     keep_best: bool = False
     """Whether FOLDER/best holds the checkpoint with the best mean."""
-    metrics: Measure | None = None
+    metrics: Loss | None = None
     """A function of (outputs, batch) -> {"name": (sum, count), ...}. Its means are reported beside the loss."""
     monitor: str = ""
     """The mean that decides, such as "held_out/accuracy"; by default the loss of the first set."""
@@ -240,7 +241,7 @@ class EarlyStopping:
         )
 
 
-def _names_of(measure: Measure, run: Run, dataset: Any) -> tuple[str, ...]:
+def _names_of(measure: Loss, run: Run, dataset: Any) -> tuple[str, ...]:
     """Return the names of what a measure returns for the first sample of a data set, or for a few; none where these are not put together,
     or the set can only be read in order.
 

@@ -37,7 +37,7 @@ from samestep.datasets import (
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError, to_words
-from samestep.examination.examine import Source, examine
+from samestep.examination.examine import Loss, Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_files import model_folder
@@ -45,7 +45,7 @@ from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.spec import ModelAnalysis, ModelSpec, to_json
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.run import Measure, Run
+from samestep.runtime.run import Run
 from samestep.runtime.run_batches import check_labels
 from samestep.trees import tree_leaves
 
@@ -154,7 +154,7 @@ def held_out_losses(run: Run, workload: Workload) -> dict[str, float]:
     return {name: _held_out_means(run, dataset)["loss"] for name, dataset in workload.held_out.items()}
 
 
-def _held_out_means(run: Run, dataset: Dataset, measure: Measure | None = None) -> dict[str, float]:
+def _held_out_means(run: Run, dataset: Dataset, measure: Loss | None = None) -> dict[str, float]:
     """Return the mean loss over held-out samples, and the means of a measure."""
     count = min(run.job.train.evaluate_samples, len(dataset))
     indices = sample_indices(0, count, len(dataset), run.job.train.seed)

@@ -230,7 +230,7 @@ def divisions(
     """Return how samples may be divided, as their halves show it: one way, unless outputs of equal rows fit two; none if the outputs of a
     half have other tensors, or no dimension holds the samples.
 
-    `graded` says through which tensors of the outputs a backward goes; by default through all but weights.
+    `graded` says through which tensors of the outputs a backward goes: none if it is empty, and by default all but weights.
     """
     runs, sizes = (together, *halves), (halves[0].size, halves[1].size)
     outputs, batches = [tensors_in(run.outputs) for run in runs], [tensors_in(run.batch) for run in runs]
@@ -245,10 +245,12 @@ def divisions(
     ]
     if not all(places):
         return []
-    if graded is None or len(graded) != num_outputs:
+    if graded is None or len(graded) not in (0, num_outputs):
         graded = [not isinstance(leaf, nn.Parameter) for leaf in outputs[WHOLE]]
     takes = [
-        i for i, leaf in enumerate(outputs[WHOLE]) if graded[i] and leaf.is_floating_point() and places[i] != [None]
+        i
+        for i, leaf in enumerate(outputs[WHOLE])
+        if graded and graded[i] and leaf.is_floating_point() and places[i] != [None]
     ]
     trees = tuple((run.outputs, run.batch) for run in runs)
     tensors = tuple([leaf.detach() for leaf in of_run] for of_run in leaves)

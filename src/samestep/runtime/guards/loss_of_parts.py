@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def _judge_division(
     if memory.reason:
         return memory
     with preserve_function(keeping) as snapshot:
-        tried = _Tried(loss, snapshot)
+        tried = functools.partial(_ValuesOfWhole, loss, snapshot)  # each call begins from what the loss has kept
         outcome = _compare_sums(tried, some)
         if outcome.judged and not outcome.reason:
             outcome = _try_moved(tried, some, outcome)
@@ -155,30 +155,23 @@ def _judge_division(
     return replace(outcome, keeps=memory.keeps, acts_by_calls=memory.acts_by_calls)
 
 
-class _Tried(NamedTuple):
-    """A loss, and what it keeps between calls as it was before them, from which each call begins if it is given."""
-
-    loss: Loss
-    state: KeptValues | None = None
-
-
 # -- sums, counts and gradients --------------------------------------------------------------------
 
 
-def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
+def _compare_sums(tried: Callable[[], _ValuesOfWhole], some: DividedSamples) -> LossTrial:
     """Evaluate the loss on all samples, twice, and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
-    for way in _WAYS:
-        values = _ValuesOfWhole()
+    for raised in _RAISED:
+        values = tried()
         try:
             with within(values), Keeping(values):
-                together, again, *halves = [values.evaluate(tried, some, part, way) for part in (WHOLE, *PARTS)]
+                together, again, *halves = [values.evaluate(some, part, raised=raised) for part in (WHOLE, *PARTS)]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
             error = error or caught
             continue
-        return _outcome(together, again, halves, values, way)
+        return _outcome(together, again, halves, values)
     cause = error.__cause__ if error is not None and error.__cause__ is not None else error
     words = str(cause).strip().partition("\n")[0]
     text = (
@@ -188,26 +181,22 @@ def _compare_sums(tried: _Tried, some: DividedSamples) -> LossTrial:
     return LossTrial(text, is_indivisible=True)
 
 
-def _outcome(
-    together: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole, way: _Way
-) -> LossTrial:
+def _outcome(together: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole) -> LossTrial:
     if together.went_back:
         return LossTrial(_GOES_BACK)
-    for name, (total, _) in together.amounts.items():
-        if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
-            return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0], ""))
+    if reason := _another_sum(together, again):
+        return LossTrial(reason)
     if values.parts_differ():
         return LossTrial(_KEEPS_OF_PART)
-    outcome = _compare_halves(together, halves, raised=way.raised)
+    outcome = _compare_halves(together, halves)
     if outcome.judged and not outcome.reason:  # what the whole has found over all samples is a constant the second time
-        outcome = replace(outcome, reason=_compare_gradients(again, halves, raised=way.raised))
+        outcome = replace(outcome, reason=_compare_gradients(again, halves))
     return replace(
         outcome, counts={name: count for name, (_, count) in together.amounts.items() if not name.startswith(VALUES)}
     )
 
 
-def _compare_halves(together: _LossValue, halves: list[_LossValue], *, raised: bool) -> LossTrial:
-    tolerance = LIMITS_OF_SUMS[torch.float64 if raised and together.is_float64 else torch.float32]
+def _compare_halves(together: _LossValue, halves: list[_LossValue]) -> LossTrial:
     judged = {name: together.amounts[name] for name in together.amounts if together.counts(name)}
     of_parts = {name: amount for name, amount in judged.items() if not _is_of_no_sample(name, amount, halves)}
     if not judged or (len(judged) < len(together.amounts) and not of_parts):
@@ -216,16 +205,15 @@ def _compare_halves(together: _LossValue, halves: list[_LossValue], *, raised: b
         for name, amount in (of_parts or judged).items():
             total, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
             least = 0.0 if index else LEAST_MEAN * abs(amount[1])
-            if not abs(total - sum(both)) <= tolerance * max(least, abs(total), *map(abs, both)):
+            if not abs(total - sum(both)) <= together.limit * max(least, abs(total), *map(abs, both)):
                 text = f"its {word}{_of(name)} is {total:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
                 rounds = f", and it is rounded to {together.rounded_to}. Use a loss that computes it in float32"
                 return LossTrial(text + rounds if together.rounded_to and not index else text)
     return LossTrial(is_zero=not any(total for value in (together, *halves) for total, _ in value.amounts.values()))
 
 
-def _compare_gradients(together: _LossValue, halves: list[_LossValue], *, raised: bool) -> str:
+def _compare_gradients(together: _LossValue, halves: list[_LossValue]) -> str:
     """Return the reason against a loss whose gradients by the outputs are not those of the halves added up."""
-    limit = LIMITS_OF_SUMS[torch.float64 if raised and together.is_float64 else torch.float32]
     for name, of_whole in together.gradients.items():
         if _is_of_no_sample(name, together.amounts[name], halves):
             continue
@@ -237,7 +225,7 @@ def _compare_gradients(together: _LossValue, halves: list[_LossValue], *, raised
             total = sum(parts, torch.zeros_like(gradient))
             size = max([LEAST_MEAN, *(float(part.abs().max()) for part in (gradient, *parts) if part.numel())])
             off = float((gradient - total).abs().max()) if gradient.numel() else 0.0
-            if math.isfinite(size) and off > limit * size:
+            if math.isfinite(size) and off > together.limit * size:
                 return (
                     f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add "
                     "up, as with a statistic of the batch behind detach(), or a hook on a gradient"
@@ -262,7 +250,7 @@ def _of(name: str) -> str:
 # -- what is changed -------------------------------------------------------------------------------
 
 
-def _try_moved(tried: _Tried, some: DividedSamples, outcome: LossTrial) -> LossTrial:
+def _try_moved(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, outcome: LossTrial) -> LossTrial:
     """Try outputs that are moved a little, and far; a loss that is not defined for them was tried on the real ones.
 
     A loss that is zero everywhere, as one with a margin may be, has shown nothing yet.
@@ -280,13 +268,16 @@ def _try_moved(tried: _Tried, some: DividedSamples, outcome: LossTrial) -> LossT
     return LossTrial(judged=not is_zero, moving=moving)
 
 
-def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float]) -> str:
+def _try_other_half(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
     second: _LossValue | None = None  # of the values that it has, unless it reads those of all samples
     for changed, has_other_second in some.with_other_half(numbers):
         try:
-            with within(values := _ValuesOfWhole()), Keeping(values):
-                parts = (values.evaluate(tried, changed, part, _WITHOUT_GRADIENTS) for part in PARTS)
+            with (
+                within(values := tried()),
+                Keeping(values),
+            ):  # of sums and counts alone: a backward takes as long as the loss
+                parts = (values.evaluate(changed, part, raised=True, gradients=False) for part in PARTS)
                 together, first = next(parts), next(parts)
                 other = next(parts) if second is None or has_other_second or not values.is_unread else second
         except torch.OutOfMemoryError:
@@ -295,7 +286,7 @@ def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float
             continue
         second = second if has_other_second or not values.is_unread else other
         halves = [first, other]
-        if reason := _compare_halves(together, halves, raised=True).reason:
+        if reason := _compare_halves(together, halves).reason:
             if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
                 return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
@@ -306,7 +297,9 @@ def _try_other_half(tried: _Tried, some: DividedSamples, numbers: Sequence[float
     return ""
 
 
-def _try_more(tried: _Tried, some: DividedSamples, numbers: Sequence[float], num_samples: int) -> str:
+def _try_more(
+    tried: Callable[[], _ValuesOfWhole], some: DividedSamples, numbers: Sequence[float], num_samples: int
+) -> str:
     """Return the reason against a loss that does not add up over more samples than were run, as one that a count of them changes; up to
     `num_samples`. A loss that is not defined for them was tried on fewer.
     """
@@ -331,22 +324,23 @@ def _memory(loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
 
     Of the other outputs those count first on which it is defined.
     """
-    for moved, way in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _WAYS):
+    for moved, raised in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _RAISED):
+        alone = functools.partial(_evaluate_alone, loss, raised=raised)
         try:
             with preserve_function(keeping) as snapshot:
-                first = _evaluate_alone(loss, some, way)
+                first = alone(some)
                 later_state = KeptValues(keeping) if snapshot.changed() else None
             with preserve_function(keeping):
-                _evaluate_alone(loss, some, way, PARTS[1])
+                alone(some, PARTS[1])
                 keeps = later_state.changed() if later_state is not None else ""
             if later_state is not None and not keeps:  # the number of its calls
                 with preserve_function(keeping):
-                    is_alike = functools.partial(_is_alike, first, loss, some, way)
+                    is_alike = functools.partial(_is_alike, first, functools.partial(alone, some))
                     return LossTrial(acts_by_calls=acts_by_calls(keeping, is_alike))
             with preserve_function(keeping):
                 for _ in range(_OTHERS):
-                    _evaluate_alone(loss, moved, way)
-                reason = _another_sum(first, _evaluate_alone(loss, some, way))
+                    alone(moved)
+                reason = _another_sum(first, alone(some), " after others")
             return LossTrial(reason, keeps=keeps)
         except torch.OutOfMemoryError:
             raise
@@ -359,53 +353,40 @@ def _began_otherwise(loss: Loss, some: DividedSamples, keeping: Loss, began: Kep
     """Return whether the sum of a loss is another one in the state in which the step has found it."""
     try:
         with preserve_function(keeping):
-            now = _evaluate_alone(loss, some, _WAYS[-1])
+            now = _evaluate_alone(loss, some, raised=False)
         with preserve_function(keeping):
             began.restore(generators=False)
-            return bool(_another_sum(_evaluate_alone(loss, some, _WAYS[-1]), now))
+            return bool(_another_sum(_evaluate_alone(loss, some, raised=False), now))
     except Exception:  # of the user's own code
         return False
 
 
-def _is_alike(first: _LossValue, loss: Loss, some: DividedSamples, way: _Way) -> bool:
-    return not _another_sum(first, _evaluate_alone(loss, some, way))
+def _is_alike(first: _LossValue, evaluate: Callable[[], _LossValue]) -> bool:
+    return not _another_sum(first, evaluate())
 
 
-def _another_sum(first: _LossValue, again: _LossValue) -> str:
-    """Return how the sums of a loss differ that was called on others in between; empty if they are the same."""
+def _another_sum(first: _LossValue, again: _LossValue, words: str = "") -> str:
+    """Return how the sums of a loss differ that was called twice, with `words` on what was called in between; empty if they are the same."""
     for name, (total, _) in first.amounts.items():
         last = again.amounts.get(name, (math.nan, 0.0))[0]
         if math.isfinite(total) and not abs(last - total) <= EXACT * abs(total):
-            return _KEEPS.format(f"sum{_of(name)}", total, last, " after others")
+            return _KEEPS.format(f"sum{_of(name)}", total, last, words)
     return ""
 
 
 # -- evaluating ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A way to evaluate a loss."""
-
-    raised: bool
-    """In float64, or as it is."""
-    graph: bool
-    """With a graph, for its gradients or a loss that differentiates its outputs."""
-    gradients: bool = True
-    """Whether the gradients of its sums are computed where there is a graph."""
-
-
-_WAYS = tuple(_Way(raised, graph) for graph in (True, False) for raised in (True, False))
-"""The best first."""
-_WITHOUT_GRADIENTS = _Way(raised=True, graph=True, gradients=False)
-"""Where sums and counts alone are compared, of as many values as a loss has numbers: a backward takes as long as the loss."""
+_RAISED = (True, False)
+"""Whether a loss is evaluated in float64, or as it is, if it cannot be in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LossValue:
     amounts: dict[str, tuple[float, float]]
     """The sum and the count of each term, and of each value."""
-    is_float64: bool
+    limit: float
+    """The largest relative difference of two orders of such sums: of float64, if the loss was evaluated so and returned it."""
     went_back: bool
     """Whether the loss has computed gradients by `backward`."""
     gradients: dict[str, list[Tensor | None]]
@@ -419,28 +400,28 @@ class _LossValue:
         return math.isfinite(total) and math.isfinite(count) and count != 0.0
 
 
-def _evaluate_alone(loss: Loss, some: DividedSamples, way: _Way, part: int = WHOLE) -> _LossValue:
+def _evaluate_alone(loss: Loss, some: DividedSamples, part: int = WHOLE, *, raised: bool) -> _LossValue:
     """Return the sums of a loss on all samples or a part of them, with the random numbers that every such call draws."""
-    with preserve_generators(), within(values := _ValuesOfWhole()):
-        return values.evaluate(_Tried(loss), some, part, replace(way, gradients=False))
+    with preserve_generators(), within(values := _ValuesOfWhole(loss)):
+        return values.evaluate(some, part, raised=raised, gradients=False)
 
 
-def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:
-    """Evaluate a loss on one of `PARTS`."""
-    leaves = cast_floating(some.tensors[WHOLE], torch.float64) if way.raised else some.tensors[WHOLE]
-    if way.graph:
-        leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
-    with disable_current_modes(), torch.set_grad_enabled(way.graph):
-        outputs, batch = some.part(leaves, part, raised=way.raised)
-        with _InFloat64() if way.raised else nullcontext():
+def _evaluate(loss: Loss, some: DividedSamples, part: int, *, raised: bool, gradients: bool) -> _LossValue:
+    """Evaluate a loss on one of `PARTS`, in float64 if it is `raised`, and if asked the `gradients` of its sums."""
+    leaves = cast_floating(some.tensors[WHOLE], torch.float64) if raised else some.tensors[WHOLE]
+    leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
+    with disable_current_modes(), torch.enable_grad():
+        outputs, batch = some.part(leaves, part, raised=raised)
+        with _InFloat64() if raised else nullcontext():
             result = loss_result(loss(outputs, batch))
-            is_graded = way.graph and way.gradients and len(some.graded) > 0
-            gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
-    is_float64 = all(total.dtype is torch.float64 for total, _ in result.terms.values())
-    went_back = way.graph and any(leaf.grad is not None for leaf in leaves)
+            is_graded = gradients and len(some.graded) > 0
+            of_sums = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
+    is_wide = raised and all(total.dtype is torch.float64 for total, _ in result.terms.values())
+    limit = LIMITS_OF_SUMS[torch.float64 if is_wide else torch.float32]
+    went_back = any(leaf.grad is not None for leaf in leaves)
     amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in result.amounts.items()}
     halves = (str(total.dtype).removeprefix("torch.") for total, _ in result.terms.values() if total.dtype.itemsize < 4)
-    return _LossValue(amounts, is_float64, went_back, gradients, next(halves, ""))
+    return _LossValue(amounts, limit, went_back, of_sums, next(halves, ""))
 
 
 def _gradients_of(result: LossResult, leaves: list[Tensor]) -> dict[str, list[Tensor | None]]:
@@ -452,23 +433,26 @@ def _gradients_of(result: LossResult, leaves: list[Tensor]) -> dict[str, list[Te
 
 
 class _ValuesOfWhole:
-    """The scope of `samestep.batch_sum` and its like in a trial: halves are given what the first evaluation, of the whole, has found.
+    """Evaluations of a loss, and the scope of `samestep.batch_sum` and its like in them: halves are given what the first one, of the whole, has
+    found.
 
     It is the keeper of `samestep.after_step` too: what a buffer gets then must follow from these alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss, state: KeptValues | None = None) -> None:
+        """Evaluate a loss, each time from the `state` that it kept before, if one is given."""
+        self._loss, self._state = loss, state
         self._kept: list[dict[int, Tensor]] = []
         """Next values of buffers in each evaluation, by the identities of the buffers."""
         self._found: list[Any] = []
         self._next: Iterator[Any] | None = None
 
-    def evaluate(self, tried: _Tried, some: DividedSamples, part: int, way: _Way) -> _LossValue:
-        """Evaluate a loss on one of `PARTS`, the first time on all samples."""
+    def evaluate(self, some: DividedSamples, part: int, *, raised: bool, gradients: bool = True) -> _LossValue:
+        """Evaluate the loss on one of `PARTS`, the first time on all samples."""
         self._kept.append({})
-        if tried.state is not None:
-            tried.state.restore(generators=False)
-        value = _evaluate(tried.loss, some, part, way)
+        if self._state is not None:
+            self._state.restore(generators=False)
+        value = _evaluate(self._loss, some, part, raised=raised, gradients=gradients)
         self._next = iter(self._found)
         return value
 

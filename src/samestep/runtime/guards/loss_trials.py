@@ -98,17 +98,15 @@ class LossTrials:
 
     # -- in the forwards of a step -----------------------------------------------------------------
 
-    def sees_new_loss(self, watch: LossWatch, total: Tensor) -> bool:
-        """Return whether the loss has done what was not tried, in the sum of a micro-batch; that of a forward shows by how its graph ends."""
-        if isinstance(self.loss, ModelLoss) and self._is_split:
-            watch.pairs.add(last_operations(total))
-        return watch.is_new or not self.is_tried
-
     def ask(self, assembly: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
-        """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
-        over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
+        """Ask for a trial of the loss at the end of the step's backward, if it has done what was not tried in the sum `total` of a micro-batch:
+        whether it is a sum over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
         watch, loss = assembly.objective.watch, self.loss
+        if isinstance(loss, ModelLoss) and self._is_split:  # which shows by how its graph ends
+            watch.pairs.add(last_operations(total))
+        if self.is_tried and not watch.is_new:
+            return
         if isinstance(scope := assembly.objective.sums, WholeBatch):  # no sum over samples, on any rank
             if scope.graph is not None:
                 self._refuse_way(self._way_beside(assembly, *scope.graph))
@@ -117,9 +115,8 @@ class LossTrials:
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
         is_of_forward, is_sliced = isinstance(loss, ModelLoss), self._layout.cp > 1
-        is_other = watch.tried and (watch.is_new or not self.is_tried)
         is_known = loss is cross_entropy if is_sliced else is_known_sum(loss)
-        if is_known or (is_of_forward and (is_sliced or not is_other)):
+        if is_known or (is_of_forward and (is_sliced or not watch.tried)):
             self._settle(watch, watch.pairs)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
@@ -172,7 +169,7 @@ class LossTrials:
                 self._settle(assembly.objective.watch, *pairs)
                 return
             for tried in [*asked, *[None] * asks][:asks]:
-                trial = again.try_loss(tried, again.windows(*again.agree_on_samples(tried)))
+                trial = again.try_loss(tried)
                 if tried is not None:
                     self._conclude(assembly, tried, trial)
 

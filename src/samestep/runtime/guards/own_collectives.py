@@ -6,6 +6,7 @@ layout does that: a loss is a sum and a count of its own samples. So the functio
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def refuse_collectives() -> Iterator[None]:
     """
     functions = {name: getattr(dist, name) for name in _CALLS}
     for name, function in functions.items():
-        setattr(dist, name, _watch_calls(function, name))
+        setattr(dist, name, functools.partial(_call, function, name))
     try:
         yield
     finally:
@@ -44,17 +45,14 @@ def refuse_collectives() -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def _watch_calls(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def called(*args: Any, **named: Any) -> Any:
-        if caller := _calling_user():
-            raise ModelError(
-                "own-collective",
-                f"{caller} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
-                "own micro-batch, and the layout adds up sums and counts. Remove the call",
-            )
-        return function(*args, **named)
-
-    return called
+def _call(function: Callable[..., Any], name: str, *args: Any, **named: Any) -> Any:
+    if caller := _calling_user():
+        raise ModelError(
+            "own-collective",
+            f"{caller} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
+            "own micro-batch, and the layout adds up sums and counts. Remove the call",
+        )
+    return function(*args, **named)
 
 
 def _calling_user() -> str:

@@ -13,7 +13,7 @@ Generators that a module or a variable of the code holds are compared too, where
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,11 @@ _OF_GPU = ["torch's generator of the GPU"] * 2
 
 def _generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _states(of_gpu: torch.Generator | None, generators: Sequence[Any]) -> tuple[object, ...]:
+    states = states_of(generators)
+    return states if of_gpu is None else (*states, of_gpu.get_offset(), of_gpu.initial_seed())
 
 
 def _attention_moves(device: torch.device) -> bool:
@@ -49,6 +54,8 @@ class GeneratorWatch:
         self._of_gpu = _generator_of(device) if is_seen else None
         self._named: dict[int, tuple[str, Any]] = {}
         """The generators that code holds, with their names, by identity."""
+        self._states: Callable[[], tuple[object, ...]] = states_of
+        """Returns marks of the states of all generators; equal if nothing was drawn between."""
         self._seen: tuple[object, ...] | None = None
         """The states that the generators must keep; None while other code runs, which may draw."""
 
@@ -56,12 +63,10 @@ class GeneratorWatch:
         """Watch the generators that a model or a loss holds, or that its code reaches, too."""
         for name, generator in Snapshot(code, weights=False).named_generators:
             self._named.setdefault(id(generator), (f"the generator {name}", generator))
+        generators = [generator for _, generator in self._named.values()]
+        if generators or self._of_gpu is not None:
+            self._states = functools.partial(_states, self._of_gpu, generators)
         self.leave()
-
-    def _states(self) -> tuple[object, ...]:
-        """Return marks of the states of all generators; equal if nothing was drawn between."""
-        states = states_of([generator for _, generator in self._named.values()])
-        return states if self._of_gpu is None else (*states, self._of_gpu.get_offset(), self._of_gpu.initial_seed())
 
     def leave(self) -> None:
         """Let code run that may draw, until the states are taken next."""

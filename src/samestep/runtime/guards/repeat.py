@@ -16,7 +16,7 @@ Where nothing runs, `NamedSamples` (`named_samples.py`) only reads them again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -245,7 +245,7 @@ class Repeat(NamedSamples):
         measured = self.largest(max(0.0 if loss is None else _sums_off(run.losses[0], loss) for loss in shaken))
         return deviation if deviation > allowance(rounding, measured) else 0.0
 
-    def try_loss(self, tried: TriedLoss | None, windows: Iterable[Indices]) -> LossTrial:
+    def try_loss(self, tried: TriedLoss | None) -> LossTrial:
         """Return whether a loss is a sum over samples, of the first that show it; a rank that asks for nothing (None) runs as many.
 
         In 16 bits a coupled loss may differ by less than roundings, if its outputs cannot be divided. Collective over the world, see
@@ -253,7 +253,7 @@ class Repeat(NamedSamples):
         """
         dtype = precision.DTYPES[self.assembly.parallel.program.step.compute_dtype]
         trial = LossTrial(judged=False)
-        for few in windows:
+        for few in self._windows(tried):
             run = self.divided(few)
             trial = LossTrial(judged=False) if tried is None else self._judged(tried, run)
             if self.largest(float(trial.is_indivisible)):
@@ -308,30 +308,23 @@ class Repeat(NamedSamples):
         of_tokens = loss_of_tokens(tried.loss, run.together, length, self._loss_of_user) if length > 1 else trial
         return of_tokens if of_tokens.reason else trial
 
-    def agree_on_samples(self, tried: TriedLoss | None) -> tuple[int, Indices | None]:
-        """Return the least number of samples that some rank names for a loss, and the samples that one of the ranks names that share the
-        model and the data, as its last stage: they run the same.
+    def _windows(self, tried: TriedLoss | None) -> Iterator[Indices]:
+        """Yield samples on which a loss is tried: first those that one of the ranks names that share the model and the data, as its last stage,
+        which run the same; then others, if they show nothing. A measure is tried on all samples of this rank.
 
         Collective over the world, see [Note: collective calls].
         """
-        mesh = self.assembly.parallel.mesh
-        share, _ = mesh.data_share
-        indices = None if tried is None or tried.indices is None else tried.indices.tolist()
-        answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), self.world_size)
-        first = next((some for other, some, _ in answers if other == share and some is not None), None)
-        number = min((number for *_, number in answers if number), default=0)
-        return number, None if first is None else np.array(first, dtype=np.int64)
-
-    def windows(self, number: int, first: Indices | None) -> Iterator[Indices]:
-        """Yield some samples of this rank, those of `first` before others; and others, if they show nothing."""
-        yield self.few(number, first)
-        for start in range(0, _WINDOWS * number, number):
+        number, starts = _AT_ONCE, range(0, self.batch.num_samples, _AT_ONCE)
+        if self._measure is None:
+            share, _ = self.assembly.parallel.mesh.data_share
+            indices = None if tried is None or tried.indices is None else tried.indices.tolist()
+            answers = gather_values((share, indices, 0 if tried is None else tried.num_samples), self.world_size)
+            number = min((number for *_, number in answers if number), default=0)
+            first = next((some for other, some, _ in answers if other == share and some is not None), None)
+            yield self.few(number, None if first is None else np.array(first, dtype=np.int64))
+            starts = range(0, _WINDOWS * number, number)
+        for start in starts:
             yield self.few(number, self.mine[start : start + number])
-
-    def all_windows(self) -> Iterator[Indices]:
-        """Yield all samples of this rank, some at a time, as often as any rank has some."""
-        for start in range(0, self.batch.num_samples, _AT_ONCE):
-            yield self.few(_AT_ONCE, self.mine[start : start + _AT_ONCE])
 
     def _forward(self, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Any:
         """Return the outputs of samples; once more where a rank has found only then which weights its samples need again."""

@@ -175,9 +175,7 @@ class StepGuards:
         used = evaluation.Measure(measure)
         again = Repeat(assembly, batch, measure, self._seed, measure=used)
         with evaluation.evaluating(assembly):
-            reasons = gather_values(
-                again.try_loss(TriedLoss(used, ()), again.all_windows()).reason, self._own.layout.world_size
-            )
+            reasons = gather_values(again.try_loss(TriedLoss(used)).reason, again.world_size)
         if reason := next(filter(None, reasons), ""):
             raise UnprovenError(
                 "loss-not-a-sum",

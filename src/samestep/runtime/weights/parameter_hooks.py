@@ -245,11 +245,6 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program, *, is_shared: 
             f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
             "weight, which the hook does not see. Use a hook that the build function registers, or zero=1"
         )
-    if divides and marks.late_hooks:
-        return (
-            f"a hook was registered with register_post_accumulate_grad_hook on {name} in run.model, and with {divides} it sees sums of some "
-            "micro-batches, behind their reduction. Use register_hook, or a hook that the build function registers"
-        )
     value = param.detach()
     function = gradient_function(marks, value)
     try:

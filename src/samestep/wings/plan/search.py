@@ -47,8 +47,7 @@ from samestep.wings.plan.bounds.body_seconds import smallest
 from samestep.wings.plan.bounds.layer_costs import Prices
 from samestep.wings.plan.bounds.least_memory import Need, Needs, StageHeld
 from samestep.wings.plan.bounds.step_time import Bounds
-from samestep.wings.plan.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
-from samestep.wings.plan.open_groups import Fallen, Groups
+from samestep.wings.plan.open_groups import CandidateGroup, Fallen, Groups, Split, ThinnedList, WholeGroup
 from samestep.wings.plan.other_numerics import Saving
 from samestep.wings.plan.simulation.simulate import Prediction, labels, predict_programs
 

@@ -1,11 +1,7 @@
 """Lower bounds of the seconds of the bodies of a run of layers, and the order in which the stages of a pipeline run them.
 
 Under zero=2 and 3 each layer's weights are gathered while the layer before it computes, and under zero=3 for the backward too; gradients
-are scattered behind a layer's backward, in the same stream. So a body lasts as long as its compute, or as what its stream sends,
-or as the chain of both where one waits for the other:
-
-    backward    ... B 2 | RS 2, AG 1' | B 1 | RS 1, AG 0' | B 0        AG': weights of experts that no earlier unit prefetches
-    turn        ... B 0 | RS 0, AG 0 | F 0 ...                         a forward follows a backward at once
+are scattered behind a layer's backward, in the same stream. So a body lasts as long as its compute, or as what its stream sends.
 
 Activations are held from a micro-batch's forward to its backward, or to its weight-gradient task where the schedule splits the backward.
 A stage runs one body after the other; a forward waits for that of the virtual stage before it, and a backward for that of the next one,
@@ -74,25 +70,22 @@ class BodyBounds:
         """Bound the seconds of the bodies of each run; under zero=2 and 3 they wait for gathers."""
         runs, gathers = self.prices.runs(step), self.gathers(step)
         known: dict[object, BodySeconds] = {}
-        for run, kinds, cost in zip(runs.counts, runs.kinds, self.prices.run_seconds(step), strict=True):
-            if kinds not in known:
-                known[kinds] = self._gathering(step, run, kinds, cost) if gathers else self._plain(step, cost)
-        return tuple(known[kinds] for kinds in runs.kinds)
+        for run, cost in zip(runs.counts, self.prices.run_seconds(step), strict=True):
+            if run not in known:
+                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
+        return tuple(known[run] for run in runs.counts)
 
     def _plain(self, step: StepSpec, cost: Seconds) -> BodySeconds:
         forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
         return BodySeconds(forward_s, forward_s, backward_s, weight_s, weight_s if step.splits_backward else backward_s)
 
-    def _gathering(
-        self, step: StepSpec, run: tuple[tuple[int, int], ...], order: Sequence[int], cost: Seconds
-    ) -> BodySeconds:
+    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> BodySeconds:
         """Bound bodies that gather and scatter one layer at a time, one layer ahead, in the stream of the data axis and in that
         of expert-sharded weights.
 
         A forward lasts as long as the gathers of all blocks but the first two, and the compute of a block before and after them.
         A backward lasts as long as the scatters of all blocks but the last two and the gathers of all but the first two, which
-        alternate in one stream; each overlaps only with compute that was issued later. What of a block's experts is not prefetched is
-        gathered behind the scatters of the block before it, when nothing is left to compute.
+        alternate in one stream; each overlaps only with compute that was issued later.
         """
         kinds = self.prices.seconds(step)
         blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
@@ -113,57 +106,10 @@ class BodyBounds:
                 last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
                 # Where no scatter holds them up, gathers may have run beside the forward, and slowed nothing that was issued behind them.
                 backward_s = max(backward_s, gathered_s + min(row.backward_s for row in times))
-        if step.zero == 3:
-            last_s = max(last_s, cost.backward_s + self._awaited_s(step, order))
         plain_s = forward_s if step.zero == 3 else cost.forward_s
         if step.layout.accumulate == "sharded":
             backward_s = last_s
         return BodySeconds(forward_s, plain_s, backward_s, cost.weight_s, last_s)
-
-    def _awaited_s(self, step: StepSpec, order: Sequence[int]) -> float:
-        """Return the seconds in which a backward that scatters its gradients has nothing to compute between two blocks.
-
-        Args:
-            step: the step.
-            order: kind of each layer, in the order of the forward.
-        """
-        units, ranks = self.prices.units(step), step.ranks.size("dp_expert")
-        if not any(units[kind].expert_awaited for kind in order):
-            return 0.0
-        took_s: dict[tuple[int, int], float] = {}
-        for kind, later in set(itertools.pairwise(order)):
-            awaited, is_read = units[kind].expert_awaited, self.prices.few.layers[kind].backward_reads_weights
-            if not awaited or not units[later].expert_awaited or not is_read:
-                continue
-            sent = units[later].expert_scattered * least_reduced_bytes(step)
-            scatter_s = self.sent_s(OpKind.REDUCE_SCATTER, sent, "dp_expert", ranks, step)
-            gather_s = self.sent_s(OpKind.ALL_GATHER, awaited, "dp_expert", ranks, step)
-            behind_s = self.prices.seconds(step)[later].behind_s
-            took_s[kind, later] = max(0.0, scatter_s + gather_s - behind_s)
-        return sum(took_s.get(pair, 0.0) for pair in itertools.pairwise(order))
-
-    def turns_s(self, step: StepSpec, runs: Sequence[int]) -> float:
-        """Return the seconds that a stage waits in all between a backward and the forward that follows it at once.
-
-        The first layer's weights are gathered behind its gradients' scatter, which follows the backward.
-        """
-        if step.zero < 3 or step.layout.accumulate == "full" or not self.hardware.overlap:
-            return 0.0
-        layout, seconds = step.layout, self.prices.seconds(step)
-        kinds = {self.prices.runs(step).kinds[run][0] for run in runs}
-        behind_s = max(seconds[kind].behind_s for kind in kinds)
-        wait_s = 0.0
-        for axis in SHARD_AXES:
-            parts = [self.part(step, kind, 1, axis) for kind in kinds]
-            both_s = min(part.gather_s for part in parts) + min(part.scatter_s for part in parts)
-            wait_s = max(wait_s, both_s - behind_s)
-        stage = runs[0]
-        return (
-            wait_s
-            * forwards_after_backwards(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-            if wait_s
-            else 0.0
-        )
 
     def part(self, step: StepSpec, kind: int, number: int, axis: str) -> UnitTraffic:
         """Return the communication of layers of one kind over one of the axes along which units are sharded."""
@@ -311,16 +257,6 @@ def after_last_backward(
     order = order_of(schedule, stage, num_stages, microbatches, chunks)
     after = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
     return tuple(after)[::-1]
-
-
-@functools.lru_cache(maxsize=2**12)
-def forwards_after_backwards(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> int:
-    """Return how many forwards of a stage follow a backward at once."""
-    if num_stages == 1:
-        return microbatches - 1
-    kinds = [action.kind for action in order_of(schedule, stage, num_stages, microbatches, chunks)]
-    turn = TaskKind.BACKWARD, TaskKind.FORWARD
-    return sum(pair == turn for pair in itertools.pairwise(kinds))
 
 
 @functools.lru_cache(maxsize=2**10)

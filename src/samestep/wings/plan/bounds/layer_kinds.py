@@ -103,8 +103,6 @@ class Units(NamedTuple):
     expert_gathered: float = 0.0
     """Bytes of expert-sharded weights, which have a separate axis; 0 where no two ranks hold the same."""
     expert_scattered: float = 0.0
-    expert_awaited: float = 0.0
-    """The part of `expert_gathered` that no earlier unit prefetches for the backward: one unit of a layer is prefetched."""
     local: float = 0.0
     """Bytes of all weights that a rank holds."""
     local_trained: float = 0.0
@@ -196,7 +194,7 @@ def units(step: StepSpec, layer: int) -> Units:
         if parts > 1:
             shared.append((param, numel))
             root += step.weight_bytes(param) if _is_kept(step, param) else 0
-    return Units._make((*_in_units(step, shared), _awaited(step, layer, shared), local, local_trained, root))
+    return Units._make((*_in_units(step, shared), local, local_trained, root))
 
 
 def _is_kept(step: StepSpec, param: ParamSpec) -> bool:
@@ -226,25 +224,6 @@ def least_reduced_last(step: StepSpec) -> int:
 def _num_holders(step: StepSpec, param: ParamSpec) -> int:
     """Return the number of ranks that each have a part of a weight under zero=2 and 3."""
     return step.ranks.size("dp_expert") if step.holding(param).is_expert_sharded else step.layout.num_shards
-
-
-def _awaited(step: StepSpec, layer: int, numels: Sequence[tuple[ParamSpec, int]]) -> float:
-    """Return the bytes of the units of a layer's experts that are gathered when its backward starts, and not before that.
-
-    Each module's experts are a unit, and the one that is used last is prefetched. A unit whose use ends before that of another
-    begins is gathered amid the backward.
-    """
-    sizes: dict[str, tuple[int, int]] = {}
-    begins = max((param.called[0] for param in step.model.params_of(layer)), default=0)
-    for param, numel in numels:
-        if step.holding(param).is_expert_sharded and _is_in_unit(step, param):
-            if not param.trainable or param.aliases or param.called[1] < begins:
-                return 0.0
-            owner = param.name.rpartition(".")[0]
-            used, size = sizes.get(owner, (0, 0))
-            sizes[owner] = max(used, param.called[1]), size + step.weight_bytes(param, numel)
-    in_order = sorted(sizes.values(), key=lambda size: size[0])
-    return float(sum(size for _, size in in_order[:-1]))
 
 
 def _is_in_unit(step: StepSpec, param: ParamSpec) -> bool:
