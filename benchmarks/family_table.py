@@ -45,7 +45,7 @@ def counts() -> str:
     """Return how many families are equal to one device, refused or not built, in each layout."""
     outcomes = kept()
     found = Counter((layout, kind) for (_, layout), (kind, _, _) in outcomes.items())
-    lines = ["| layout | " + " | ".join(("equal", *OUTCOMES[1:4], "without experts", "not built")) + " |"]
+    lines = ["| layout | " + " | ".join(("equal", "rejected", *OUTCOMES[2:4], "without experts", "not built")) + " |"]
     lines.append("| --- |" + " ---: |" * len(OUTCOMES))
     lines += [
         f"| `{_short(layout)}` | " + " | ".join(str(found[layout, kind]) for kind in OUTCOMES) + " |"
@@ -83,11 +83,11 @@ def table() -> str:
             unbuilt.append(family)
             continue
         cells = [
-            f"refused {numbers[_reason(family, text)]}" if kind == "refused" else SHOWN.get(kind, kind)
+            f"rejected {numbers[_reason(family, text)]}" if kind == "refused" else SHOWN.get(kind, kind)
             for kind, text, _ in row
         ]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    lines += ["", f"Not built from small sizes alone: {', '.join(unbuilt) or 'none'}.", "", "Reasons of refusals:", ""]
+    lines += ["", f"Not built from small sizes alone: {', '.join(unbuilt) or 'none'}.", "", "Reasons:", ""]
     lines += [f"{number}. {reason}" for reason, number in numbers.items()]
     return "\n".join(lines)
 

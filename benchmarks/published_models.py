@@ -91,9 +91,9 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     """Return the row's model and its name."""
     name = row.get("model") or ""
     if re.search(_NO_DECODER, name, re.IGNORECASE):
-        raise SkippedError("the model is no transformer of one kind of block, or part of one")
+        raise SkippedError("the model is not a transformer of one kind of block, or is a part of one")
     if re.search(_LOOPS, name, re.IGNORECASE) or re.search(_GENERATES, joined(row, "notes"), re.IGNORECASE):
-        raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
+        raise SkippedError("a loop of reinforcement learning generates too: it is not a training step")
     known = preset_of(name)
     base, length = _base(row, known), whole(row, "seq_len")
     sizes = {"sequence": length} if known in _NEAR and length else _sizes(row, known, base)
@@ -144,7 +144,7 @@ def _base(row: Row, known: str | None) -> Decoder:
         found = gpt_of_size(weights, whole(row, "seq_len", 2048))
         stages = whole(row, "pp", 1) * whole(row, "vp", 1)
         return found if found.layers >= stages else _of_depth(found, stages)
-    raise SkippedError("no sizes of the model, and its name is no preset's")
+    raise SkippedError("no sizes of the model, and its name is not a preset")
 
 
 def _of_depth(decoder: Decoder, layers: int) -> Decoder:

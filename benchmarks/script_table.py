@@ -12,6 +12,7 @@ from pathlib import Path
 KEPT = Path(__file__).parent / "rows" / "scripts.json"
 LAYOUTS = ("dp=1", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4")
 EQUAL, REFUSED, WRONG, FAILED = "equal", "refused", "wrong", "failed"
+SHOWN = {REFUSED: "rejected"}
 LONGEST = 240
 """The most characters of a refusal that are shown."""
 
@@ -43,7 +44,9 @@ def table() -> str:
         for layout in LAYOUTS:
             word, why = row.get(layout, ["", ""])
             is_noted = word not in (EQUAL, "")
-            cells.append(f"{_strong(word)} ({notes.setdefault(why, len(notes) + 1)})" if is_noted else word)
+            cells.append(
+                f"{_strong(SHOWN.get(word, word))} ({notes.setdefault(why, len(notes) + 1)})" if is_noted else word
+            )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", counts(found)]
     if notes:

@@ -81,7 +81,7 @@ def _predictions() -> str:
     nodes, cards = record["nodes"]["time"], record["cards"]["time"]
     return (
         f"8 in 10 of {nodes['rows']:,} rows of whole nodes took {nodes['low']:.2f} to {nodes['high']:.2f} times the prediction; "
-        f"on single cards {cards['low']:.2f} to {cards['high']:.2f}"
+        f"with cards on PCIe {cards['low']:.2f} to {cards['high']:.2f}"
     )
 
 
@@ -98,3 +98,29 @@ def intervals() -> str:
         cells = [f"{one['low']:.2f} to {one['high']:.2f} | {one['rows']:,}" for one in (time, memory)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def accuracy() -> str:
+    """Return the table of docs/foresight.md: the errors that the pages of predictions state, which `benchmarks/foresight.py` writes."""
+    text = " ".join((ROOT / "docs" / "reference" / "prediction-errors.md").read_text(encoding="utf-8").split())
+    source = re.findall(
+        r"expect an error of \*\*([\d.]+) %\*\*: the error of (\d+) rows.*?median error is \*\*([\d.]+) %", text
+    )[0]
+    few = re.findall(r"\| 1 to 8 devices \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) ", text)[0]
+    first = re.findall(r"a mean error of ([\d.]+) % and a median of ([\d.]+) % over (\d+) rows", text)[0]
+    shipped = re.findall(r"is \*\*([\d.]+) %\*\* on average, with a median of ([\d.]+) %", text)[0]
+    memory = re.findall(r"over (\d+) rows, is ([\d.]+) % on average, with a median of ([\d.]+) %", text)[0]
+    rows = (
+        (
+            "step time, a new source: constants fitted to the others",
+            source[0],
+            f"{source[2]} (over sources)",
+            source[1],
+        ),
+        ("step time, the same, on 1 to 8 devices", few[1], few[2], few[0]),
+        ("step time, rows predicted before any rule followed from them", *first),
+        ("step time, constants as shipped", *shipped, "all"),
+        ("peak memory", *memory[1:], memory[0]),
+    )
+    lines = ["| prediction of | mean error, % | median error, % | rows |", "| --- | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

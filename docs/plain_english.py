@@ -3,7 +3,8 @@
     python docs/plain_english.py           prints every fault, and the mean words of a sentence on each page; exits 1 if there is one
     python docs/plain_english.py README.md prints those of some surfaces
 
-A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, the error texts, or the messages of `doctor` and of the parser.
+A surface is a page, the help texts of the command line, the descriptions of job keys, the docstrings of public functions, the error texts, or the messages:
+all other texts of the source.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def surfaces() -> dict[str, Texts]:
     found["job keys"] = [(where, plain(text)) for where, text in _keys()]
     found["docstrings"] = [(where, plain(text)) for where, text in _docstrings()]
     found["errors"] = [(site.code, plain(site.text)) for site in error_codes.source()]
-    found["messages"] = [(where, plain(text)) for where, text in _findings()]
+    found["messages"] = [(where, plain(text)) for where, text in _messages()]
     return found
 
 
@@ -133,17 +134,16 @@ def _docstrings() -> Iterator[tuple[str, str]]:
             yield name, re.sub(r"^ *(\w+): ", r"`\1`: ", paragraph, flags=re.MULTILINE)
 
 
-def _findings() -> Iterator[tuple[str, str]]:
-    """Yield the texts of `samestep doctor` and of the parser: all of their sources but docstrings, single words and values."""
-    package = ROOT / "src" / "samestep"
-    for path in (*sorted((package / "wings" / "cluster" / "diagnosis").glob("*.py")), package / "arguments.py"):
+def _messages() -> Iterator[tuple[str, str]]:
+    """Yield the texts of the source that are printed, logged, drawn on pages or part of an error: all but docstrings, short names and code."""
+    for path in sorted((ROOT / "src" / "samestep").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs | parts:
                 text = error_codes.text_of(node)
-                if len(words(text)) > 3:
+                if len(words(text)) > 3 and "->" not in text:
                     yield f"{path.name}:{node.lineno}", text
 
 

@@ -183,7 +183,7 @@ TECHNIQUES = (
     ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
     ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
     (
-        "activation offloading to the host (CPU)",
+        "activation offloading (inputs of blocks, to CPU memory)",
         "strategies/host_inputs.py runtime/axes/host_inputs.py",
     ),
     (
@@ -513,6 +513,7 @@ TABLES = {
     "errors": error_codes.table,
     "evidence": evidence.table,
     "intervals": evidence.intervals,
+    "accuracy": evidence.accuracy,
 }
 
 

@@ -20,7 +20,7 @@ TURNS = 8
 FEW = 2
 """How many values a parameter has at most of which every turn runs each."""
 DEAR = (
-    "parity", "code",
+    "parity", "code", "docs/test_ports.py", "docs/test_port_examples.py", "docs/test_rejected_code.py",
     "benchmarks/test_foresight.py", "benchmarks/test_host.py",
     "crashes/test_canary.py", "crashes/test_hangs.py", "crashes/test_other_data.py", "crashes/test_watch.py",
     "device/test_layouts.py", "device/test_waits.py",
@@ -38,7 +38,8 @@ DEAR = (
 )  # fmt: skip
 """The two folders where a row is a run of several ranks, and files that use 7 s of processor time or more where every row runs.
 
-Planted faults, reverted mends, reproductions, goldens, seams and documents run in every turn, whatever they cost.
+Planted faults, reverted mends, reproductions, goldens, seams and documents run in every turn, whatever they cost, but for the long
+galleries: ports and rejected code.
 """
 
 

@@ -32,7 +32,7 @@ from samestep.layout import Layout
 from samestep.output import results
 from samestep.output.durable_files import check_writable
 from samestep.output.results import Result, VerbFailure
-from samestep.output.text import wrap
+from samestep.output.text import installed_version, wrap
 from samestep.schedules import SCHEDULES
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -92,8 +92,11 @@ def _run(words: Sequence[str]) -> Result | VerbFailure:
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
         result: Result | VerbFailure = parsed.verb(parsed)
-        if isinstance(result, Result) and result.text and not getattr(parsed, "markdown", False):
-            result = replace(result, text="\n".join([*map(wrap, getattr(parsed, "heading", [])), result.text]))
+        heading = [*map(wrap, getattr(parsed, "heading", []))]
+        if parsed.json == results.STANDARD_OUTPUT and heading[1:]:
+            print(*heading[1:], sep="\n")  # cautions, to standard error
+        elif isinstance(result, Result) and result.text and not getattr(parsed, "markdown", False):
+            result = replace(result, text="\n".join([*heading, result.text]))
         if isinstance(result, Result) and parsed.json not in (None, results.STANDARD_OUTPUT):
             results.write_file(parsed.json, result)
     except RunError as error:
@@ -176,7 +179,9 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "packages": {package: _version(package) for package in _PACKAGES},
+        "packages": {
+            package: version if (version := installed_version(package)) != "none" else None for package in _PACKAGES
+        },
         "shadowed": _list_shadowed(),
         "gpus": _gpus(),
     }
@@ -218,13 +223,6 @@ def _list_shadowed() -> list[str]:
                 f"{package} is imported from {origin}, which hides the installed one. Use another name for that file"
             )
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def script(shell: str, parser: ArgumentParser) -> str:

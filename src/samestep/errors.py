@@ -82,7 +82,7 @@ class JobError(InputError):
 
 
 class LayoutError(InputError):
-    """The layout cannot be understood, or a strategy refuses it."""
+    """The layout cannot be understood, or a strategy rejects it."""
 
 
 class ModelError(InputError):

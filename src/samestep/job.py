@@ -171,7 +171,7 @@ def _held_out_sets(job: _Tables) -> JobError | None:
         names = ", ".join(sets) if sets else "there are none"
         return JobError(
             "judged-by-unknown",
-            f"train.monitor = {judge!r} is no set of data.held_out_sets ({names}){did_you_mean(judge, list(sets))}",
+            f"train.monitor = {judge!r} is not a set of data.held_out_sets ({names}){did_you_mean(judge, list(sets))}",
         )
     if judge == HELD_OUT and not job.data.held_out:
         return JobError(

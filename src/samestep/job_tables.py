@@ -59,7 +59,7 @@ MOST_THREADS = 1024
 MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
-NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven. Use cpu"
+NO_MPS = "torch has no process groups on MPS devices, and no float64 to prove layouts. Use cpu"
 """Why Apple's GPUs are refused."""
 _TOKENS = re.compile(r"tokenizer(:[1-9][0-9]{0,5})?")
 _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")

@@ -240,7 +240,7 @@ def _options_in(text: Any) -> dict[str, Any]:
     """Return the options of a line of text with their values as text, and True for a switch."""
     if not isinstance(text, str):
         raise LayoutError(
-            "layout-option-value", f"{short_repr(text)} is no line of text; a layout is one, such as 'dp=2 tp=2'"
+            "layout-option-value", f"{short_repr(text)} is not a line of text; a layout is one, such as 'dp=2 tp=2'"
         )
     options: dict[str, Any] = {}
     for word in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*=\s*", "=", text))):

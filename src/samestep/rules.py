@@ -68,7 +68,7 @@ CHANGES: tuple[RuleChange, ...] = (
     RuleChange(2, "labels that are the inputs are moved by one token", _WORKS, _labels_own_data),
     RuleChange(
         2,
-        "documents begin as their tokenizer begins a text, and white space behind a reply is not learned",
+        "documents begin as their tokenizer begins a text, and white space after a reply is not learned",
         _WORKS,
         lambda job: (
             _has_source(job, "jsonl:", "parquet:", "hf:") and job.get("data", {}).get("tokenizer", "bytes") != "bytes"

@@ -286,7 +286,7 @@ def _check_stage(
     times = Counter(actions)
     for action in times:
         if action not in expected:
-            raise refused("runs", action, f", which is no action with virtual_stages={num_chunks}")
+            raise refused("runs", action, f", which is not an action with virtual_stages={num_chunks}")
         if times[action] > 1:
             raise refused("runs", action, f" {times[action]} times: every action runs once")
     for action in expected:

@@ -470,5 +470,5 @@ REFUSED = [
         JobError,
     ),
     Refused("cp=2", _scored("a sum over texts", by_text), "no sum over the tokens", UnprovenError, "loss"),
-    *refused("MONAI cannot be cut, it has no linear layers", LIKE["MONAI"], "tp=2"),
+    *refused("MONAI cannot be cut, its blocks have no pair of linear layers", LIKE["MONAI"], "tp=2"),
 ]

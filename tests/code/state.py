@@ -690,10 +690,10 @@ REFUSED = [
     *unproven("step 2.*: two forwards of it differ", "random", _LATE[LateForkedNoise], "dp=2"),
     *unproven("step 2: .*draws .* the generator NOISE of", "random", _LATE[LateOwnNoise], "dp=1"),
     *unproven("another one when it is read alone", "data", _ONE_BUFFER, *DATA),
-    *unproven("the loss is no sum over the samples", "loss", _MEAN, *DATA),
+    *unproven("the loss is not a sum over the samples", "loss", _MEAN, *DATA),
 ]  # fmt: skip
 REMARKED = [
     Remarked("dp=2", code(EvaluationMean, "allowed", job=allowing("state")), "mean"),
-    Remarked("dp=1", _MEAN, "the loss is no sum over the samples"),
-    Remarked("dp=2", code(Net, "with a mean as the loss, allowed", loss=mean, job=allowing("loss")), "the loss is no sum over the samples"),
+    Remarked("dp=1", _MEAN, "the loss is not a sum over the samples"),
+    Remarked("dp=2", code(Net, "with a mean as the loss, allowed", loss=mean, job=allowing("loss")), "the loss is not a sum over the samples"),
 ]  # fmt: skip

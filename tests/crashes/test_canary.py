@@ -216,8 +216,8 @@ WRONG = [
     ("Centred", "dp=1 microbatch=4", "samples influence each other"),
     ("Crowded", "dp=2 zero=1", "samples influence each other"),
     ("Branching", "dp=2", "samples influence each other"),
-    ("Counting", "dp=1 microbatch=4", "what an earlier forward of this step has written"),
-    ("Remembering", "dp=1 microbatch=4", "what an earlier forward of this step has written"),
+    ("Counting", "dp=1 microbatch=4", "a value that an earlier forward of this step has written"),
+    ("Remembering", "dp=1 microbatch=4", "a value that an earlier forward of this step has written"),
 ]
 
 

@@ -135,7 +135,7 @@ def test_a_cable_that_stays_pulled_ends_one_side_and_the_other_goes_on(
         assert [small.status_of(pid) for pid in pids] == [0, 1]
     finally:
         hosts[1].set_link(True)
-    assert "goes on with 2 of 4 ranks, layout 'dp=2'" in (tmp_path / "host-0" / "out").read_text()
+    assert "continues with 2 of 4 ranks, layout 'dp=2'" in (tmp_path / "host-0" / "out").read_text()
     assert f"the leading host {hosts[0].address} is gone: it was silent for 10 s" in _said(tmp_path, 1)
     assert _steps(run) == 100
 
@@ -162,7 +162,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost(hosts: list[Host], token: Pat
     assert small.status_of(pids[0]) == 0, _said(tmp_path, 0)
     said = (tmp_path / "host-0" / "out").read_text()
     assert f"on {hosts[1].address} is lost with its host: its connection ended" in said
-    assert "goes on with 2 of 4 ranks, layout 'dp=1 tp=2'" in said
+    assert "continues with 2 of 4 ranks, layout 'dp=1 tp=2'" in said
     assert small.train("--layout", "dp=1", "--out", one, **keys) == 0
     assert small.losses(run) == pytest.approx(small.losses(one), rel=1e-4)
 
@@ -206,7 +206,7 @@ def test_the_hosts_that_are_left_go_on_without_the_leading_one(three: list[Host]
     assert [small.status_of(pid) for pid in pids] == [-signal.SIGKILL, 0, 0], _said(tmp_path, 1) + _said(tmp_path, 2)
     said = (tmp_path / "host-1" / "out").read_text()
     assert f"the leading host {three[0].address} is gone: its connection ended" in said
-    assert "goes on with 2 of 3 ranks, layout 'dp=2'" in said
+    assert "continues with 2 of 3 ranks, layout 'dp=2'" in said
     assert f"follows {three[1].address}" in (tmp_path / "host-2" / "out").read_text()
     assert small.train("--layout", "dp=1", "--out", one, **keys) == 0
     assert small.losses(run) == pytest.approx(small.losses(one), rel=1e-4)

@@ -176,7 +176,7 @@ def test_checkpoints_that_cannot_be_written_do_not_end_a_run_unless_they_are_to(
         assert small.train("--layout", "dp=2", "--out", run, **keys, **more) == 0
         said = capfd.readouterr().out
         assert "warning: the checkpoint of step 4 cannot be written: rank 0: No space left on device" in said
-        assert f"the newest whole checkpoint is {run}/checkpoints/step-000002; training goes on" in said
+        assert f"the newest whole checkpoint is {run}/checkpoints/step-000002; training continues" in said
         assert small.checkpoints(run) == ["step-000002", "step-000006"]
     stop = {"checkpoint.on_failure": "stop"}
     assert small.train("--layout", "dp=2", "--out", tmp_path / "stops", **keys, **stop) == 1
@@ -215,7 +215,7 @@ def test_a_failed_worker_is_started_again_until_its_error_comes_twice(
     assert small.metrics(run) == small.metrics(whole)
     monkeypatch.setattr(Interpreter, "_backward", _fails_at(0))
     assert small.train("--layout", "dp=2", "--out", tmp_path / "never", **{"run.restarts": 9}) == 1
-    assert "the same error came twice behind step 0: no restart helps" in capfd.readouterr().err
+    assert "the same error came twice after step 0: no restart helps" in capfd.readouterr().err
 
 
 def test_a_restart_of_a_run_with_first_weights_keeps_what_it_has_learned(
@@ -262,7 +262,7 @@ def test_a_worker_that_fails_wherever_it_starts_is_left_out(
     monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     capfd.readouterr()
     assert small.train("--layout", layout, "--ranks", "2:4", "--out", run, **keys) == 0
-    assert re.search(rf"goes on with [23] of 4 ranks, layout '{left}", capfd.readouterr().out)
+    assert re.search(rf"continues with [23] of 4 ranks, layout '{left}", capfd.readouterr().out)
     assert small.losses(run) == pytest.approx(small.losses(whole), rel=1e-5)
 
 

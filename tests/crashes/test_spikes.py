@@ -126,7 +126,7 @@ def test_a_run_rolls_back_to_its_newest_checkpoint(tmp_path: Path, capfd: pytest
     path = tmp_path / "job.toml"
     path.write_text(Job(**table).to_toml())
     assert small.main("train", path, "--ranks", "1", "--out", tmp_path / "run") == 0
-    assert "step 12: goes on with the weights from after step 10, without the samples since" in capfd.readouterr().out
+    assert "step 12: continues with the weights from after step 10, without the samples since" in capfd.readouterr().out
     rows = small.metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert [bool(row.get("skipped")) for row in rows] == [step == SPIKE for step in range(STEPS)]

@@ -105,7 +105,7 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(rank: int, tmp_path: Path)
     assert small.status_of(pid) == 1
     complaints = small.without_code((tmp_path / "talk" / "err").read_text())
     first = re.match(
-        rf"samestep: rank {rank} of 2 died: killed by SIGKILL; --resume --out (.*) goes on from step (\d+)\n",
+        rf"samestep: rank {rank} of 2 died: killed by SIGKILL; --resume --out (.*) continues from step (\d+)\n",
         complaints,
     )
     assert first is not None, complaints

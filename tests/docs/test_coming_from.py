@@ -27,7 +27,7 @@ def test_there_is_one_difference_for_each_trainer() -> None:
     assert len(blocks("diff")) == len(headings)
 
 
-@pytest.mark.parametrize("index", [1, *(pytest.param(index, marks=pytest.mark.nightly) for index in (0, 2, 3))])
+@pytest.mark.parametrize("index", range(4))
 def test_what_comes_instead_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     difference = blocks("diff")[index]
     ast.parse(side(difference, "-"))

@@ -14,8 +14,6 @@ from tests import small
 PAGE = (Path(__file__).parents[2] / "docs" / "your-first-hour.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FILES = dict(re.findall(r"\*\*([\w.]+)\*\*(?:(?!^```).)*?^```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-NIGHTLY = ("runs/sharded", "runs/pipeline", "inspect", "verify")
-"""Words of commands that run in `make parity` alone: other tests of them are many."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +22,14 @@ def _nothing_is_left_running() -> Iterator[None]:
     small.end_background()
 
 
-@pytest.mark.parametrize("left_out", [NIGHTLY, pytest.param((), marks=pytest.mark.nightly)], ids=["some", "all"])
-def test_the_page_does_what_it_says(left_out: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     for language, text in BLOCKS:
         if language == "diff":
             _mend(tmp_path / "first.py", text)
-        elif not language and not any(word in text for word in left_out):
+        elif not language:
             command, *lines = text.splitlines()
             said = _said(shlex.split(command)[1:], tmp_path / "said")
             assert [line for line in lines if not _is_said(line, said)] == [], said

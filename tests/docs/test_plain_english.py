@@ -26,7 +26,7 @@ def test_no_public_text_has_a_listed_word_or_long_sentences(english: Any) -> Non
     ("text", "rule"),
     [
         ("Where that is slow, wait.", "R1"),
-        ("It says what is refused.", "R2"),
+        ("It says what is missing.", "R2"),
         ("The models of which one is the run's.", "R3"),
         ("pp=1 works, and so does tp=1.", "R4"),
         ("x = 3 is no number.", "R6"),
@@ -46,7 +46,7 @@ def test_a_remedy_says_use_or_set(text: str, surface: str, english: Any) -> None
     assert "(R5;" in fault
 
 
-@pytest.mark.parametrize("text", ["Use `is no table` here.", "# What is refused", "```\nseldom\n```", "What is it?"])
+@pytest.mark.parametrize("text", ["Use `is no table` here.", "# What is rejected", "```\nseldom\n```", "What is it?"])
 def test_code_and_headings_are_left_out(text: str, english: Any) -> None:
     assert english.faults(english.of_page(f"{text}\n")) == []
 

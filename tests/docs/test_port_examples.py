@@ -20,7 +20,6 @@ LAYOUTS = {
     for kind, samples in SAMPLES.items()
 }
 """The layouts of each kind by the samples of its steps: each rank has two micro-batches where weights are sharded."""
-DAILY = {("ddp", LAYOUTS["ddp"][1]), ("nanogpt", LAYOUTS["nanogpt"][3])}
 MOST_LINES = 12
 """Changed lines of a port: those of a port to Accelerate."""
 
@@ -55,11 +54,7 @@ def test_a_port_has_the_losses_of_the_script(kind: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [
-        pytest.param(kind, layout, marks=() if (kind, layout) in DAILY else pytest.mark.nightly)
-        for kind in KINDS
-        for layout in LAYOUTS[kind]
-    ],
+    [(kind, layout) for kind in KINDS for layout in LAYOUTS[kind]],
 )
 def test_a_port_has_the_same_losses_in_each_layout(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

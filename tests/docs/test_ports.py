@@ -11,7 +11,6 @@ from tests import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "ports.md"
 KINDS = re.findall(r"^## ([^\n]+)\n.*?^```diff\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-DAILY = ("VQ-VAE with moving averages", "Parts of a loss, and an accuracy, for the log")
 
 
 def side(difference: str, sign: str) -> str:
@@ -36,7 +35,7 @@ def test_every_kind_that_a_review_found_impossible_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("title", "difference"),
-    [pytest.param(*kind, id=kind[0], marks=() if kind[0] in DAILY else pytest.mark.nightly) for kind in KINDS],
+    [pytest.param(*kind, id=kind[0]) for kind in KINDS],
 )
 def test_both_sides_print_the_same(
     title: str, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,6 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 DIFF = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHOWN = re.findall(r"^\$ (.*)\n((?:(?!\$ |```).*\n)*)", README, re.MULTILINE)
 """Each command of the blocks of a console, with the lines below it."""
-DAILY = ('train.py "dp=2 zero=3"', "plain.py", "samestep plan")
 ELSEWHERE = {"pip install '.[hf]'": "unit/test_wheel.py", "make train": "unit/test_cli.py", "make test": ".ci/run"}
 """Commands of the block that installs, and what runs them."""
 SMALL = 1e-9
@@ -31,14 +30,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("command", "lines"),
-    [
-        pytest.param(
-            *one,
-            id=one[0].split("#")[0].strip(),
-            marks=[] if any(word in one[0] for word in DAILY) else pytest.mark.nightly,
-        )
-        for one in SHOWN
-    ],
+    [pytest.param(*one, id=one[0].split("#")[0].strip()) for one in SHOWN],
 )
 def test_a_command_prints_what_the_readme_shows(
     command: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,8 +18,6 @@ REFUSALS = re.findall(r"^`([^`\n]+)`\n(?:(?!^`)[^\n]*\n)*^```diff\n(.*?)^```$", 
 """Each error with the lines that meet it and mend it."""
 TABLE = re.findall(r"^\| (`.*?`) \| ", PAGE.partition("## Layouts, jobs and resumes")[2], re.MULTILINE)
 QUOTED = [error for error, _ in REFUSALS] + [error for row in TABLE for error in re.findall(r"`([^`]+)`", row)]
-DAILY = (1, 6)
-"""Refusals whose code runs by default: one of the loss, one of the data."""
 
 
 def _texts() -> Iterator[str]:
@@ -58,9 +56,7 @@ def test_words_that_no_error_has_are_found(texts: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "index", [pytest.param(index, marks=[pytest.mark.nightly] * (index not in DAILY)) for index in range(len(REFUSALS))]
-)
+@pytest.mark.parametrize("index", range(len(REFUSALS)))
 def test_the_code_is_refused_with_this_error_and_mended(index: int) -> None:
     error, difference = REFUSALS[index]
     with pytest.raises(InputError, match=".*".join(map(re.escape, error.split("...")))):

@@ -155,5 +155,5 @@ def test_a_folder_without_images_and_a_file_that_is_none_are_refused(folder: Pat
         open_dataset(images_job(tmp_path))
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_text("no image")
-    with pytest.raises(DataError, match=r"1.png is no image that Pillow reads"):
+    with pytest.raises(DataError, match=r"1.png is not an image that Pillow reads"):
         open_dataset(images_job(tmp_path, held_out=0.0))[0]

@@ -331,8 +331,8 @@ def _refused(rank: int, world: int, layout: str, kind: str) -> None:
         ("dp=2", "other", r"run.step was given other values on rank 1 than on rank 0. Use .*local=True\) takes each rank's own samples"),
         ("dp=2", "on rank 1", r"run.step was given None on rank 0. Use values on rank 0"),
         ("dp=2", "none", r"run.step was given None on rank 0"),
-        ("dp=2", "object", r"no number of samples can be told"),
-        ("dp=2", "no samples", r"no number of samples can be told. Use tensors"),
+        ("dp=2", "object", r"without a number of samples"),
+        ("dp=2", "no samples", r"without a number of samples. Use tensors"),
         ("tp=2", "own", r"other samples on rank 1 than on rank 0, and both compute the same data rank's part"),
     ],
 )  # fmt: skip

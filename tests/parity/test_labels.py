@@ -212,10 +212,10 @@ def _masked_first(inputs: Tensor, index: int) -> Tensor:
 @pytest.mark.parametrize(
     ("label", "word", "found", "text"),
     [
-        (_first_own, None, "aligned", "sample 6 are the next tokens, and those of other samples are the input_ids at their own place"),
+        (_first_own, None, "aligned", "sample 6 are the next tokens, and the labels of other samples are the input_ids at their own place"),
         (lambda inputs, index: inputs if index == 6 else moved(inputs, 1), None, "next", "sample 6 are the input_ids at"),
         (lambda inputs, index: inputs.flip(0) if index == 6 else inputs, None, "aligned", "sample 6 are neither, and those"),
-        (_masked_first, None, "next", "sample 6 are the input_ids at their own place, and those of other samples are the next tokens"),
+        (_masked_first, None, "next", "sample 6 are the input_ids at their own place, and the labels of other samples are the next tokens"),
         (_first_own, "aligned", "aligned", "sample 6 are the next tokens, and data.labels is 'aligned'"),
         (lambda inputs, index: inputs if index == 6 else inputs.flip(0) // 2, "next", "next", "sample 6 are the input_ids at"),
         (lambda inputs, index: inputs.flip(0) // 2 if index == 6 else inputs, "aligned", "aligned", ""),
@@ -239,7 +239,7 @@ def test_a_sample_of_the_other_kind_is_named_where_it_is_read(label: Any, word: 
 def test_samples_that_are_batches_of_one_are_refused_and_narrow_labels_are_read() -> None:
     """Tokenizers that return tensors give rows [1, T], whose labels would not be moved."""
     with pytest.raises(
-        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is no batch. Use the row input_ids\[0\]"
+        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is not a batch. Use the row input_ids\[0\]"
     ):
         run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs[None], batched=True)))
     wide, narrow = (

@@ -666,7 +666,7 @@ def test_the_next_loop_over_a_stream_begins_it_anew() -> None:
     once = samestep.batches(points_one_by_one(), job, first_step=2)
     assert [batch.step for batch in once] == [2, 3, 4, 5]
     assert [*once] == []
-    assert once.remarks[0].endswith("are read and left out, for which it has to be a fresh one")
+    assert once.remarks[0].endswith("are read and left out; give it a fresh stream")
 
 
 class Divided(Flow):

@@ -316,7 +316,7 @@ def _refusal_of(name: str, layout: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout", "words"),
     [
-        ("in each block", "tp=2", "at blocks.0 depend on values.* nothing is left to cut. Use a module of its own for the branch"),
+        ("in each block", "tp=2", "at blocks.0 depend on values.* nothing is left to shard. Use a module of its own for the branch"),
         ("in the model", "tp=2", "at the model itself depend on values.*. Use a module of its own for the branch"),
         ("planned", "tp=2", "at blocks.0.part depend on values.*. Use a module of its own for the branch"),
         ("in each block", "cp=2", "at blocks.0 depend on values, .*Use a module of its own for the branch that is given no tokens"),

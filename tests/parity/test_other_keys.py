@@ -195,7 +195,7 @@ def test_ranks_own_samples_of_other_keys_train_as_in_a_plain_loop(
 def test_a_batch_by_hand_of_fewer_pictures_than_samples_is_refused_with_what_works() -> None:
     run = samestep.parallelize(build(False), loss, sgd, job=JOB)
     with pytest.raises(
-        DataError, match=r"no number of samples can be told.*fewer pictures .* a data set whose method read"
+        DataError, match=r"without a number of samples.*fewer pictures .* a data set with a method read"
     ):
         run.step(Batches((0, PICTURE)).read(range(6)))
 

@@ -227,7 +227,7 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
         (Still, "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
         (Tied, "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
         (Added, "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),
-        (OtherModule, "dp=1", "", 0, "another module was put in the place of code"),
+        (OtherModule, "dp=1", "", 0, "code was replaced by another module"),
         (FadingLater, "dp=2", "", 2, "the place of code.weight, and dp=2 divides the batch"),
         (FadingLater, "dp=2 zero=2", "", 2, "writes into the weight code.weight, and under zero=2 into a copy"),
         (FadingLater, "dp=2 zero=3", "", 2, "writes into the weight code.weight, and under zero=3 into a copy"),
@@ -236,7 +236,7 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
             "dp=2 zero=3",
             "code",
             2,
-            "the loop puts .* code.weight, of which ranks hold parts under zero=3. Use zero=1",
+            "the loop puts .* code.weight, and under zero=3 each rank holds a part. Use zero=1",
         ),
     ],
 )

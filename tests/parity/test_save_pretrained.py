@@ -162,7 +162,7 @@ class Noting(Plain):
 
 def test_a_state_dict_with_something_else_than_tensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelError, match=r"_extra_state in the state dict of Noting is no tensor"):
+    with pytest.raises(ModelError, match=r"_extra_state in the state dict of Noting is not a tensor"):
         trained.write_state(Noting(), {}.__getitem__, tmp_path / "out", None)
 
 

@@ -98,7 +98,7 @@ def saved(folder: Path, state: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("state", "refusal"),
     [
-        ({"model": {"w": torch.ones(2), "extra": 3}}, "holds model.extra, which is no tensor"),
+        ({"model": {"w": torch.ones(2), "extra": 3}}, "holds model.extra, which is not a tensor"),
         ({"model": {"v": torch.ones(2)}}, "holds another model's weights: it lacks w"),
         ({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}, "holds the weights of this model in a and b"),
     ],
@@ -133,7 +133,10 @@ class _Runs:
 def test_metadata_that_names_a_function_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     folder, marker = saved(tmp_path / "saved", {"w": torch.ones(2)}), tmp_path / "RAN"
     (folder / ".metadata").write_bytes(pickle.dumps(_Runs(marker)))
-    with audit.watched() as seen, pytest.raises(CheckpointError, match=r"it names .*, which is no class of metadata"):
+    with (
+        audit.watched() as seen,
+        pytest.raises(CheckpointError, match=r"it names .*, which is not a class of metadata"),
+    ):
         torch_checkpoint.entries(folder, ["w"])
     assert seen == []
     assert not marker.exists()
@@ -175,7 +178,7 @@ def test_chunks_must_lie_in_the_folder_and_cover_a_tensor_once(tmp_path: Path) -
     content = (folder / ".metadata").read_bytes()
     (tmp_path / "__0_1.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
     (folder / ".metadata").write_bytes(content.replace(b"\x8c\x0c__0_0.distcp", b"\x8c\x0f../__0_1.distcp"))
-    with pytest.raises(CheckpointError, match=r"names ../__0_1.distcp, which is no file in its folder"):
+    with pytest.raises(CheckpointError, match=r"names ../__0_1.distcp, which is not a file in its folder"):
         torch_checkpoint.entries(folder, ["w"])
     part = torch_checkpoint.TorchChunk(folder, 0, 1, (0,), (2,))
     assert torch_checkpoint._cover([part], (2,))

@@ -201,8 +201,8 @@ def test_a_loss_over_tokens_is_that_of_whole_sequences_under_cp(layout: str, nam
 @pytest.mark.parametrize(
     ("kind", "name", "says"),
     [
-        (Attentive, "a sum", "the loss is no sum over the tokens of a batch: its count is"),
-        (Attentive, "batchmean", "the loss is no sum over the tokens of a batch: its count is"),
+        (Attentive, "a sum", "the loss is not a sum over the tokens of a batch: its count is"),
+        (Attentive, "batchmean", "the loss is not a sum over the tokens of a batch: its count is"),
         (Net, "weights of classes", "cp=2 slices sequences: it has no blocks. Use cp=1"),
     ],
 )
@@ -219,4 +219,4 @@ def test_a_mean_over_something_else_is_rejected_before_the_first_update(layout: 
     name = "own mean over tokens"
     loss = samestep.mean_over(over, own_mean if over == "samples" else mean_of_samples)
     for losses, _, error in pool(Layout(layout).world_size).run(trained, layout, name, loss):
-        assert (losses, "the loss is no sum over the samples" in error) == ([], True)
+        assert (losses, "the loss is not a sum over the samples" in error) == ([], True)

@@ -261,7 +261,7 @@ REFUSED = {
     ("ensemble", PP): "a transform of torch.func.* reads many between blocks",
     ("one by one", "dp=1 recompute=full"): r"blocks.0 runs inside of a transform of torch.func .*Use .*recompute=none",
     ("minus the batch", DATA): "lets the samples of a batch influence each other by mean",
-    ("dropped one by one", "dp=1"): "inside of a transform of torch.func.*Use .*dropout before or behind torch.vmap",
+    ("dropped one by one", "dp=1"): "inside of a transform of torch.func.*Use .*dropout before or after torch.vmap",
     ("another bias", PP): "Use pp=1",
 }
 

@@ -343,13 +343,19 @@ OUTCOMES = Path(__file__).parent / "reproductions.json"
 """What each layout makes of each case, as the tests assert it; `python -m tests.proof.reproductions` writes it anew."""
 
 
+def _shown(outcome: str) -> str:
+    return "rejected" if outcome == REFUSED else outcome
+
+
 def table() -> str:
     """Return every case with its cause and what each layout makes of it, as a table of Markdown."""
     known = json.loads(OUTCOMES.read_text(encoding="utf-8"))
     lines = ["| code | before | layout | outcome |", "| --- | --- | --- | --- |"]
     for case in REPRODUCTIONS:
         kind = "was wrong" if case.cause else "legal"
-        lines += [f"| {case.name} | {kind} | `{layout}` | {known[case.name][layout]} |" for layout in case.layouts]
+        lines += [
+            f"| {case.name} | {kind} | `{layout}` | {_shown(known[case.name][layout])} |" for layout in case.layouts
+        ]
     return "\n".join(lines)
 
 

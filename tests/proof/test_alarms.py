@@ -114,7 +114,7 @@ def test_a_loss_that_is_no_sum_over_samples_is_no_mean_of_means() -> None:
         loss=_rooted,
     )
     assert verdict.cause is Cause.COUPLED
-    assert "the loss is no sum over samples: on one device too the batch has the loss" in verdict.explanation
+    assert "the loss is not a sum over samples: on one device too the batch has the loss" in verdict.explanation
 
 
 def test_a_model_that_mixes_samples_is_called_that() -> None:

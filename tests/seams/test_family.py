@@ -142,5 +142,5 @@ def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(MODELS, "curious without a row", Curious)
     run = make_run(0, 1, "curious without a row", "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
-    with pytest.raises(LayoutError, match="it has no linear layers in its blocks"):
+    with pytest.raises(LayoutError, match="its blocks have no pair of linear layers"):
         program_of(run.assembly.model.spec, clipped(), Layout("tp=2"))

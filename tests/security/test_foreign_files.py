@@ -73,7 +73,7 @@ def test_a_folder_of_another_user_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     os.chown(folder, ANOTHER, ANOTHER)
-    said = pytest.warns(UserWarning, match="belongs to user 65534, who can change what this run writes")
+    said = pytest.warns(UserWarning, match="belongs to user 65534, who can change the files of this run")
     with said, run_folder.claim_folder(folder, is_new=True):
         pass
 
@@ -233,7 +233,7 @@ def _keyed(opcodes: bytes) -> bytes:
 @pytest.mark.parametrize("opcodes", [b"}KEYNs", b"}(KEYNu", b"(KEYNd", b"\x8f(KEY\x90", b"(KEY\x91"])
 def test_a_key_that_takes_for_ever_to_hash_is_refused(opcodes: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(_keyed(opcodes))
-    with pytest.raises(CheckpointError, match=r"is no metadata of torch\.distributed\.checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is not metadata of torch\.distributed\.checkpoint"):
         torch_checkpoint.entries(tmp_path, ["w"])
 
 

@@ -237,9 +237,7 @@ def test_a_host_that_says_what_no_host_says_is_lost_with_one_line() -> None:
         if host.lost:
             lost += 1
             assert [(rank, word) for rank, word, _ in said] == [(2, "failed"), (3, "failed")], message
-            assert {failure.what for *_, failure in said} == {
-                "is lost with its host: it said what no host of a run says"
-            }
+            assert {failure.what for *_, failure in said} == {"is lost with its host: it sent an unknown message"}
         heard += not host.lost
     assert lost > 800
     assert heard > 100
@@ -257,7 +255,7 @@ class _Said:
         return [self.message]
 
     def lose(self) -> None:
-        self.lost = "it said what no host of a run says"
+        self.lost = "it sent an unknown message"
 
 
 class _Host(DistantWorkers):
@@ -342,7 +340,7 @@ def test_a_message_that_is_none_loses_its_sender(text: str) -> None:
         sealed = _seal(left._key, left._names[0], left._num_sent, text.encode())
         left._socket.sendall(sealed + b" " + text.encode() + b"\n")
     assert right.next(30.0) is None
-    assert right.lost == "it said what no host of a run says"
+    assert right.lost == "it sent an unknown message"
     _closed(left, right)
 
 

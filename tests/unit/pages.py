@@ -174,15 +174,26 @@ addEventListener("message", () => {
     }
   });
   const timeline = document.querySelector(".timeline");
-  let zoomed = "";
+  let zoomed = "", arrows = 0, found = 0;
   if (timeline) {
     const before = timeline.querySelector(".ticks").textContent;
     for (const key of ["+", "+", "ArrowRight", ".", "ArrowDown"]) timeline.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
     zoomed = timeline.querySelector("output").textContent;
     if (timeline.querySelector(".ticks").textContent === before) problems.push("the axis did not zoom");
     if (!timeline.querySelector(".cursor")) problems.push("no op is marked");
+    const frame = Number(timeline.querySelector(".map .frame").getAttribute("width"));
+    if (!(frame > 0 && frame < 400)) problems.push(`the overview frames ${frame} of 500`);
+    timeline.dispatchEvent(new KeyboardEvent("keydown", { key: "0", bubbles: true }));
+    for (let lane = 0; lane < 40 && !timeline.querySelector(".arrows path"); lane++) timeline.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown", bubbles: true }));
+    arrows = timeline.querySelectorAll(".arrows path").length;
+    const search = timeline.querySelector("input"), said = timeline.querySelector("output");
+    search.value = "forward"; search.dispatchEvent(new Event("input"));
+    found = Number(said.textContent.split(" ")[0]);
+    if (!timeline.querySelector("path.found")) problems.push("nothing is found");
+    search.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+    if (!said.textContent.includes("forward")) problems.push("the next one is not shown");
   }
-  parent.postMessage({ name: window.name, problems: problems.slice(0, 12), texts: texts.length, zoomed }, "*");
+  parent.postMessage({ name: window.name, problems: problems.slice(0, 12), texts: texts.length, zoomed, arrows, found }, "*");
 });
 </script>"""
 OUTER = """<!DOCTYPE html><html><body>{frames}<script>

@@ -71,7 +71,7 @@ def hf_job(family: str, **config: Any) -> Job:
 
 @pytest.mark.parametrize(
     ("missing", "said"),
-    [("transformers", "needs transformers: pip"), ("httpx", "fails here (No module named 'httpx'): pip")],
+    [("transformers", "needs transformers: pip"), ("httpx", "cannot be imported here (No module named 'httpx'): pip")],
 )
 def test_why_transformers_cannot_be_used_is_said(missing: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
@@ -432,7 +432,7 @@ def test_options_decide_over_fusing() -> None:
         ({"name": "lbfgs"}, "several times a step"),
         ({"name": "adamw", "options": {"beta": 1}}, r"options\.beta: AdamW takes betas.*did you mean 'betas'"),
         ({"name": "rprop", "weight_decay": 0.1}, "Rprop has none"),
-        ({"name": "adamw", "options": {"betas": [2.0, 0.9]}}, "AdamW refuses"),
+        ({"name": "adamw", "options": {"betas": [2.0, 0.9]}}, "AdamW rejects"),
     ],
 )
 def test_a_wrong_optimizer_is_named(table: dict[str, Any], message: str) -> None:
@@ -514,7 +514,7 @@ def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
     [
         (
             [MUON | {"match": ["a.*"]}],
-            r'Muon refuses a.bias: Muon only supports 2D .*match = \["a.bias"\], name = "adamw" \} as the first',
+            r'Muon rejects a.bias: Muon only supports 2D .*match = \["a.bias"\], name = "adamw" \} as the first',
         ),
         (
             [MUON | {"name": "muo"}],

@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
         "samples of 16 tokens are longer than model.config.max_position_embeddings = 8. Set data.sequence_length = 8",
     ),
     "optimizer": ([], {"optimizer.name": "adamx"}, "optimizer.name = 'adamx' must be one of"),
-    "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW refuses its settings: Invalid beta"),
+    "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW rejects its settings: Invalid beta"),
     "loss": ([], {"train.loss": "cross_entrpy"}, "(did you mean 'cross_entropy'?)"),
     "device": ([], {"run.device": "gpu"}, "run.device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
     "resume nothing": (["--resume"], {}, "there is no run below runs/ to resume; --out names another folder"),
@@ -540,8 +540,8 @@ def test_layouts_writes_its_table_or_says_why_not(
     ("layout", "says"),
     [
         ("dp=2", '"dp=2" is legal'),
-        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks, on which it is legal"),
-        ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks, on which it is refused: tp=3 does not divide"),
+        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks; there it is legal"),
+        ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks; there it is rejected: tp=3 does not divide"),
     ],
 )
 def test_layouts_answers_for_one(

@@ -175,7 +175,7 @@ def test_a_batch_of_another_size_is_said_to_compile_anew():
     batch = next(iter(samestep.batches(Tokens(), job)))
     remarks = run.step(batch).remarks
     (said,) = [line for line in remarks if line.startswith("run.compile") and not line.startswith(NOT_OF_MODULES)]
-    assert "2 graphs of aot_eager, 1 of them anew for other shapes or values" in said
+    assert "2 graphs of aot_eager, 1 of them again for other shapes or values" in said
 
 
 @pytest.mark.parametrize("model", [DrawsInItsOwnCode, DrawsInMany])
@@ -331,7 +331,7 @@ def test_blocks_with_batch_norms_have_the_statistics_of_code_that_is_not_compile
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(JobError, match=r"'inducter' is no backend .*did you mean 'inductor'"):
+    with pytest.raises(JobError, match=r"'inducter' is not a backend .*did you mean 'inductor'"):
         stepped(Plain, with_backend("inducter"))
 
 

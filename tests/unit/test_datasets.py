@@ -472,7 +472,7 @@ def test_samples_without_read_are_collated():
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("Endless", "only a map-style dataset works"),
+        ("Endless", "Use a map-style dataset"),
         ("Squarez", "did you mean 'Squares'"),
         ("empty", "has none of 0 samples"),
     ],
@@ -620,7 +620,7 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
     np.save(tmp_path / "floats.npy", np.zeros(5))
     (tmp_path / "bad.npy").write_bytes(b"no array")
     for source, text in {
-        "tokens:odd.bin": "3 bytes, which is no whole number of uint16",
+        "tokens:odd.bin": "3 bytes, which is not a whole number of uint16",
         "tokens:empty.bin": "is empty",
         "tokens:floats.npy": "Use whole numbers in one dimension, or in rows",
         "tokens:bad.npy": r"is not a \.npy array",

@@ -56,7 +56,7 @@ def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(*words, "24") == 0
     shown = _after_the_job(capsys.readouterr().out, r"\d+ of [\d,]+ layouts are legal")
     assert len(shown) <= 40
-    assert re.match(r"\d+ of [\d,]+ layouts are legal, of which the first 20", shown[0])
+    assert re.match(r"\d+ of [\d,]+ layouts are legal, the first 20 of them", shown[0])
     assert main(*words, "24", "--whole") == 0
     whole = _after_the_job(capsys.readouterr().out, r"layout  ")
     legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
@@ -375,7 +375,7 @@ def test_a_proof_holds_for_the_same_job_at_any_length_and_place(home: Path) -> N
     layout, nowhere = Layout("dp=2"), home / "run"
     found = record.find_record(job, layout, nowhere)
     assert found is not None
-    assert "3 steps in float64 equal those of one device" in found.to_line()
+    assert "3 steps in float64 are equal to one device" in found.to_line()
     same: list[dict[str, Any]] = [
         {"train": {"steps": 9}},
         {"run": {"threads": 3, "device": "cpu"}},
@@ -440,7 +440,7 @@ def test_a_waived_refusal_is_noted_once_and_another_raised() -> None:
             r"queries \(1, 4, 16, 4\) with keys \(1, 3, 16, 4\).* heads .* do not fit",
         ),
         ("model.config.vocab_size=-5", "model.config does not fit hf:llama: .*negative dimension -5"),
-        ("optimizer.options.betas=[0.9]", "AdamW refuses its settings: tuple index out of range"),
+        ("optimizer.options.betas=[0.9]", "AdamW rejects its settings: tuple index out of range"),
     ],
 )
 def test_settings_that_torch_refuses_are_one_line(setting: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,7 +320,7 @@ def test_other_random_numbers_are_refused_by_name(name: str) -> None:
 
 def test_numbers_of_no_known_sample_are_refused() -> None:
     model = nn.Sequential(nn.Identity(), Call(lambda x: x + torch.randn(x.shape)))
-    with pytest.raises(ModelError, match=r"^1: randn: .* belong to which sample. Draw them .*torch.randn_like"):
+    with pytest.raises(ModelError, match=r"^1: randn: .* their samples are unknown. Draw them .*torch.randn_like"):
         run(model, ones(2, 4), [0, 1])
 
 

@@ -54,7 +54,7 @@ def test_the_best_of_steps_that_a_resume_drops_is_moved_aside(
     again = ("--resume", "--allow", "optimizer.lr", "--out", run)
     assert small.train(*again, **settings, **{"optimizer.lr": 3.0}) == 0
     assert (
-        f"best held the weights of step 6, which is dropped as the run goes on after step {newest}"
+        f"best held the weights of step 6, which is dropped as the run continues after step {newest}"
         in capfd.readouterr().out
     )
     kept, _ = min(
@@ -144,7 +144,7 @@ def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(se
     ("changes", "text"),
     [
         ({"data.held_out_sets.held_out": "topics"}, "this is the name of the part of the data that is held out"),
-        ({"train.monitor": "code"}, r"train.monitor = 'code' is no set of data.held_out_sets \(there are none\)"),
+        ({"train.monitor": "code"}, r"train.monitor = 'code' is not a set of data.held_out_sets \(there are none\)"),
         ({"train.monitor": "held_out", "data.held_out": 0.0}, "Set data.held_out = 0.1"),
         ({"data.held_out_sets.a": "text:nowhere.txt"}, r"data.held_out_sets.a: .*nowhere.txt"),
         ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a set is one source"),

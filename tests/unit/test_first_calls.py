@@ -59,8 +59,8 @@ def run_of(rank: int = 0, world: int = 1, layout: str = "dp=1", model: Any = Mod
         ),
         (iter([]), "takes a batch of samestep.batches, .* was given a list_iterator. Use "),
         (None, "was given None on the only rank. Use a batch of samestep.batches, or the values of a whole batch"),
-        ({"x": 3.0}, "no number of samples can be told. Use tensors with as many rows as there are samples"),
-        ((torch.ones(4, 4), torch.ones(3, 4)), "no number of samples can be told"),
+        ({"x": 3.0}, "without a number of samples. Use tensors with as many rows as there are samples"),
+        ((torch.ones(4, 4), torch.ones(3, 4)), "without a number of samples"),
         (torch.ones(0, 4), "a batch without samples. Use at least one sample"),
     ],
 )
@@ -260,7 +260,7 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
         (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
-        (lambda: samestep.Layout(3), "3 is no line of text"),  # type: ignore[arg-type]
+        (lambda: samestep.Layout(3), "3 is not a line of text"),  # type: ignore[arg-type]
         (lambda: _parallelized(job={"train": {}}), r"is a dict. Use a samestep\.Job: "),
         (lambda: samestep.train("job.toml"), r"is a str. Use a samestep\.Job: .*samestep\.load"),
         (lambda: samestep.batches(JOB, Points()), r"Use a samestep\.Job: "),

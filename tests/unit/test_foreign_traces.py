@@ -192,18 +192,18 @@ def test_what_a_trace_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("a.json", b"{", "is no trace, or is cut off"),
-        ("a.json", json.dumps(on_cpu(0, 1)).encode()[:500], "is no trace, or is cut off"),
-        ("a.json", b"[]", "is no trace of torch.profiler and none of NCCL's flight recorder"),
-        ("a.json", b'{"traceEvents": 3}', "is no trace of torch.profiler"),
+        ("a.json", b"{", "is not a trace, or is cut off"),
+        ("a.json", json.dumps(on_cpu(0, 1)).encode()[:500], "is not a trace, or is cut off"),
+        ("a.json", b"[]", "is not a trace of torch.profiler or NCCL's flight recorder"),
+        ("a.json", b'{"traceEvents": 3}', "is not a trace of torch.profiler"),
         ("a.json", b'{"traceEvents": []}', "is damaged"),
         ("a.json", b'{"traceEvents": [{"ph": "X", "dur": 1}]}', "is damaged"),
         ("a.json", b'{"traceEvents": [1]}', "is damaged"),
         ("a.json", b'{"entries": [{}]}', "is damaged"),
-        ("a.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:12], "is no trace, or is cut off"),
-        ("a.json.gz", b"no gzip", "is no trace, or is cut off"),
+        ("a.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:12], "is not a trace, or is cut off"),
+        ("a.json.gz", b"no gzip", "is not a trace, or is cut off"),
         ("a.pickle", b"\x80\x04K\x01.", "is a pickle, which can run code and is not read"),
-        ("a.json", b"\xff\xfe", "is no trace, or is cut off"),
+        ("a.json", b"\xff\xfe", "is not a trace, or is cut off"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_one_line(tmp_path: Path, name: str, raw: bytes, words: str) -> None:
@@ -240,7 +240,7 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
     assert sum(after - before for _, _, before, after in found.rows) == pytest.approx(
         found.other.step_s - found.one.step_s
     )
-    assert found.causes[0] == "other words of the layout: dp=2 and dp=4 zero=1"
+    assert found.causes[0] == "other layout options: dp=2 and dp=4 zero=1"
     json.dumps(found.to_record())
 
 
@@ -248,15 +248,15 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
     ("one", "other", "words"),
     [
         (SIMULATION, SIMULATION, "one of the two must be a run folder or a layout"),
-        ("dp=2", "nowhere/at/all", "is no run folder, and no layout. Use the folder of a run or of traces"),
-        ("dp=2", "colour=3", "is no run folder, and no layout: unknown layout option"),
+        ("dp=2", "nowhere/at/all", "is not a run folder, and no layout. Use the folder of a run or of traces"),
+        ("dp=2", "colour=3", "is not a run folder, and no layout: unknown layout option"),
         ("dp=2", "dp_replicate=2", "both are one step"),
         ("dp=2", SIMULATION, "both are one step"),
         ("{run}", "{run}/record", "both are one step"),
         ("{run}", "{empty}", "has no recorded steps, and no traces"),
         ("{traces}", "{traces}", "both are one step"),
         ("{traces}", SIMULATION, "simulation is the prediction of a run's own layout"),
-        ("{run}", "{json}", "is no trace"),
+        ("{run}", "{json}", "is not a trace"),
     ],
 )
 def test_what_is_neither_a_run_nor_a_layout_is_refused(one: str, other: str, words: str, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_run_is_held_against_the_file_of_a_simulation_and_another_job_is_a_cau
     assert sum(found.other.rows.values()) == pytest.approx(found.other.step_s)
     assert "one is measured, the other predicted for cpu-laptop" in found.causes
     assert f"train.global_batch: {Job().train.global_batch} and {job.train.global_batch}" in found.causes
-    assert any(cause.startswith("other words of the layout") for cause in found.causes)
+    assert any(cause.startswith("other layout options") for cause in found.causes)
 
 
 def test_other_load_and_bytes_are_known_causes(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_other_load_and_bytes_are_known_causes(tmp_path: Path) -> None:
     assert found.causes == (
         "buffers of a rank in a step: tp 1000 B, dp_replicate 4.88 KiB, world 64 B and "
         "tp 1.95 KiB, dp_replicate 4.88 KiB, world 64 B",
-        "waits for a processor, which other programs had: 0 ms and 30 ms",
+        "waits for a CPU that other programs used: 0 ms and 30 ms",
     )
 
 

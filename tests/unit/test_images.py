@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path: Path) -> None:
     reasons = {
         "bomb.tif": "exceeds limit", "bomb.png": "exceeds limit", "text.png": "too large", "cut.jpg": "truncated",
         "floats.tif": "numbers from 1.5 to 1.5, and their range is not known. Use 0 to 1", "nan.tif": "numbers from nan",
-        "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is no image that Pillow reads", "empty.png": "is empty: copy it again",
+        "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is not an image that Pillow reads", "empty.png": "is empty: copy it again",
     }  # fmt: skip
     for name, content in _harmful(tmp_path).items():
         (tmp_path / name).write_bytes(content)

@@ -216,7 +216,7 @@ MIXING = {
     "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
     "prompts before the blocks": (Prompted, "the blocks are not given a row for each of the 12 tokens of a sample"),
-    "tokens of memory": (functools.partial(Odd, with_memory), "blocks.0 joins other rows to those of tokens by cat"),
+    "tokens of memory": (functools.partial(Odd, with_memory), "blocks.0 joins other rows to the rows of tokens by cat"),
     "chunks of three": (functools.partial(Odd, by_threes), "is given a view that crosses rows of tokens"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
     "gradients by its length": (functools.partial(Cycles, by_length=8), "computes differently, or with other"),

@@ -134,4 +134,4 @@ def test_a_failed_run_says_how_it_goes_on(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-000012.draft").mkdir()
     said = run_folder.with_way_on("rank 1 died: killed\nmore", tmp_path)
-    assert said == f"rank 1 died: killed; --resume --out {tmp_path} goes on from step 10\nmore"
+    assert said == f"rank 1 died: killed; --resume --out {tmp_path} continues from step 10\nmore"

@@ -368,7 +368,7 @@ def test_an_instance_takes_no_step_outside_of_its_run() -> None:
     with pytest.raises(ModelError, match="the AdamW instance belongs to a run that is still there"):
         run_over(nn.Linear(8, 4), optimizer)
     run.release()
-    with pytest.raises(ModelError, match=r"AdamW.step was called by the loop.*Behind run.release\(\), use another"):
+    with pytest.raises(ModelError, match=r"AdamW.step was called by the loop.*After run.release\(\), use another"):
         optimizer.step()
 
 

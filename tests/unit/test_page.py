@@ -353,7 +353,7 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         (explain(tmp_path), "per step on 4 ranks"),
         (proof, "The same result as one device"),
         (differs, "Differs: different data"),
-        (foreign(tmp_path / "traces"), "a step on 2 ranks"),
+        (foreign(tmp_path / "traces"), "per step on 2 ranks"),
         (compared(tmp_path / "run"), "Where they differ"),
         (trained, "validation accuracy"),
         (trained, "Where the time of the run went"),
@@ -384,3 +384,5 @@ def test_in_a_browser_nothing_overlaps_scrolls_or_fails(tmp_path: Path) -> None:
         assert one["problems"] == [], (name, one["problems"])
         assert one["texts"] > 30
         assert " from " in one["zoomed"] or name.startswith("compared")
+        assert one["found"] > 0 or name.startswith(("compared", "traces"))
+        assert one["arrows"] > 0 or not name.startswith(("simulate", "explain"))

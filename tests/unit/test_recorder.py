@@ -279,15 +279,15 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
     harmed = {
         "": "is empty: its rank was ended before it could write. Use records of all ranks",
         "\x00\x01": "damaged",
-        '{"traceEvents": []}': "is no record of samestep",
-        "[]\n": "is no record of samestep",
+        '{"traceEvents": []}': "is not a record of samestep",
+        "[]\n": "is not a record of samestep",
         head.replace('"version": 4', '"version": 5') + "\n": "is a record of version 5; this samestep reads version 4",
         head.replace('"rank"', '"place"') + "\n": "damaged",
         f"{head}\n{first[:40]}\n{second}\n": ":2: damaged",
         f"{head}\n{json.dumps({**step, 'until_ns': 0})}\n": ":2: damaged: ends before it begins",
         f"{head}\n{json.dumps({**step, 'events': [['task']]})}\n": ":2: damaged",
         f"{head}\n{json.dumps({**step, 'events': [['task', 'F0', 'a', 'b']]})}\n": ":2: damaged",
-        f"{head}\n[1]\n": ":2: damaged: the line is no step",
+        f"{head}\n[1]\n": ":2: damaged: the line is not a step",
         f"{head}\n{json.dumps({**step, 'colour': 1})}\n": ":2: damaged",
     }
     for text, words in harmed.items():
@@ -297,7 +297,7 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecordError, match="it is no text"):
+    with pytest.raises(RecordError, match="it is not text"):
         read_record(path)
     path.write_text(f"{head}\n{first}\n{second[:50]}")  # a run that was killed
     assert [*read_record(path).steps] == [2]

@@ -337,7 +337,7 @@ def test_a_disk_that_is_full_at_the_start_costs_the_numbers_and_not_the_run(
 
     monkeypatch.setattr(trackers, "_STARTS", {"tensorboard": full})
     with contextlib.closing(Metrics(tmp_path, 0, trackers.open_trackers(Job(), tmp_path, 0))) as metrics:
-        with pytest.warns(UserWarning, match="tensorboard.* does not take .* No space left .*, and the run goes on"):
+        with pytest.warns(UserWarning, match="tensorboard.* does not take .* No space left .*, and the run continues"):
             metrics.write(_report(1))
         metrics.write(_report(2))
     assert len(_rows(tmp_path)) == 2

@@ -123,7 +123,7 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
         ),
         "documents": (index[:-8] + struct.pack("<q", 99), "its documents do not divide its"),
         "old": (b"TNTIDX\x00\x00" + index, "an index of an older form"),
-        "other": (b"something else", "is no index of Megatron, which begins with MMIDIDX"),
+        "other": (b"something else", "is not an index of Megatron, which begins with MMIDIDX"),
     }
     for name, (content, text) in kinds.items():
         shutil.copy(tmp_path / "good.bin", tmp_path / f"{name}.bin")
@@ -312,7 +312,7 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
             bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
             with pytest.raises(
-                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, for which"
+                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, the ids with"
             ):
                 stream.read(np.array([0, bad_at]))
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
@@ -330,7 +330,9 @@ def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.bin")
-    assert f"tokens:{tmp_path / 'train.bin'} cannot be read: it is no regular file" in refusal(tmp_path / "train.bin")
+    assert f"tokens:{tmp_path / 'train.bin'} cannot be read: it is not a regular file" in refusal(
+        tmp_path / "train.bin"
+    )
     assert "holds no file" in refusal(tmp_path)
 
 

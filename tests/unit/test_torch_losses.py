@@ -232,7 +232,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "losses of elements": (nn.MSELoss(reduction="none"), "loss=MSELoss is reduction='none'"),
     "losses of elements by a function": (functools.partial(F.mse_loss, reduction="none"), "reduction='none'"),
     "an old option": (functools.partial(F.mse_loss, size_average=False), "an option size_average"),
-    "a layer": (nn.Linear(2, 2), "loss=Linear is a loss of torch whose count is not known"),
+    "a layer": (nn.Linear(2, 2), "loss=Linear is a loss of torch with an unknown count"),
     "a function without a count": (F.linear, "loss=linear"),
 }
 

@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "plan on what": (lambda: samestep.plan(GPT2, 2, "h100"), "no hardware 'h100' (did you mean 'h100x8'?)"),
     "plan nothing": (
         lambda: samestep.plan(GPT2, 2, A100, keep_free=1),
-        "keep_free=1 is no part of a device's memory. Use 0.05",
+        "keep_free=1 is not a part of a device's memory. Use 0.05",
     ),
     "plan what": (
         lambda: samestep.plan(Job(model={"source": "preset:gpt5"}), 2, A100),

@@ -282,7 +282,7 @@ def check_installed(source: str) -> None:
     try:
         importlib.import_module("transformers")
     except ImportError as error:
-        cause = "" if error.name == "transformers" else f", whose import fails here ({error})"
+        cause = "" if error.name == "transformers" else f", which cannot be imported here ({error})"
         raise ModelError(
             "package-missing", f"{source} needs transformers{cause}: pip install 'samestep[hf]'"
         ) from error

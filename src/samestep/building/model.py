@@ -300,7 +300,7 @@ def why_unfit(model: nn.Module, batch: Any) -> str:
         and _accepted_arguments(type(unwrap(model)).forward).needs_labels
     ):
         return (
-            "the loss alone is given labels. Use a forward that takes what it needs of them under another name in the batch, "
+            "the loss alone is given labels. Use a forward that takes the part it needs under another name in the batch, "
             "as a mask of the positions that count"
         )
     if not isinstance(batch, Mapping) or not names or not (batch.keys() - {"labels"}).isdisjoint(names):

@@ -207,9 +207,9 @@ def _member_of(kind_name: str, table: OptimizerTable, folder: str | None, named:
         if (refused := _refused_parameter(kind, named)) is not None:
             group = f'Use {{ match = ["{refused}"], name = "adamw" }} as the first of optimizer.groups'
             raise JobError(
-                "optimizer-refuses", f"optimizer: {kind.__name__} refuses {refused}: {error}. {group}"
+                "optimizer-refuses", f"optimizer: {kind.__name__} rejects {refused}: {error}. {group}"
             ) from None
-        raise JobError("optimizer-refuses", f"optimizer: {kind.__name__} refuses its settings: {error}") from None
+        raise JobError("optimizer-refuses", f"optimizer: {kind.__name__} rejects its settings: {error}") from None
 
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError)

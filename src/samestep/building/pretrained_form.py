@@ -93,7 +93,7 @@ class PretrainedForm:
         if not is_of_transformers(plan):
             raise ModelError(
                 "export-form",
-                f"a folder for transformers holds a model of transformers, and {job.model.source or 'that of the run'} is a "
+                f"a folder for transformers holds a model of transformers, and {job.model.source or 'the model of the run'} is a "
                 f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
                 "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own, where "
                 "`with run.gathered() as model` has whole weights for a save_pretrained of the model's own, such as peft's",

@@ -133,7 +133,7 @@ class StoredWeights:
             name, (dim, _) = next(iter(self._resized.items()))
             stored = self.files[self._origins[name][0].sources[0][0]].shape[dim]
             texts.append(
-                f"{listed([*self._resized], 4)} and what is tied to it: {stored} tokens in the folder, "
+                f"{listed([*self._resized], 4)} and the weights tied to it: {stored} tokens in the folder, "
                 f"{self.module.state_dict()[name].shape[dim]} in the model, the new ones made as in a new model"
             )
         if self.missing:

@@ -177,7 +177,7 @@ def torch_loss(loss: Callable[..., Any]) -> Loss:
     if form is None:
         home = type(loss).__module__ if isinstance(loss, nn.Module) else str(getattr(function, "__module__", ""))
         if home.startswith(("torch.nn.", "torch._C._nn")):
-            _reject(loss, "a loss of torch whose count is not known")
+            _reject(loss, "a loss of torch with an unknown count")
         return loss
     wrapped = TorchLoss(loss, form)
     if legacy := [name for name in _LEGACY if name in wrapped.options]:

@@ -296,7 +296,7 @@ class Batch(OfStream):
         return read_samples(self.dataset, rows, draw)
 
 
-ONLY_MAP_STYLE = "the samples of a step must be a function of its number, so only a map-style dataset works"
+ONLY_MAP_STYLE = "the samples of a step must be a function of its number. Use a map-style dataset"
 
 
 def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> None:
@@ -347,7 +347,7 @@ def _misshapen(example: Any) -> str:
         )
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
     return (
-        f"a batch of tensors {shapes} has no dimension behind that of its samples: a sample of the dataset is no batch, "
+        f"a batch of tensors {shapes} has no dimension after the one of its samples: a sample of the dataset is not a batch, "
         "batch.samples([0]) is a batch of one"
     )
 

@@ -204,7 +204,7 @@ def _refuse_batches(samples: Any) -> None:
     if isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.dim() == 3 and inputs.shape == labels.shape:
         raise DataError(
             "data-form",
-            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch. Use the row input_ids[0], and labels[0] too",
+            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is not a batch. Use the row input_ids[0], and labels[0] too",
         )
 
 
@@ -248,7 +248,7 @@ def check_samples(
         return
     row = int(are_bad.nonzero()[0])
     here = _MEANT["aligned"] if rows.is_own[row] else _MEANT["next"] if rows.is_next[row] else "neither"
-    known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[convention]}"
+    known = f"data.labels is {word!r}" if word else f"the labels of other samples are {_MEANT[convention]}"
     raise DataError(
         "labels-shift",
         f"the labels of sample {indices[row]} are {here}, and {known}. Use samples of one kind, or data.labels, which states the kind",

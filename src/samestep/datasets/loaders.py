@@ -153,7 +153,7 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
     ]  # fmt: skip
     left = [name for name in left if name != "generator" or loader.generator is not getattr(sampler, "generator", None)]
     if any(not isinstance(generator, torch.Generator) for generator in generators_in(sampler)):
-        left.append("the seeds of its sampler's generators, in place of which stands train.seed")
+        left.append("the seeds of its sampler's generators (train.seed replaces them)")
     return f"taken from the DataLoader: {', '.join(taken)}" + (f"; not taken: {', '.join(left)}" if left else "")
 
 

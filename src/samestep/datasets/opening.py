@@ -28,7 +28,7 @@ def check_batch(batch: Any, method: str) -> str:
     what = "a data set itself" if is_dataset else f"a {type(batch).__name__}"
     return (
         f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses, and was "
-        f"given {what}. Use `for batch in samestep.batches(dataset, job): {method}(batch)`, with a data set whose items are single samples"
+        f"given {what}. Use `for batch in samestep.batches(dataset, job): {method}(batch)`, with a data set of single samples"
     )
 
 

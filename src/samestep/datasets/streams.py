@@ -315,7 +315,7 @@ class StreamSteps(Steps):
     def _leave_out(self, count: int) -> None:
         """Read the batches before the first step, over several passes where there were some."""
         left = f"the {count} batches before step {count + 1} of {self._stream.name} are read and left out"
-        self.remarks += (left if self._stream.again else f"{left}, for which it has to be a fresh one",)
+        self.remarks += (left if self._stream.again else f"{left}; give it a fresh stream",)
         for _ in range(count):
             if self._take() is not None:
                 continue

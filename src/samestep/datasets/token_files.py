@@ -45,8 +45,8 @@ _OTHER_FORMATS = tuple((re.compile(mark, re.DOTALL), form) for mark, form in (
     (rb"PAR1", "a Parquet file"), (rb"\x89HDF\r\n", "an HDF5 file"), (rb"ARROW1", "an Arrow file"), (rb".{257}ustar", "a tar archive"),
     (rb"\x80[\x02\x03][\]}(c]", "a pickle"), (rb"\x80[\x04\x05]\x95", "a pickle"), (rb"GGUF", "a GGUF file"),
     (rb".{4}\0{4}\{\"", "a safetensors file"), (rb"LITPKDS", "a chunk of litgpt's packed data"),
-    (rb"version https://git-lfs", "a pointer of Git LFS, for which `git lfs pull` fetches the file itself"),
-    (rb"MMIDIDX\0\0", "an index of Megatron's, whose name ends with .idx"), (rb"TNTIDX\0\0", "an index of an older form"),
+    (rb"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` fetches the file itself"),
+    (rb"MMIDIDX\0\0", "an index of Megatron, a file NAME.idx"), (rb"TNTIDX\0\0", "an index of an older form"),
 ))  # fmt: skip
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
 _LOOKED_AT_BYTES = 2**18
@@ -111,7 +111,7 @@ def read_token_file(place: Path, dtype: str) -> Array:
     if size_bytes % np.dtype(dtype).itemsize:
         raise DataError(
             "token-file-damaged",
-            f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
+            f"tokens:{place} has {size_bytes} bytes, which is not a whole number of {dtype} tokens; "
             "data.dtype must be the type that the file was written with",
         )
     if np.dtype(dtype).itemsize > 1 and _is_text(head):
@@ -167,7 +167,7 @@ def _read_npy(place: Path) -> Array:
         tokens = np.lib.format.open_memmap(place, mode="r")
     except Exception as error:  # a damaged header is a Python literal, for which numpy raises any error of its parser
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        works = ". Use plain numbers of data.dtype in a file whose name ends with .bin" * ("magic string" in reason)
+        works = ". Use plain numbers of data.dtype in a file NAME.bin" * ("magic string" in reason)
         raise DataError(
             "token-file-form", f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}"
         ) from None
@@ -268,7 +268,7 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
     if not head.startswith(_INDEX):
         raise DataError(
             "token-file-form",
-            f"tokens:{index} is no index of Megatron, which begins with MMIDIDX; without it {index.stem}.bin is read as plain numbers",
+            f"tokens:{index} is not an index of Megatron, which begins with MMIDIDX; without it {index.stem}.bin is read as plain numbers",
         )
     if len(head) < _INDEX_HEAD_BYTES:
         raise DataError("token-file-damaged", f"tokens:{index} ends within its head: copy it again")

@@ -108,7 +108,7 @@ class Tokenizer(ABC):
         except Exception as error:  # a template raises whatever its author wrote
             text = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
-                "chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}"
+                "chat-template", f"the tokenizer's chat template rejects the messages: {text[:300]}"
             ) from None
         if len(rendered) > _MOST_CHARACTERS:
             raise DataError(

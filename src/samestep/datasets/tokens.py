@@ -97,7 +97,7 @@ class TokenStream:
         are_bad, most = ids < 0, ""
         if self.words is not None:
             are_bad |= ids >= self.words
-            most = f" to {self.words - 1}, for which the model has embeddings,"
+            most = f" to {self.words - 1}, the ids with an embedding,"
         return DataError(
             "token-ids",
             f"{_named_place(self.tokens, int(places[are_bad].min()))}. Use ids from 0{most}, or another data.dtype if it is wrong",

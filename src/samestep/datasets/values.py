@@ -221,7 +221,7 @@ def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False
         kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
         raise DataError(
             "batches-not-parts",
-            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch. Use equal kinds",
+            f"ranks hold {kinds} at one place of their batches, which are not parts of one batch. Use equal kinds",
         )
     if isinstance(first, Tensor):
         try:
@@ -229,7 +229,7 @@ def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False
         except (RuntimeError, IndexError) as error:
             raise DataError(
                 "batches-not-parts",
-                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}. Use equal shapes",
+                f"the batches of ranks are not parts of one batch: {str(error).splitlines()[0]}. Use equal shapes",
             ) from None
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]

@@ -166,7 +166,7 @@ def why_refused(job: Job, layout: Layout, devices: int) -> str:
     if layout.world_size == devices:
         return reason or f'"{layout}" is legal'
     named = f"--devices {devices}, but layout {str(layout)!r} has {layout.world_size} ranks"
-    return f"{named}, on which it is {f'refused: {reason}' if reason else 'legal'}"
+    return f"{named}; there it is {f'rejected: {reason}' if reason else 'legal'}"
 
 
 def _sent_bytes(program: Program) -> dict[str, int]:
@@ -182,7 +182,7 @@ _HEAD = ("layout", "weights", "gradients", "optimizer", "collectives of a step (
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.memory is None or row.sent is None:
-        return (str(row.layout), "", "", "", f"refused: {row.reason}")
+        return (str(row.layout), "", "", "", f"rejected: {row.reason}")
     sizes = (row.memory.weights, row.memory.gradients, row.memory.optimizer)
     sent = ", ".join(f"{kind} {size:,}" for kind, size in row.sent.items())
     return (str(row.layout), *(f"{size:,}" for size in sizes), sent or "none")
@@ -210,7 +210,7 @@ def as_text(rows: Sequence[Row], *, whole: bool = False) -> str:
         if row.reason:
             rules.setdefault(row.reason.partition(":")[0].translate(_NUMBERS), []).append(row)
     ranked = sorted(rules.values(), key=len, reverse=True)
-    lines.append(f"refused by {len(ranked)} rules{_more(len(ranked), _RULES)}, each with an example")
+    lines.append(f"rejected by {len(ranked)} rules{_more(len(ranked), _RULES)}, each with an example")
     lines += [f'  {len(of_rule):,} as "{of_rule[0].layout}": {of_rule[0].reason}' for of_rule in ranked[:_RULES]]
     return "\n".join([*lines, "--whole prints every layout, and --json FILE writes them"])
 
@@ -220,7 +220,7 @@ _NUMBERS = dict.fromkeys(map(ord, "0123456789.,"))
 
 
 def _more(count: int, shown: int) -> str:
-    return f", of which the first {shown}" if count > shown else ""
+    return f", the first {shown} of them" if count > shown else ""
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -299,7 +299,7 @@ def run_forward(
     except DiffersError:
         raise
     except NeedsValuesError:
-        raise DiffersError(f"{watch.where} looks at values of what a rank has", watch.where) from None
+        raise DiffersError(f"{watch.where} reads values of the part that a rank has", watch.where) from None
     except InputError as error:
         reason = str(error).removeprefix("it cannot be traced: ")
         raise DiffersError(f"with the shapes of a rank {reason}", watch.where, watch.modules.innermost) from None

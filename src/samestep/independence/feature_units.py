@@ -165,14 +165,14 @@ class UnitFlow:
         """
         state = self.states.get(view.storage) if view.values is None else None
         if state == "partial":
-            raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
+            raise MixesError(f"{place(op)} computes {op.name} on partial sums, one summand on each rank")
         if not isinstance(state, UnitRows) or view.numel == 0:
             return None
         unit_dim = along(view, state)
         if unit_dim is None:
             raise MixesError(
-                f"{place(op)} takes a part {list(view.shape)} of {describe_sources(state.sources)}, of which a rank would hold "
-                "other elements",
+                f"{place(op)} takes a part {list(view.shape)} of {describe_sources(state.sources)}, and a rank would hold "
+                "other elements of it",
                 state.sources,
                 _parts_in(view, state),
             )
@@ -194,8 +194,8 @@ class UnitFlow:
             raise LikeError(name, view.strides[dim], size, is_weight=view.storage in self.weights)
         what = f"{name}, with" if name else "a tensor with"
         raise MixesError(
-            f"{place(op)} computes {op.name} of {describe_sources(unit_dim.sources)} and {what} {size} elements of its own for what "
-            "tp cuts, which every rank would hold whole"
+            f"{place(op)} computes {op.name} of {describe_sources(unit_dim.sources)} and {what} {size} elements of its own for a "
+            "dimension that tp shards, and every rank would hold all of them"
         )
 
     def is_constant(self, view: View, dim: int) -> bool:

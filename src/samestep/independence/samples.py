@@ -96,7 +96,7 @@ def examine(
     forward takes needs; `group` is the number of samples whose statistics a batch norm takes. `around` makes its context from functions that say where a tensor has its samples, and note it of random numbers.
     """
     if has_items(sample):
-        return Findings(tried=("the forward on several samples, of which each is an item of a list",))
+        return Findings(tried=("the forward on several samples, each an item of a list",))
 
     prover = functools.partial(_SampleProver, module, keeps_all=keeps_all, takes_gradients=takes_gradients)
 
@@ -341,7 +341,7 @@ class _SampleProver(Prover):
         with disable_current_modes():
             dependence = self.known.of(x)
             in_rows = isinstance(dependence, Along) and dependence.dim == 0 and self.known.is_ordered(x)
-            text = f"{self.where} by batch_{kind}, whose rows are not those of samples in order"
+            text = f"{self.where} by batch_{kind}, and its rows are not the samples in order"
             if not in_rows and dependence is not None and not isinstance(dependence, Mixed):
                 self.mixed_gradient = self.mixed_gradient or text
             elif not in_rows:

@@ -193,7 +193,7 @@ def _check_whole_features(part: str, seen: _Seen) -> None:
     calls, leaves_cut = seen.calls.of[part], seen.leaves_features_cut(part)
     ends = [end for call in calls for end in (call.input, None if leaves_cut else call.output)]
     if any(end is not None and end.storage in seen.proof.cut_storages for end in ends):
-        raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
+        raise _CannotCutError(f"{part} is given, or returns, a tensor that tp shards: put both cuts into one module")
 
 
 def _end(path: str, kind: BoundaryKind, calls: ForwardCalls, layer: LayerSpec) -> Boundary:
@@ -214,13 +214,13 @@ def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
     block, parts = layer.modules[0], []
     if any(is_below(block, path) for path in seen.proof.looking):
         raise _CannotCutError(
-            f"shapes or branches at {block} depend on values, of which a rank would have those of its own tokens. Use a module of "
+            f"shapes or branches at {block} depend on values, and a rank would have the values of its own tokens. Use a module of "
             "its own for the branch"
         )
     mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
     for path in seen.children_of(block):
         if seen.styles.get(path) in ("gather", "vocab"):
-            raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
+            raise _CannotCutError(f"the block's own code uses {path}, which has a gathered output")
         styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
         mixes = not styles and any(is_below(owner, path) for owner in mixing)
         looks = any(is_below(inner, path) for inner in seen.proof.looking)
@@ -252,7 +252,7 @@ def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
             if path in whole_parts:
                 raise _CannotCutError(f"{path} leaves features cut, and has weights or inputs that are not")
         elif opens and (path == around or (not around and seen.has_weights(path) and path not in seen.styles)):
-            raise _CannotCutError(f"{path} is not cut, and stands behind {opens} and before what is cut by rows")
+            raise _CannotCutError(f"{path} is not sharded, between {opens} and layers that are sharded by rows")
     if opens:
         raise _CannotCutError(f"nothing that is cut by rows follows {opens} in its block")
     return whole_parts

@@ -118,7 +118,7 @@ class _TokenProver(SliceProver):
         for tensor in tensors:
             key = self.key(tensor)
             if key in self._of_whole:
-                self.refuse(f"{self.where} uses what a part that tp cuts has computed of the whole sequence")
+                self.refuse(f"{self.where} uses a result that a sharded part (tp) has computed of the whole sequence")
             elif tensor.requires_grad and self.known.of(tensor) is None and key not in self._between:
                 self.refuse(f"{self.where} uses a tensor that takes a gradient, and is not made of a rank's own tokens")
 

@@ -360,7 +360,7 @@ class SliceProver(Prover):
             path = self._mixed_at = module or self.where
             does = f"mixes tokens by {operation}" if module else f"is given {operation} of tokens"
             if dependence.where in self._joined:
-                does = f"joins other rows to those of tokens by {operation}"
+                does = f"joins other rows to the rows of tokens by {operation}"
             works = f". {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             if operation.startswith("nll_loss"):
                 works = f". {RETURNS_LOGITS}"

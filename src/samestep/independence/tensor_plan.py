@@ -86,7 +86,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     styles |= dict.fromkeys(rejoined, "column")
     styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
     if "row" not in styles.values():
-        reason = "it has no linear layers in its blocks of which one reads what others compute, and nothing else"
+        reason = "its blocks have no pair of linear layers, one that reads the outputs of the others and nothing else"
         if unknown:
             reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
         elif family_plan:
@@ -130,9 +130,9 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     works = "Use a module of its own for the branch"
     refusal = ""
     if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole_modules), None)):
-        refusal = f"{where}, so what it computes stays whole, and its plan cuts {cut}. {works}, or a plan without it"
+        refusal = f"{where}, so its result stays whole, and its plan cuts {cut}. {works}, or a plan without it"
     elif cuts.may_shrink and "row" not in styles.values():
-        refusal = f"{where}, so what it computes stays whole, and nothing is left to cut. {works}"
+        refusal = f"{where}, so its result stays whole, and nothing is left to shard. {works}"
     return replace(cuts, styles=styles, looking=looking, refusal=refusal)
 
 
@@ -298,7 +298,7 @@ def _use(spec: ModelSpec, proof: CutProof, path: str) -> str:
         return f"{where} by another module: use it in a module of its own"
     if "whole" in proof.uses[path]:
         return f"{where}, and on one that it leaves whole: give each use a module of its own"
-    return f"{where} behind the last block: use it before the head"
+    return f"{where} after the last block: use it before the head"
 
 
 def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:

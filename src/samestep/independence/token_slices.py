@@ -57,7 +57,7 @@ def prove(
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     if size < 2 or not blocks:
         reason = (
-            "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
+            "its samples are not sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
         return _refuse_slices(spec, length, reason)
     sample = _shorten_sample(sample, length, size * parts)

@@ -85,7 +85,7 @@ def _operands(op: Operation) -> Sequence[Operand]:
     """Return the operands of the only result of an operation."""
     operand_lists = operands_of(op)
     if operand_lists is None:
-        raise MixesError(f"{place(op)} computes {op.name} in a form of which nothing is known")
+        raise MixesError(f"{place(op)} computes {op.name} in an unknown form")
     return operand_lists[0]
 
 
@@ -148,7 +148,7 @@ def _check_linear(flow: UnitFlow, op: Operation, partial: list[View]) -> None:
     scales = packet in _LINEAR and len(partial) == 1 and not any(view.takes_gradient for view in others)
     is_divisor = packet in (_aten.div, _aten.div_) and op.args[0] not in partial
     if not adds_bias and (not scales or is_divisor):
-        raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
+        raise MixesError(f"{place(op)} computes {op.name} on partial sums, one summand on each rank")
 
 
 def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
@@ -162,7 +162,7 @@ def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     _check_sum(flow, op, a if inner[0] else None, b if inner[1] else None)
     for view, _ in added:
         if flow.weights.get(view.storage, "") != f"{op.where}.bias" and flow.states.get(view.storage) != "uniform":
-            raise MixesError(f"{place(op)} adds a tensor to sums of which each rank has a summand")
+            raise MixesError(f"{place(op)} adds a tensor to partial sums, one summand on each rank")
     flow.states[op.results[0].storage] = "partial"
 
 
@@ -252,7 +252,7 @@ def _leave_module(flow: UnitFlow, op: Operation) -> None:
         if style in ("row", "vocab") and state == "partial":
             flow.states[view.storage] = None
         elif style == "row":
-            raise MixesError(f"{op.where} is planned as 'row', and its output is no sum over what tp cuts")
+            raise MixesError(f"{op.where} is planned as 'row', and its output is not a sum over a sharded dimension")
         elif style == "gather" and isinstance(state, UnitRows):
             unit_dim = flow.along(view, op)
             if unit_dim is None or unit_dim.dim != len(view.shape) - 1 or unit_dim.outer > 1:
@@ -377,7 +377,7 @@ def _hooked(flow: UnitFlow, op: Operation) -> None:
         units = flow.along(view, op) if isinstance(flow.states.get(view.storage), UnitRows) else None
         unit_dim = flow.along(gradient, op)
         if (units is None) != (unit_dim is None) and flow.states.get(gradient.storage) != "uniform":
-            raise MixesError(f"{place(op)} has a hook that does not return a gradient for each element of what tp cuts")
+            raise MixesError(f"{place(op)} has a hook that does not return a gradient for each element that tp shards")
         _join_units(units, unit_dim, op)
 
 

@@ -90,7 +90,7 @@ def follow(
             dim = error.dim_of(model.get_parameter(error.name))
             if dim is None or error.name in cuts:
                 raise MixesError(
-                    f"{error.name} is used on what tp cuts, and none of its dimensions is as long"
+                    f"{error.name} is used on a tensor that tp shards, and none of its dimensions is as long"
                 ) from None
             cuts[error.name] = WeightCut(dim)
             continue
@@ -271,7 +271,7 @@ def check_whole_gradients(operations: list[Operation], partial: PartialGradients
     for index, op in enumerate(operations):
         if op.func == "hook" and any(view.storage in partial.storages for view in op.given):
             raise MixesError(
-                f"{op.where or 'the model'} has a hook on a gradient of which each rank would have a summand"
+                f"{op.where or 'the model'} has a hook on a gradient, and each rank would have one summand of it"
             ).at(op.where, ())
         path = next((path for path in flow.looking if is_below(op.where, path)), None)
         seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
@@ -279,7 +279,7 @@ def check_whole_gradients(operations: list[Operation], partial: PartialGradients
             readers = [reader for reader in operations if any(view in reader.given for view in seen)]
             met = frozenset(name for reader in readers for name in cut_weights_of(flow, reader))
             raise MixesError(
-                f"shapes or branches at {path} depend on values, and its result meets what tp cuts in the code around it: its "
+                f"shapes or branches at {path} depend on values, and its result meets a tensor that tp shards in the code around it: its "
                 "gradient would be partial"
             ).at(path, met)
 
@@ -343,7 +343,7 @@ class _CutSearch:
             is_partial = self.meets(index) or all(key in self.found.storages for key in storages)
             if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
                 raise MixesError(
-                    f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
+                    f"{path} computes two results of its input, and only one of them meets a tensor that tp shards: its gradient would be "
                     "partial in one use. Use a module of its own for each"
                 ).at(path, cut_weights_of(self.flow, op))
 
@@ -365,7 +365,7 @@ class _CutSearch:
                 continue
             if self.meets(index):
                 raise MixesError(
-                    f"{op.where or 'the model'} sums over what tp cuts, and its result meets what tp cuts in the same module: "
+                    f"{op.where or 'the model'} sums over a dimension that tp shards, and its result meets a sharded tensor in the same module: "
                     "its gradient would be partial"
                 ).at(meeting.where, cut_weights_of(self.flow, meeting))
             if self.is_copied_input(view, op):
@@ -382,7 +382,7 @@ class _CutSearch:
             return
         if op.func == "outputs":
             raise MixesError(
-                f"{meeting.where or 'the model'} computes {meeting.name} of a whole tensor and of what tp cuts, and the "
+                f"{meeting.where or 'the model'} computes {meeting.name} of a whole tensor and of one that tp shards, and the "
                 "loss gets the whole tensor too: its gradient would be partial in one use alone"
             ).at(meeting.where, cut_weights_of(self.flow, meeting))
         for view in op.results:

@@ -315,7 +315,7 @@ def read_by_own_code(model: ModelSpec) -> frozenset[str]:
 def gradients_within(model: ModelSpec) -> str:
     """Return why an exchange within the forward is refused where the forward takes gradients."""
     return (
-        f"the forward at {model.differentiates_at} takes gradients itself, and what ranks exchange within a forward has no "
+        f"the forward at {model.differentiates_at} takes gradients itself, and a collective within a forward has no "
         "gradient of its gradient"
     )
 

@@ -143,7 +143,7 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         raise ModelError("model-folder-damaged", f"model.source: {path} is missing, and {INDEX} names it") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ModelError(
-            "model-folder-damaged", f"model.source: {path} is no file of safetensors, or a damaged one"
+            "model-folder-damaged", f"model.source: {path} is not a file of safetensors, or a damaged one"
         ) from None
     if path.stat().st_size != end:
         raise ModelError(

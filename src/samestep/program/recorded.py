@@ -171,7 +171,7 @@ def read_record(path: Path) -> RankRecord:
         )
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(
-            "record-unreadable", f"{path} is no record of samestep: its first line has no format {FORMAT!r}"
+            "record-unreadable", f"{path} is not a record of samestep: its first line has no format {FORMAT!r}"
         )
     if first.get("version") not in _READ:
         raise RecordError(
@@ -216,12 +216,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 except ValueError:
                     if not text.endswith("\n") and number > 1:
                         return
-                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is no JSON") from None
+                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is not JSON") from None
                 if number > 1 and not isinstance(value, dict):
-                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is no step")
+                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is not a step")
                 yield number, value
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise RecordError("record-unreadable", f"{path} cannot be read: {reason}") from None
 
 

@@ -68,7 +68,7 @@ def _start(evidence: Evidence, first: Comparison) -> Found:
 
 def _data(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
-    return Cause.DATA, f"{misfit.name} on rank {misfit.rank}: not what one device reads"
+    return Cause.DATA, f"{misfit.name} on rank {misfit.rank}: one device reads other samples"
 
 
 def _forward(evidence: Evidence, first: Comparison) -> Found:
@@ -135,7 +135,7 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     counted, count = sum(part.count for part in evidence.parts(step - 1)), evidence.reference.steps[step - 1].count
     is_mean = abs(counted - count) >= 1  # which counts the same, however much it is given
     if not is_mean and (coupled := _explain_coupling(evidence, step)):
-        return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
+        return Cause.COUPLED, f"forwards agree, and the loss is not a sum over samples: {coupled}"
     drawn = "; the model draws masks or random numbers" if evidence.draws("") else ""
     return (
         Cause.LOSS,

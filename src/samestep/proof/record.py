@@ -55,12 +55,10 @@ class ProofRecord:
     def to_line(self) -> str:
         """Return one line for the summary of a run."""
         notes = "".join(f"; {note}" for note in self.notes)
-        return f"proven on {self.when}: {self.steps} steps in {self.precision} equal those of one device{notes}"
+        return f"proven on {self.when}: {self.steps} steps in {self.precision} are equal to one device{notes}"
 
 
-NOT_PROVEN = (
-    "not verified yet: `samestep verify` compares this layout with one device; so does `samestep train --prove`"
-)
+NOT_PROVEN = "not verified yet: `samestep verify` and `samestep train --prove` compare this layout with one device"
 
 
 def record_of(job: Job, verdict: Verdict) -> ProofRecord:

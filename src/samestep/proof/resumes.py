@@ -44,13 +44,13 @@ def compare_resumes(
     (_,) = observation.feed(run, [dict(gradients)], [unused], steps)
     further = _copy_held(run)
     _load(run, folders[0])
-    yield f"{_NEXT} of a run that resumes behind step {steps}", float(run.steps_taken - steps)
+    yield f"{_NEXT} of a run that resumes after step {steps}", float(run.steps_taken - steps)
     yield from _errors(_copy_held(run), saved, "in a resumed run")
     (_,) = observation.feed(run, [dict(gradients)], [unused], steps)
-    yield from _errors(_copy_held(run), further, "one step behind a resume")
+    yield from _errors(_copy_held(run), further, "one step after a resume")
     checkpoint.save(run, folders[1], keep=1)
     _load(run, folders[1])
-    yield f"{_NEXT} of a run that resumes again behind step {steps + 1}", float(run.steps_taken - steps - 1)
+    yield f"{_NEXT} of a run that resumes again after step {steps + 1}", float(run.steps_taken - steps - 1)
     yield from _errors(_copy_held(run), further, "in a run that has resumed twice")
 
 

@@ -35,8 +35,8 @@ class Cause(StrEnum):
     UPDATE = "the optimizer computes a different update"
     BUFFER = "a buffer that is not synchronised"
     PLAIN = "one device computes something else than a plain torch loop of the same code"
-    CHECKPOINT = "a checkpoint does not give back what was saved"
-    RESUME = "a resumed run goes on at another step"
+    CHECKPOINT = "a checkpoint does not restore the saved values"
+    RESUME = "a resumed run continues at another step"
     REPLICAS = "replicas that are trained apart compute something else than one after the other"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 

@@ -314,7 +314,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     proven = _proven_exchanges(job)
     if changed := [key for key, value in proven.items() if value != getattr(job.numerics, key)]:
         said = ", ".join(f"numerics.{key} = {proven[key]}, not {getattr(job.numerics, key)}" for key in changed)
-        notes.append(f"proven with {said}, so that steps behind an exchange are compared")
+        notes.append(f"proven with {said}, so that steps after an exchange are compared")
     return Verdict(
         layout=str(layout),
         job=subject.source.name,

@@ -134,7 +134,7 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
         module, _, _ = key.partition("@")
         within = "" if not key else names.get(int(module) if module.isdigit() else 0)
         if within is None or isinstance(p, torch.fx.Node):
-            return f"it is not seen which module calls {node.target.__name__} with which probability"
+            return f"the module that calls {node.target.__name__}, and its probability, are unknown"
         caller = (key, stack[key][0])  # a module that has two names in a block is called by one of them
         draw = draws[caller] = draws.get(caller, -1) + 1
         callers = calls.setdefault(within, [])

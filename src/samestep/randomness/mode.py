@@ -421,12 +421,12 @@ class DropoutMode(MaskSource):
         )
         if rows is None:
             raise self.refuse(
-                f"{what}: the traced forward has not drawn these random numbers, so it is not known which of them belong to "
-                "which sample. Draw them in every forward, or like another tensor (torch.randn_like)"
+                f"{what}: the traced forward has not drawn these random numbers, so their samples are "
+                "unknown. Draw them in every forward, or like another tensor (torch.randn_like)"
             )
         if is_shared and rows[0] != OF_NO_SAMPLE:
             raise self.refuse(
-                f"{what}: an order of samples, which would mix those of a batch. Use an order of features"
+                f"{what}: an order of samples, which would mix the samples of a batch. Use an order of features"
             )
         return self._arranged(numbers, rows, shape or (1,), device, what).whole().view(tuple(shape))
 

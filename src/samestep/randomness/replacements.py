@@ -129,7 +129,7 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any
         if mode.allows_random:
             return func(*args)
         raise mode.refuse(
-            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose. Use "
+            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, which hides the sample of each row. Use "
             "padded sequences, or dropout=0"
         )
     x, state, weights = args[:first]
@@ -216,8 +216,8 @@ _PLACES = frozenset(map(id, _FUNCTIONS))
 _ACTIVE: list[tuple[int, MaskSource, DrawsByName]] = []
 """The sources that draw by name, innermost last, each with the thread of its forward."""
 WITHIN_TRANSFORM = (
-    "random numbers inside of a transform of torch.func, where it is not seen which sample is whose. Use dropout "
-    "before or behind torch.vmap"
+    "random numbers inside of a transform of torch.func, which hides the samples. Use dropout "
+    "before or after torch.vmap"
 )
 
 
@@ -229,7 +229,7 @@ class Watch(enum.Enum):
     """
 
     BY_MODE = "the mode notes the functions that reach it"
-    BY_BOTH = "names stand for replacements, and the mode notes what reaches it still"
+    BY_BOTH = "names stand for replacements, and the mode notes the remaining calls"
     BY_NAMES = "names alone"
     ALWAYS_BY_MODE = "the mode alone"
 

@@ -158,7 +158,7 @@ class Deciders:
         if has_left_out:
             reason = (
                 f"step {step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
-                "what was written in the steps between may be lost. Write them under torch.no_grad()"
+                "writes of the steps between may be lost. Write them under torch.no_grad()"
             )
             refusals.remark(self._own.job.run.waived("state", "forward-state", reason))
 

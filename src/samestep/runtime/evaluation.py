@@ -176,7 +176,7 @@ def _means(assembly: Assembly, totals: Mapping[str, Tensor], used: Measure | Non
             raise failure
         if texts := {rank: text for rank, (*_, text) in enumerate(everyone) if text}:
             rank = min(texts)
-            raise RunError("worker-error", f"the measure of run.evaluate failed on rank {rank}: {texts[rank]}")
+            raise RunError("worker-error", f"the metric of run.evaluate failed on rank {rank}: {texts[rank]}")
         names = [*dict.fromkeys(name for listed, *_ in everyone for name in listed)]
         least |= {name: number for _, numbers, _ in everyone for name, number in numbers.items()}
     like = next(iter(totals.values()))
@@ -292,7 +292,7 @@ def _joined(parts: Sequence[_Outputs], *, drops: bool = False) -> Any:
             raise DataError(
                 "prediction-rows",
                 f"run.predict: outputs{keystr(column[0][0])} has no dimension of samples, and differs between samples that run "
-                "together. Use an output with one value for each sample, or a measure of run.evaluate",
+                "together. Use an output with one value for each sample, or a metric of run.evaluate",
             )
         leaves.append(first)
     return tree_unflatten(leaves, flat[0][1])

@@ -199,13 +199,13 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
         )
         with reads:
             result = loss(outputs, batch)
-        name, what = reads.name, "of which ranks have parts"
+        name, what = reads.name, "and each rank has a part of it"
         if not name:
             present = _values_of(modules_of(loss), module)
             name = next((path for path in present if present[path] is not values.get(path) and _names(loss, path)), "")
             what = "which each forward sets from its own samples"
         if name:
-            what = what if source.owner is not None else "of which a proof trains a copy"
+            what = what if source.owner is not None else "and a proof trains a copy of it"
             raise ModelError(
                 "instance-read-elsewhere",
                 f"the loss reads {name} of the model, {what}. Use a forward that returns the values for the loss. For a penalty on weights, "

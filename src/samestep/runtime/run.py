@@ -234,7 +234,7 @@ class Run(RunInParts):
             CheckpointError: it is the first step after a load, and the data differs from the checkpoint.
             DataError: ranks were given different values without `local`; or every label is masked, in `numerics.max_skipped` steps
                 before too, since one such step is skipped.
-            UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
+            UnprovenError: the loss is not a sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
             ModelError: the run was released.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".

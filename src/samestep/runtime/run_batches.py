@@ -245,8 +245,8 @@ class RunBatches:
         wrong, count = check_batch(broadcast, method), num_samples(broadcast)
         if not wrong and broadcast is not None and count is None:
             wrong = (
-                f"{method} was given values of which no number of samples can be told. Use tensors with as many rows as there are samples"
-                ", and lists of one item for each. If a batch has fewer pictures than samples, use a data set whose method read puts it "
+                f"{method} was given values without a number of samples. Use tensors with as many rows as there are samples"
+                ", and lists of one item for each. If a batch has fewer pictures than samples, use a data set with a method read that puts it "
                 "together"
             )
         if count == 0 and (not local or world == 1):
@@ -334,7 +334,7 @@ class RunBatches:
         layout = self._own.layout
         ranks = Ranks.of(layout)
         if samples is None:
-            wrong = f"{method} was given None with local=True. Use each rank's own samples, of which there may be none"
+            wrong = f"{method} was given None with local=True. Use each rank's own samples (possibly none)"
         print_of = digest(samples) if compares and not wrong else None
         everyone = gather_values((wrong, count, print_of), self._place.world_size)
         reason = next((reason for reason, _, _ in everyone if reason), "")

@@ -118,7 +118,7 @@ def program_of(
     may update some weights before others; None takes them from the job's loss and optimizer.
 
     Raises:
-        LayoutError: a strategy refuses the layout; the text says why and what would work.
+        LayoutError: a strategy rejects the layout; the text says why and what would work.
     """
     step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, updates_in_chunks)
     step = step.but(stage=stage, replica=replica)
@@ -137,7 +137,7 @@ def programs_of(
     """Return the program of every pipeline stage, as `program_of` does, with their common part built once.
 
     Raises:
-        LayoutError: a strategy refuses the layout.
+        LayoutError: a strategy rejects the layout.
     """
     return ProgramBuilder(model, job, ranks_per_node, cuts_loss).programs(layout)
 
@@ -176,7 +176,7 @@ class ProgramBuilder:
         """Return the program of every pipeline stage of a layout, the first stage first.
 
         Raises:
-            LayoutError: a strategy refuses the layout.
+            LayoutError: a strategy rejects the layout.
         """
         step = self.step(layout)
         if error := refusal_of(step):

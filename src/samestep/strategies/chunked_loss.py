@@ -79,7 +79,7 @@ def chunked_model(model: ModelSpec, chunk: int) -> ModelSpec:
 
 def _without_logits(last: LayerSpec, chunk: int) -> LayerSpec:
     head = last.head
-    assert head is not None, "a model without a head is refused"
+    assert head is not None, "a model without a head is rejected"
     products = tuple(
         replace(product, chunk_rows=chunk) if product.owner == head.owner else product for product in last.products
     )

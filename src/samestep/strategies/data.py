@@ -185,7 +185,7 @@ def _refusal_of_way(step: StepSpec) -> LayoutError | None:
     if layout.reduce == "hierarchical" and (layout.dp_cp_size % _per_node(step) or leaves_node):
         return LayoutError(
             "reduce-unsupported",
-            f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
+            f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are not a multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node",
         )
     return None

@@ -136,7 +136,7 @@ def _why_no_stage(model: ModelSpec, index: int, is_cut: bool) -> str:
     """Return why no stage can begin with a layer, under a tensor cut or without; empty if one can."""
     path = _kept_over(model).get(index, "")
     if path:
-        return f"{path} keeps statistics (batch norm) of its calls before and behind it"
+        return f"{path} keeps statistics (batch norm) of its calls before and after it"
     return model.layers[index].why_no_stage(is_cut)
 
 

@@ -172,7 +172,7 @@ def _cross_entropy(
         raise _refusal("cross_entropy with a weight for each class, or logits as labels,")
     class_dim = logits.dim() + logits.made.class_dim
     if labels.is_floating_point() or class_dim != min(1, logits.dim() - 1):
-        raise _refusal("cross_entropy of probabilities, or of logits whose classes are not dimension 1,")
+        raise _refusal("cross_entropy of probabilities, or of logits with their classes in a dimension other than 1,")
     num_classes = logits.shape[class_dim]
     losses, _, _ = logits.rows(labels, label_smoothing)
     is_counted = labels != ignore_index
@@ -187,7 +187,7 @@ def _logsumexp(logits: PendingLogits, dim: int | Sequence[int], keepdim: bool = 
     """Compute what `torch.logsumexp` does, from chunks."""
     (at,) = dim if isinstance(dim, Sequence) else (dim,)
     if at % logits.dim() != logits.made.class_dim % logits.dim():
-        raise _refusal(f"logsumexp over dimension {at}, which is not that of the classes,")
+        raise _refusal(f"logsumexp over dimension {at}, which is not the dimension of the classes,")
     _, log_sums, _ = logits.rows(None)
     return log_sums.unsqueeze(at) if keepdim else log_sums
 
@@ -195,7 +195,7 @@ def _logsumexp(logits: PendingLogits, dim: int | Sequence[int], keepdim: bool = 
 def _token_entropy(logits: PendingLogits) -> Tensor:
     """Compute what `samestep.losses.token_entropy` does, from chunks."""
     if logits.made.class_dim != -1:
-        raise _refusal("token_entropy of logits whose classes are not the last dimension,")
+        raise _refusal("token_entropy of logits with their classes in a dimension other than the last,")
     _, log_sums, means = logits.rows(None, has_means=True)
     return log_sums - means
 
@@ -372,7 +372,7 @@ def find_chunks(
     """
     last = spec.layers[-1]
     if last.head is None:
-        return ChunksFound("no nn.Linear of the model makes what its loss is given")
+        return ChunksFound("no nn.Linear of the model makes the input of its loss")
     module = model.get_submodule(last.head.owner)
     if last.is_block:
         return ChunksFound(f"{last.head.owner}, which makes the logits, is part of a block")

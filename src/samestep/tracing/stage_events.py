@@ -143,7 +143,7 @@ def _layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int, ...
         place = of_modules.get(event.name, -1) if event.is_call else max(latest, min(called, first_reader))
         called = place if event.is_call else called
         if place < latest:
-            raise CannotPassError(f"{event.name} reads what a later layer has computed for another item of the batch")
+            raise CannotPassError(f"{event.name} reads a result of a later layer for another item of the batch")
         places.append(place)
         values = (*event.makes, *(value for _, value in event.writes))
         layer_of.update({value: place for value in values if value is not None and value not in layer_of})

@@ -98,7 +98,7 @@ class Elasticity:
                     refused = refused or f": {reason}"
                     continue
                 world_size = checked.layout.world_size
-                print(f"goes on with {layout.world_size} of {world_size} ranks, layout {str(layout)!r}", flush=True)
+                print(f"continues with {layout.world_size} of {world_size} ranks, layout {str(layout)!r}", flush=True)
                 return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
         of_run, together = checked.layout, checked.layout.world_size // checked.layout.dp
         works = f"Use a number of ranks that {together} divides, or --layout auto, which plans again"
@@ -176,7 +176,7 @@ def restarting(
             fewer = elastic.without_lost(checked, error, is_again=(first, step) in seen)
             if fewer is None and (first, step) in seen:
                 raise WorkerError(
-                    "restart-failed", f"{error}\nthe same error came twice behind step {step}: no restart helps"
+                    "restart-failed", f"{error}\nthe same error came twice after step {step}: no restart helps"
                 ) from None
             seen.add((first, step))
             checked = fewer or checked

@@ -306,7 +306,7 @@ class Evaluations:
         if best is not None and run.steps_taken == first:  # a loop of one's own has taken a step by now
             checkpoint.save(run, self.folder / BEST, 1)
             self.kept = best
-        return f"{BEST} held the weights of step {step}, which is dropped as the run goes on after step {first}: they are in {DROPPED}"
+        return f"{BEST} held the weights of step {step}, which is dropped as the run continues after step {first}: they are in {DROPPED}"
 
     @property
     def best(self) -> EvaluatedStep | None:
@@ -333,7 +333,7 @@ class Evaluations:
     def add(self, step: int, losses: Mapping[str, float]) -> str:
         """Log the losses after a step and save a best checkpoint; return a line for the screen. Every rank must call it."""
         judge = self.rule.judge
-        assert judge is not None, "check has refused it"
+        assert judge is not None, "check has rejected it"
         self.rows.append(EvaluatedStep(step, losses[judge], losses))
         is_best = self.best is self.rows[-1]
         if self.run.place.rank == 0:

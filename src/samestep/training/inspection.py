@@ -144,7 +144,7 @@ class Inspection:
         for experts, rows, width in sorted(number):
             owners = [call.owner for call in calls if (call.experts, call.rows, call.width) == (experts, rows, width)]
             yield (
-                f"experts: {len(owners)} modules of {experts} ({owners[0]} ...), to which a sample sends {rows:,} rows of "
+                f"experts: {len(owners)} modules of {experts} ({owners[0]} ...); a sample sends them {rows:,} rows of "
                 f"{width:,} elements; ep divides the experts"
             )
         if spec.expert_refusal:

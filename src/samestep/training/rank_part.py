@@ -266,7 +266,7 @@ class Saver:
         checkpoint.load(run, Path(newest))
         back, run.steps_taken, run.spikes.count = run.steps_taken, step, spikes
         run.replicas.catch_up(back, step)
-        return f"step {step}: goes on with the weights from after step {back}, without the samples since"
+        return f"step {step}: continues with the weights from after step {back}, without the samples since"
 
     def _begin(self) -> None:
         self._writing = checkpoint.begin(self._run, self._folder, self._retention)
@@ -282,7 +282,7 @@ class Saver:
         except SaveError as error:
             if must or self._settings.on_failure == "stop":
                 raise
-            self._say(f"warning: {error}; training goes on")
+            self._say(f"warning: {error}; training continues")
 
 
 T = TypeVar("T")

@@ -71,7 +71,7 @@ def with_way_on(text: str, folder: Path) -> str:
     if not steps:
         return text
     first, mark, rest = text.partition("\n")
-    return f"{first}; --resume --out {folder} goes on from step {max(steps)}{mark}{rest}"
+    return f"{first}; --resume --out {folder} continues from step {max(steps)}{mark}{rest}"
 
 
 def refuse_used(folder: Path) -> None:
@@ -159,7 +159,7 @@ def _refuse_links_of_others(folder: Path) -> None:
         if path.is_symlink():
             raise JobError("run-folder-unwritable", f"{path} is a link of user {owner}. Use a folder of your own")
         if path == folder:
-            warnings.warn(f"{folder} belongs to user {owner}, who can change what this run writes", stacklevel=2)
+            warnings.warn(f"{folder} belongs to user {owner}, who can change the files of this run", stacklevel=2)
 
 
 def _lock_folder(folder: Path) -> int:

@@ -221,7 +221,7 @@ class _Service(Tracker):
         except Exception as error:
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                warnings.warn(f"{self._where} {what} ({reason}), and the run goes on", stacklevel=4)
+                warnings.warn(f"{self._where} {what} ({reason}), and the run continues", stacklevel=4)
             self._has_failed = True
 
 

@@ -62,7 +62,7 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
     if not isinstance(folder, str | Path) or (Path(folder).exists() and not Path(folder).is_dir()):
         raise JobError(
             "run-folder-unwritable",
-            f"samestep.track: folder={short_repr(folder)} is no folder. Use the path of one, which need not exist",
+            f"samestep.track: folder={short_repr(folder)} is not a folder. Use the path of one, which need not exist",
         )
     held_out = [receiver for receiver in receivers if isinstance(receiver, EarlyStopping)]
     others = [receiver for receiver in receivers if not isinstance(receiver, EarlyStopping)]

@@ -123,7 +123,7 @@ def _start(
         )
     if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
         flag = "--prove" if prove else "--rendezvous"
-        more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
+        more = "; prove it with samestep verify: a run finds its proof" if prove else ""
         raise JobError(
             "command-options",
             f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}",

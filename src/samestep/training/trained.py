@@ -238,7 +238,7 @@ def sample(
     if not job.data.is_text:
         raise DataError(
             "no-text-to-sample",
-            f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample",
+            f"data.source = {job.data.source!r} is not text that a tokenizer encodes, so nothing decodes a sample",
         )
     count = (train.sample_tokens or _USUAL_TOKENS) if tokens is None else tokens
     if count < 1:
@@ -455,7 +455,7 @@ def write_state(model: nn.Module, value: Callable[[str], Tensor], out: Path, dty
     if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ModelError(
             "export-form",
-            f"{strange[0]} in the state dict of {type(model).__name__} is no tensor, and a file of safetensors holds tensors alone. Use a "
+            f"{strange[0]} in the state dict of {type(model).__name__} is not a tensor, and a file of safetensors holds tensors alone. Use a "
             "registered buffer in place of get_extra_state",
         )
     tensors = {}
@@ -466,7 +466,7 @@ def write_state(model: nn.Module, value: Callable[[str], Tensor], out: Path, dty
         save_file(tensors, out / ONE_FILE, {"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as error:
         raise ModelError(
-            "export-form", f"the state dict of {type(model).__name__} is no file of safetensors: {error}"
+            "export-form", f"the state dict of {type(model).__name__} is not a file of safetensors: {error}"
         ) from None
     durable_files.sync(out / ONE_FILE)
     durable_files.sync(out)

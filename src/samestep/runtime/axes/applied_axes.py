@@ -242,7 +242,7 @@ def pending_of(
     if head is None or chunk is None or not is_here:
         return nullcontext
     module = model.get_submodule(head.owner)
-    assert isinstance(module, nn.Linear), "another head is refused"
+    assert isinstance(module, nn.Linear), "another head is rejected"
     return PendingHead(module, _chunking_of(program, mesh, chunk, run)).pending
 
 

@@ -265,7 +265,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
     uncompiled |= dict(_of_all_samples(step)) | dict(_of_other_slices(step))
     uncompiled |= dict.fromkeys(
-        _keeping(model, traced.analysis), "its forward writes what it reads, and a backward would read it anew"
+        _keeping(model, traced.analysis), "its forward writes a tensor that a backward would read again"
     )
     uncompiled |= dict.fromkeys(_pending_head(program), "its logits are computed in chunks")
     units = {path for unit in program.units for path in unit.modules} | {
@@ -456,6 +456,6 @@ def check(settings: RunTable) -> None:
     if name not in known:
         raise JobError(
             "run-compile",
-            f"run.compile_backend = {name!r} is no backend of torch.compile{did_you_mean(name, known)}; "
+            f"run.compile_backend = {name!r} is not a backend of torch.compile{did_you_mean(name, known)}; "
             f"{', '.join(known)} are",
         )

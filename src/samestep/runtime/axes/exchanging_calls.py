@@ -261,7 +261,7 @@ def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
     reasons: dict[tuple[str, str], tuple[str, str]] = {}
     for layer in model.layers:
         for dispatch in layer.dispatches:
-            reason = "its experts exchange rows with ranks whose samples use them. Use ep=1"
+            reason = "its experts exchange rows with the ranks of other samples. Use ep=1"
             reasons[dispatch.owner, expert.AXIS] = dispatch.owner, reason
         for call in layer.batch_norms:
             reason = "it takes statistics over the ranks (batch norm). Use one data rank"

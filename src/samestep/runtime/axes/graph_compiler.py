@@ -80,7 +80,7 @@ class GraphCompiler:
         first `left`."""
         lines = []
         if self.num_graphs > graphs:
-            again = f", {self.num_again} of them anew for other shapes or values" if self.num_again else ""
+            again = f", {self.num_again} of them again for other shapes or values" if self.num_again else ""
             lines.append(
                 f"run.compile: {part} as {pluralise(self.num_graphs, 'graph')} of {self.label}{again}{islands}, "
                 f"compiled in {self.seconds:.1f} s"

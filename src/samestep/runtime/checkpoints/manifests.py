@@ -200,7 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         key = ".".join(map(str, first["loc"]))
         raise CheckpointError(
             "checkpoint-damaged",
-            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {short_repr(first['input'])}",
+            f"{path} is not a manifest of a checkpoint: {key}: {first['msg'].lower()}, got {short_repr(first['input'])}",
         ) from None
     if wrong := contradiction(manifest):
         raise CheckpointError("checkpoint-damaged", f"{path} contradicts itself: {wrong}")

@@ -107,7 +107,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         record["lanes"] = writer.kept({"lanes": lanes}, "the lanes of the batch").get("lanes")
     record["unsaved"] = writer.unsaved
     if writer.unsaved:
-        warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
+        warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is rejected", stacklevel=3)
     return record, writer.tensors
 
 

@@ -79,7 +79,7 @@ class SavedRun(PreparedRun):
         if self._lent is Lent.RELEASED:
             raise ModelError(
                 "run-call-time",
-                f"run.{word} behind {self._lent.value}. Use samestep.parallelize, which makes another run.",
+                f"run.{word} after {self._lent.value}. Use samestep.parallelize, which makes another run.",
             )
         if self._lent in (lent or (Lent.WHOLE, Lent.AVERAGES)):
             raise ModelError("run-call-time", f"run.{word} within {self._lent.value}. Call it after that")

@@ -124,7 +124,7 @@ def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
 def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TorchEntry:
     if not isinstance(kind, _Tensors):
         raise CheckpointError(
-            "checkpoint-other-model", f"{folder} holds {name}, which is no tensor. Use a state dict of tensors alone"
+            "checkpoint-other-model", f"{folder} holds {name}, which is not a tensor. Use a state dict of tensors alone"
         )
     shape = _sizes(kind.size)
     chunks = []
@@ -134,7 +134,7 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[
         if path.name != place.relative_path or path.is_symlink():
             raise CheckpointError(
                 "checkpoint-damaged",
-                f"{folder / NAME} names {place.relative_path:.80}, which is no file in its folder",
+                f"{folder / NAME} names {place.relative_path:.80}, which is not a file in its folder",
             )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
@@ -209,7 +209,7 @@ def _offsets(key: Any) -> tuple[int, ...]:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if type(values) not in (tuple, list) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-        raise ValueError("sizes that are no list of numbers")
+        raise ValueError("sizes that are not a list of numbers")
     return tuple(values)
 
 
@@ -295,7 +295,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
             UnpicklingError: it is none of torch's metadata.
         """
         if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a class of metadata")
         return _KNOWN[module, name]
 
     def load_setitem(self) -> None:
@@ -333,7 +333,7 @@ def _metadata(folder: Path) -> Any:
     except Exception as error:  # of bytes that anybody has written
         raise CheckpointError(
             "checkpoint-damaged",
-            f"{path} is no metadata of torch.distributed.checkpoint: {_line(error)}",
+            f"{path} is not metadata of torch.distributed.checkpoint: {_line(error)}",
         ) from None
 
 

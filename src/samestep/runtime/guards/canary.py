@@ -346,11 +346,11 @@ class WatchedStep(StepObserver):
             return "data", f"{text}it reads other values the second time. {works}"
         first = self._forward()
         if self.again.largest(largest_deviation(self._forward(), first)) > repeatable:
-            why = "two forwards of it differ: the model draws random numbers from a generator of its own, or reads what changes"
+            why = "two forwards of it differ: the model draws random numbers from a generator of its own, or reads a value that changes"
             return "random", f"{text}{why}. Use nn.Dropout and torch.nn.functional.dropout"
         if not self._is_more(deviation, self._indices, rounding):
             return None
-        why = "the forward reads what an earlier forward of this step has written"
+        why = "the forward reads a value that an earlier forward of this step has written"
         return "state", f"{text}{why}. Use a forward that keeps nothing from one micro-batch to the next"
 
     def _coupled(self, offs: list[float | None], few: Indices, rounding: float) -> Finding | None:

@@ -241,8 +241,8 @@ def _unlike(names: Sequence[str]) -> str:
 
 _NO_COUNT = (
     'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up: the count is more for '
-    "a part in which little or nothing counts, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
-    "behind n.clamp(min=1), or one rank with the whole batch as its micro-batch"
+    "a part with few labels that count, or none, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
+    "after n.clamp(min=1), or one rank with the whole batch as its micro-batch"
 )
 
 
@@ -280,7 +280,7 @@ def _fitting(variants: Sequence[Sequence[_Part]], trial: _Trial, num_samples: in
         fits,
         f'loss = "model": the forward returns {both:.9g} for {num_samples} samples, and {a:.9g} and {b:.9g} for two parts of '
         "them, which is neither their sum nor their mean over samples, over labels that count, or over the ones of a mask. Set loss = "
-        "samestep.model_loss(count=...) with what it divides by, or a loss function (outputs, batch) -> (sum, count), or "
+        "samestep.model_loss(count=...) with the number that it divides by, or a loss function (outputs, batch) -> (sum, count), or "
         "one rank with the whole batch as its micro-batch",
     )
 

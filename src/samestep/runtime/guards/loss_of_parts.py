@@ -228,7 +228,7 @@ def _compare_gradients(together: _LossValue, halves: list[_LossValue]) -> str:
             if math.isfinite(size) and off > together.limit * size:
                 return (
                     f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add "
-                    "up, as with a statistic of the batch behind detach(), or a hook on a gradient"
+                    "up, as with a statistic of the batch within detach(), or a hook on a gradient"
                 )
     return ""
 
@@ -290,8 +290,8 @@ def _try_other_half(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, n
             if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
                 return f"{reason}, one with other labels: it is a mean over the labels that count. Use reduction='sum'"
             return (
-                f"{reason}, one with other labels or values, so a part in which little or nothing counts would count otherwise, or a value of "
-                "all samples selects a number. Use a plain sum and count, also behind n.clamp(min=1), which is the count of the whole "
+                f"{reason}, one with other labels or values, so a part with few labels that count, or none, would count otherwise, or a value of "
+                "all samples selects a number. Use a plain sum and count, also after n.clamp(min=1), which is the count of the whole "
                 "step then, or samestep.whole_batch(loss)"
             )
     return ""
@@ -311,7 +311,7 @@ def _try_more(
         some, outcome = defined
         if outcome.reason:
             return (
-                f"{outcome.reason}, for {sum(some.sizes)} samples, of which a layout gives each rank or micro-batch a part, so the number of "
+                f"{outcome.reason}, for {sum(some.sizes)} samples. A layout gives each rank or micro-batch a part of them, so the number of "
                 "samples, or of those that count, selects a number: samestep.whole_batch(loss) is given all samples at once"
             )
         if some.is_small and (reason := _try_other_half(tried, some, numbers)):

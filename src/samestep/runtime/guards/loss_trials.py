@@ -159,7 +159,7 @@ class LossTrials:
         pairs = [tried.pairs for tried in asked]
         if again.weights_were_written:
             self._refusals.remark(
-                "the loss is not compared with that of parts of the batch, since the forward writes into weights"
+                "the loss is not compared with the loss of parts of the batch, since the forward writes into weights"
             )
             self._settle(assembly.objective.watch, *pairs)
             return
@@ -184,7 +184,7 @@ class LossTrials:
         reason = forward_loss.find_rule(now, again)
         if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
             reason = (
-                f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
+                f"the forward has begun to compute another loss, which is divided by {now.rule}, and the loss of the first step was divided by "
                 f"{loss.rule}. Use a loss function (outputs, batch) -> (sum, count), or one rank with the whole batch"
             )
         if reason:
@@ -217,10 +217,10 @@ class LossTrials:
             self._refuse_way(tried.way)
             return
         what = "tokens" if trial.of_tokens else "samples"
-        text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
+        text = f"the loss is not a sum over the {what} of a batch: {trial.reason}"
         if not (trial.of_tokens or self._is_split):
             self._refusals.remark(
-                f"{text}; so a layout that splits the batch would give another result, and is refused"
+                f"{text}; so a layout that splits the batch would give another result, and is rejected"
             )
             return
         leaf = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
@@ -251,9 +251,9 @@ class LossTrials:
         if not way:
             return
         if not self._matters:
-            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
+            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are rejected")
             return
-        text = f"{way}. Use a forward that returns what the loss needs, or one rank"
+        text = f"{way}. Use a forward that returns all tensors of the loss, or one rank"
         if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
             text += ", and zero=1"
         self._refusals.add("loss", "loss-beside-outputs", text)
@@ -282,7 +282,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is no part of the model and stays as it is: models that are "
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and stays as it is: models that are "
         'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
     )
 

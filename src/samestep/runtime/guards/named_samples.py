@@ -107,7 +107,7 @@ class NamedSamples:
         return (
             f"sample {few[next(rows, 0)]} of the data set is another one when it is read again, so every "
             "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the "
-            "index, as np.random.default_rng(index), or those of the generator that sample(index, generator) is given, and a file "
+            "index, as np.random.default_rng(index), or from the generator that sample(index, generator) is given, and a file "
             "that is opened where it is read, and not before processes share it"
         )
 

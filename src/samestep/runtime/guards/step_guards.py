@@ -179,7 +179,7 @@ class StepGuards:
         if reason := next(filter(None, reasons), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
-                f"the measure of run.evaluate is no sum over samples: {reason}. Use (sum over samples, their number), or a measure "
+                f"the metric of run.evaluate is not a sum over samples: {reason}. Use (sum over samples, their number), or a metric "
                 "that is computed of run.predict(set), which returns the outputs of all samples",
             )
         outer = KeptValues(measure)
@@ -188,7 +188,7 @@ class StepGuards:
         if name := next(filter(None, names), ""):
             raise UnprovenError(
                 "loss-not-a-sum",
-                f"the measure of run.evaluate keeps something between its calls ({name}), and each rank calls it on its own samples. Return "
+                f"the metric of run.evaluate keeps something between its calls ({name}), and each rank calls it on its own samples. Return "
                 "sums and counts, or compute of run.predict(set), which returns the outputs of all samples on every rank.",
             )
 

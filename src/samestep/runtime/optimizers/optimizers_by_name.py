@@ -386,7 +386,7 @@ def _refuse_step(self: Optimizer, *_: Any, **__: Any) -> None:
     raise ModelError(
         "optimizer-instance",
         f"{type(self).__name__}.step was called by the loop, and the run takes the steps of this optimizer. Use run.step(batch), or "
-        "run.backward(batch) and run.update(). Behind run.release(), use another instance",
+        "run.backward(batch) and run.update(). After run.release(), use another instance",
     )
 
 

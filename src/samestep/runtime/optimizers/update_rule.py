@@ -125,11 +125,11 @@ def why_uncompiled(optimizer: Optimizer) -> str:
     members = members_of(optimizer)
     name = " and ".join(dict.fromkeys(type(member).__name__ for member in members))
     if not all(map(is_torchs_own, members)):
-        return f"{name} is code that may keep numbers, of which a graph would keep the first"
+        return f"{name} is code that may keep numbers, and a graph would keep the first ones"
     if all(group.get("fused") for member in members for group in member.param_groups):
         return f"{name} is fused: one kernel updates many weights"
     return (
-        f"{name} has a learning rate that is a number, for each of which a graph would be compiled anew, and powers of other numbers, "
+        f"{name} has a learning rate that is a number: a graph would be compiled again for each value, and has powers of other numbers, "
         "which a graph would take in float32"
     )
 

@@ -194,7 +194,7 @@ def check(layout: Layout, hosts: Sequence[int]) -> None:
     shown = ", ".join(map(str, order[:16])) + (", ..." if len(order) > 16 else "")
     raise LayoutError(
         "tp-leaves-hosts",
-        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists: the ranks of one host are no neighbours in it. Use a group in the order {shown} of its ranks, or "
+        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists: the ranks of one host are not neighbours in it. Use a group in the order {shown} of its ranks, or "
         "no group: samestep makes its own",
     )
 

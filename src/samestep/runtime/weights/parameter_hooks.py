@@ -242,7 +242,7 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program, *, is_shared: 
     word, divides, is_cut = _dividing_words(program)
     if word:
         return (
-            f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
+            f"a hook was registered on the gradient of {name} in run.model, and under {word} this is the gradient of a gathered "
             "weight, which the hook does not see. Use a hook that the build function registers, or zero=1"
         )
     value = param.detach()

@@ -147,7 +147,7 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> We
 
     Indices along the cut dimension are cut in the same way as the weight, so that the two cannot disagree.
     """
-    assert holding.sharded_over or cut.shape == spec.shape, f"{cut.name} is cut by nobody"
+    assert holding.sharded_over or cut.shape == spec.shape, f"no axis shards {cut.name}"
     return part_at(spec, cut, holding.num_parts, part_index(holding, mesh))
 
 
@@ -173,13 +173,13 @@ def part_at(spec: ParamSpec, cut: ParamSpec, number: int, index: int) -> WeightS
 def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
     """Return the dimension along which a rank holds a part; None where it holds the whole."""
     dims = [dim for dim, (size, length) in enumerate(zip(shape, cut.shape, strict=True)) if size != length]
-    assert len(dims) <= 1, f"{cut.name} is cut along the dimensions {dims}, and one is known to work"
+    assert len(dims) <= 1, f"{cut.name} is sharded along the dimensions {dims}, and only one is supported"
     return dims[0] if dims else None
 
 
 def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
     """Return the part at this rank's index; for a fused weight, that of each of its components."""
-    assert holding.sharded_over, f"{cut.name} is cut by nobody"
+    assert holding.sharded_over, f"no axis shards {cut.name}"
     return _part_at(whole, dim, cut, holding.num_parts, part_index(holding, mesh))
 
 

@@ -140,7 +140,7 @@ class ReplacedWeights:
         self._places.remove(place)
         if not all(id(param) in weights for param in place.content.parameters()):
             yield (
-                f"another module was put in the place of {place.name}, whose weights the run still trains. Write into these "
+                f"{place.name} was replaced by another module, and the run still trains the old weights. Write into these "
                 "by copy_(...) within torch.no_grad()"
             )
 
@@ -169,7 +169,7 @@ class ReplacedWeights:
         """Return why a weight cannot take over the values of the tensor that replaced it; empty if it can."""
         what = f"{'the forward' if inside else 'the loop'} puts a new nn.Parameter in the place of {name}"
         if word := self._lost:
-            return f"{what}, of which ranks hold parts under {word}. Use {word.partition('=')[0]}=1"
+            return f"{what}, and under {word} each rank holds a part. Use {word.partition('=')[0]}=1"
         if new.shape != weight.shape:
             return f"{what}, of shape {list(new.shape)} and not {list(weight.shape)}. Use one of the same shape"
         tied = next((other for other, first in self._first_names.items() if first == name != other), "")
@@ -202,7 +202,7 @@ def _new_weight(name: str) -> str:
 
 def _explain_untrained(what: str, name: str) -> str:
     return (
-        f"{what}, and a gradient reaches it: an optimizer of torch goes on with the old one, so nothing trains it. Use "
+        f"{what}, and a gradient reaches it: an optimizer of torch continues with the old one, so nothing trains it. Use "
         f"{name}.copy_(...) within torch.no_grad()"
     )
 

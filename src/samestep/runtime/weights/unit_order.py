@@ -163,7 +163,7 @@ class UnitOrder:
         elif place is not None and not running.is_gathered:
             running.keep_for_backward()
             text = (
-                f"{running.path} runs behind modules that it ran before when the model was traced, or once more, and "
+                f"{running.path} runs after modules that it ran before when the model was traced, or once more, and "
                 f"zero={self._zero} gathers weights in that order on all ranks at once. Use zero=2, or zero=1"
             )
             if self._may_give_up:

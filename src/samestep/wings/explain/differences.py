@@ -150,13 +150,13 @@ def _side(
     if "=" not in layout or Path(layout).exists():
         raise InputError(
             "record-missing",
-            f"{layout!r} is no run folder, and no layout. Use the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
+            f"{layout!r} is not a run folder, and no layout. Use the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
             f"a simulation; {SIMULATION} is the prediction of a run's own layout",
         )
     try:
         where = Layout(layout)
     except LayoutError as error:
-        raise InputError("record-missing", f"{word!r} is no run folder, and no layout: {error}") from None
+        raise InputError("record-missing", f"{word!r} is not a run folder, and no layout: {error}") from None
     step = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
     return _of_prediction(step, job, word if word == SIMULATION else str(where))
 
@@ -248,7 +248,7 @@ def _causes(one_side: OneSide, other: OneSide) -> list[str]:
     first_words, second_words = {*one_side.layout.split()}, {*other.layout.split()}
     if first_words != second_words and first_words and second_words:
         causes.append(
-            f"other words of the layout: {' '.join(sorted(first_words - second_words)) or 'none'} and {' '.join(sorted(second_words - first_words)) or 'none'}"
+            f"other layout options: {' '.join(sorted(first_words - second_words)) or 'none'} and {' '.join(sorted(second_words - first_words)) or 'none'}"
         )
     if bool(one_side.predicted_for) != bool(other.predicted_for):
         causes.append(f"one is measured, the other predicted for {one_side.predicted_for or other.predicted_for}")
@@ -264,7 +264,7 @@ def _causes(one_side: OneSide, other: OneSide) -> list[str]:
         causes.append(f"buffers of a rank in a step: {_in_bytes(one_side.sent)} and {_in_bytes(other.sent)}")
     waits = {"data": [side.rows.get(("data", None), 0.0) for side in (one_side, other)]}
     if one_side.queued_s is not None and other.queued_s is not None:
-        waits["a processor, which other programs had"] = [one_side.queued_s, other.queued_s]
+        waits["a CPU that other programs used"] = [one_side.queued_s, other.queued_s]
     for what, (first, second) in waits.items():
         if abs(second - first) > 0.05 * max(one_side.step_s, other.step_s):
             causes.append(f"waits for {what}: {first * 1e3:.3g} ms and {second * 1e3:.3g} ms")

@@ -352,7 +352,7 @@ def _cut_off(records: Mapping[int, RankRecord]) -> list[str]:
     short = {
         rank: max(record.steps, default=0) for rank, record in records.items() if max(record.steps, default=0) < last
     }
-    return [f"steps {step + 1} to {last} of rank {rank}, whose record ends before" for rank, step in short.items()]
+    return [f"steps {step + 1} to {last} of rank {rank}: its record ends before" for rank, step in short.items()]
 
 
 def _steps_of(

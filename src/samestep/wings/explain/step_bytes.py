@@ -112,7 +112,7 @@ class StepMemory:
             )
         if self.is_process:
             lines.append(
-                "  on a CPU the rest has the libraries of the process, and what comes and goes within a layer is not seen"
+                "  on a CPU the rest has the libraries of the process, and temporary tensors inside a layer are not tracked"
             )
         return lines
 

@@ -150,7 +150,7 @@ def _away(measured_steps: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidat
         return _Candidate("load", max(own_s - had_s, queued_s or 0.0), "other load on the machine", reason)
     asleep_s = own_s - had_s - queued_s
     doing = next((f" in {charge.doing}" for charge in measured_steps.charges if charge.rank == rank), "")
-    reason = f"rank {rank} sleeps or reads for {_ms(asleep_s)} of {_ms(own_s)} of work, with a free CPU{doing}"
+    reason = f"rank {rank} sleeps or reads for {_ms(asleep_s)} of its own {_ms(own_s)}, although a CPU is free{doing}"
     return _Candidate("host", asleep_s, row_label("host", None), reason)
 
 

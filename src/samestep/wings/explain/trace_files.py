@@ -80,7 +80,7 @@ def read_trace(path: Path, position: int) -> RankTrace:
         raise
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise RecordError(
-            "record-unreadable", f"{path} is no trace, or is cut off: {' '.join(str(error).split())[:120]}"
+            "record-unreadable", f"{path} is not a trace, or is cut off: {' '.join(str(error).split())[:120]}"
         ) from None
     except (TypeError, KeyError, AttributeError) as error:
         raise RecordError("record-unreadable", f"{path} is damaged: {type(error).__name__}: {error}") from None
@@ -91,7 +91,7 @@ def read_trace(path: Path, position: int) -> RankTrace:
             return _of_flight_recorder(plain_data, path, position)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise RecordError("record-unreadable", f"{path} is damaged: {type(error).__name__}: {error}") from None
-    raise RecordError("record-unreadable", f"{path} is no trace of torch.profiler and none of NCCL's flight recorder")
+    raise RecordError("record-unreadable", f"{path} is not a trace of torch.profiler or NCCL's flight recorder")
 
 
 @dataclass(frozen=True, slots=True)

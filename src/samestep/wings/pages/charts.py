@@ -174,15 +174,12 @@ def _unit(top: float) -> float:
 def _columns(curve: MemoryCurve, step_s: float) -> list[int]:
     """Return, for each column, the index of the largest total among the times that fall into it, or else of the last before it."""
     totals = [sum(values) for values in zip(*curve.parts.values(), strict=True)]
-    columns = [-1] * _POINTS
+    columns, ends = [-1] * _POINTS, [-1] * _POINTS
     scale = _POINTS / (step_s or 1.0)
     for index, time_s in enumerate(curve.times_s):
-        column = min(max(int(time_s * scale), 0), _POINTS - 1)
+        ends[column := min(max(int(time_s * scale), 0), _POINTS - 1)] = index
         if columns[column] < 0 or totals[index] > totals[columns[column]]:
             columns[column] = index
-    ends = [-1] * _POINTS
-    for index, time_s in enumerate(curve.times_s):
-        ends[min(max(int(time_s * scale), 0), _POINTS - 1)] = index
     last = min(range(len(curve.times_s)), key=lambda index: curve.times_s[index], default=-1)
     for column in range(_POINTS):
         if columns[column] < 0:
@@ -293,6 +290,8 @@ class Lane:
     """Boxes in the order of their starts."""
     is_predicted: bool = False
     """Whether it is the prediction that is drawn above a measured lane."""
+    team: str = ""
+    """Name that lanes have in common if their operations meet: the ranks of a collective, or the ends of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +327,13 @@ class TimelineFigure:
                 row += [name, tasks.setdefault(box.task, len(tasks)), start - last_end, end - start]
                 last_end = end
             rows.append(row)
-        data = {"unit_s": unit_s, "names": [*names], "tasks": [*tasks], "lanes": rows}
+        data = {
+            "unit_s": unit_s,
+            "names": [*names],
+            "tasks": [*tasks],
+            "lanes": rows,
+            "teams": [lane.team for lane in lanes],
+        }
         return base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
 
     def _group(self, name: str, lanes: Sequence[Lane]) -> str:
@@ -367,7 +372,8 @@ class TimelineFigure:
 _CONTROLS = (
     '<div class="controls"><button data-do="in" aria-label="Zoom in">+</button><button data-do="out" aria-label="Zoom out">−</button>'
     '<button data-do="left" aria-label="Earlier">←</button><button data-do="right" aria-label="Later">→</button>'
-    '<button data-do="all">whole step</button><output aria-live="polite">Drag to move, with Shift to measure. Ctrl and wheel, a double click, or + − to zoom. Click an operation to keep its details.</output></div>'
+    '<button data-do="all">full step</button><input type="search" placeholder="find an operation" aria-label="Find an operation"/>'
+    '<output aria-live="polite">Drag to move, with Shift to measure. Ctrl and wheel, a double click, or + − to zoom. Click an operation to keep its details.</output></div>'
 )
 
 
@@ -448,9 +454,5 @@ def some_of(indices: Sequence[int], wanted: Sequence[int] = (), most: int = MOST
     """Return at most `most` of the indices: those that are wanted, the first, the last, and others at equal distances."""
     if len(indices) <= most:
         return [*indices]
-    chosen = {*wanted}
     spread = [indices[round(place * (len(indices) - 1) / (most - 1))] for place in range(most)]
-    for index in (spread[0], spread[-1], *spread):
-        if len(chosen) < most:
-            chosen.add(index)
-    return sorted(chosen)
+    return sorted([*dict.fromkeys([*wanted, spread[0], spread[-1], *spread])][:most])

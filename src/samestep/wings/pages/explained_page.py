@@ -56,7 +56,7 @@ def page_of(explained: Explained, *, small: bool = False) -> Page:
     return Page(
         verb="explain",
         title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
-        subject=f'{_run_name(explained)} · "{explained.layout}" · {_which(steps)}',
+        subject=f'{_run_name(explained)} · "{explained.layout}" · {which(steps)}',
         answers=_answers(explained, series),
         verdict=explained.verdict.line,
         reasons=explained.verdict.reasons,
@@ -78,13 +78,14 @@ def _machine(explained: Explained) -> str:
     return f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}."
 
 
-def _which(steps: Sequence[int]) -> str:
+def which(steps: Sequence[int]) -> str:
+    """Return some steps in words."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _averaged(steps: Sequence[int]) -> str:
     """Return that the time is a mean, if it is of several steps."""
-    return "" if len(steps) == 1 else f", mean of {_which(steps)}"
+    return "" if len(steps) == 1 else f", mean of {which(steps)}"
 
 
 def _record(explained: Explained) -> dict[str, object]:
@@ -93,13 +94,9 @@ def _record(explained: Explained) -> dict[str, object]:
     ranks = [
         {key: value for key, value in rank.items() if key != "kernels"} for rank in cast(list[Any], record["ranks"])
     ]
-    known = _shown_kernels(explained)
-    rows = (
-        []
-        if known is None
-        else [row.to_record() for _, rows in known.by_op[:_MOST_OPS] for row in rows[:_MOST_KERNELS]]
-    )
-    return {**record, "ranks": ranks, "kernels": rows}
+    by_op = known.by_op[:_MOST_OPS] if (known := _shown_kernels(explained)) else ()
+    kernels = [row.to_record() for _, rows in by_op for row in rows[:_MOST_KERNELS]]
+    return {**record, "ranks": ranks, "kernels": kernels}
 
 
 def _shown_kernels(explained: Explained) -> RankKernels | None:
@@ -158,7 +155,7 @@ def _figures(explained: Explained, *, small: bool) -> Iterator[Section]:
     if waits_s := explained.cpu_waits_s:
         rows = [replace(row, measured_s=(row.measured_s or 0.0) - waits_s * (row.label == "compute")) for row in rows]
         rows.append(Bar("compute, waiting for a CPU", "idle", waits_s, None))
-    caption = f"Rank {explained.found.busiest}, the slowest rank, {_which(explained.found.steps)}. The parts add up to the step."
+    caption = f"Rank {explained.found.busiest}, the slowest rank, {which(explained.found.steps)}. The parts add up to the step."
     yield Section("Where the time goes", bars(rows, explained.found.lasted_s[explained.found.busiest]), caption)
     if len(explained.found.records) > 1:
         yield _each_rank(explained)
@@ -211,7 +208,8 @@ def _lanes(explained: Explained, timeline: Timeline, rank: int) -> Iterator[Lane
     for lane in measured:
         if above := said.pop(lane.name, None):
             yield Lane(group, above.name, above.boxes, is_predicted=True)
-        yield Lane(group, lane.name, lane.boxes)
+        meets = f"{lane.name} {[*head.groups[lane.name]]}" if lane.name in head.groups else ""
+        yield Lane(group, lane.name, lane.boxes, team=meets)
     for lane in said.values():
         yield Lane(group, lane.name, lane.boxes, is_predicted=True)
 

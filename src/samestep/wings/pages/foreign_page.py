@@ -5,27 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from html import escape
 
-from samestep.output.text import Quantity, duration, share
+from samestep.output.text import duration, share
 from samestep.wings.explain.foreign_traces import ForeignSteps
 from samestep.wings.pages.charts import Bar, TimelineFigure, bars, each_rank, left_out, some_of
+from samestep.wings.pages.explained_page import MOST_BARS, which
 from samestep.wings.pages.page import Answer, Page, Section, table
 from samestep.wings.pages.prediction_page import lanes_of, most_drawn, row_kind
 from samestep.wings.plan.simulation.partition import TRANSFER, WAIT, row_label, seconds_of
 
-MOST_BARS = 64
-"""Number of ranks above which only some have a bar."""
 _MOST_LETTERS = 13
 """Letters of the name of a lane."""
 
 
 def page_of(foreign_steps: ForeignSteps, *, small: bool = False) -> Page:
     """Return the page of a folder of traces; a small one has neither boxes to zoom into nor a record."""
-    ranks, steps = len(foreign_steps.ranks), foreign_steps.steps
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    ranks = len(foreign_steps.ranks)
     return Page(
         verb="explain",
-        title=f"{duration(foreign_steps.step_s).text} a step on {ranks:,} rank{'s' * (ranks > 1)}",
-        subject=f"{foreign_steps.folder.resolve().name} · {which}",
+        title=f"{duration(foreign_steps.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}",
+        subject=f"{foreign_steps.folder.resolve().name} · {which(foreign_steps.steps)}",
         answers=_answers(foreign_steps),
         verdict=foreign_steps.verdict,
         sections=[_timeline(foreign_steps, small=small), _busiest(foreign_steps), _each_rank(foreign_steps)],
@@ -41,7 +39,11 @@ def _answers(foreign_steps: ForeignSteps) -> list[Answer]:
     answers = [
         Answer("step", duration(foreign_steps.step_s), None, f"mean of {len(foreign_steps.steps)}, on the slowest rank")
     ]
-    for label, names in (("compute", ("compute",)), ("exposed communication", (TRANSFER, WAIT)), ("host", ("host",))):
+    for label, names in (
+        ("compute", ("compute",)),
+        ("exposed communication", (TRANSFER, WAIT)),
+        ("CPU overhead", ("host",)),
+    ):
         seconds = seconds_of(foreign_steps.rows, *names, stage=rank)
         answers.append(
             Answer(label, share(seconds / (foreign_steps.step_s or 1.0)), None, f"of rank {rank}, the slowest rank")
@@ -94,14 +96,8 @@ def _table(foreign_steps: ForeignSteps, ranks: list[int]) -> str:
     rows = [
         (
             escape(row_label(name, axis)),
-            *(
-                duration(seconds[name, axis, rank]).to_html() if (name, axis, rank) in seconds else _NOTHING
-                for rank in ranks
-            ),
+            *(duration(seconds.get((name, axis, rank), 0.0)).to_html() for rank in ranks),
         )
         for name, axis in labels
     ]
     return table(("part", *(f"rank {rank}" for rank in ranks)), rows)
-
-
-_NOTHING = Quantity(0.0, "0 s").to_html()

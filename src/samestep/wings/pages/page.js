@@ -62,11 +62,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { fo
 
 class Timeline {
   constructor(element, data) {
-    this.element = element; this.unit = data.unit_s; this.lanes = lanesOf(data);
+    this.element = element; this.unit = data.unit_s; this.lanes = lanesOf(data); this.teams = data.teams; this.query = "";
     this.svgs = [...element.querySelectorAll(".lane svg")];
     this.axis = element.querySelector(".ticks"); this.output = element.querySelector("output");
     this.full = this.svgs.reduce((most, _, lane) => this.lanes[lane].reduce((end, box) => Math.max(end, box.end), most), 1);
     this.from = 0; this.to = this.full; this.lane = 0; this.index = -1; this.hidden = new Set();
+    this.overview(); this.arrows = this.made("svg", { class: "arrows" }); element.append(this.arrows);
     this.listen(); this.draw();
     new ResizeObserver(() => this.draw()).observe(element);
   }
@@ -75,6 +76,73 @@ class Timeline {
     const width = this.svgs[0].clientWidth || 600, scale = width / (this.to - this.from);
     this.svgs.forEach((svg, lane) => this.drawLane(svg, lane, width, scale));
     this.drawAxis(width);
+    this.frame.setAttribute("x", 500 * this.from / this.full); this.frame.setAttribute("width", Math.max(1, 500 * (this.to - this.from) / this.full));
+    this.drawArrows(this.lane, this.lanes[this.lane][this.index]);
+  }
+
+  overview() { // the whole step in a strip above the lanes, with a frame around the part that they show
+    const drawn = this.svgs.filter((svg) => !svg.matches(".predicted")), strip = document.createElement("div");
+    this.map = this.made("svg", { class: "map", viewBox: `0 0 500 ${drawn.length}`, preserveAspectRatio: "none" });
+    drawn.forEach((svg, row) => {
+      const lane = this.made("g", { transform: `translate(0 ${row})` });
+      lane.append(...[...svg.children].map((path) => path.cloneNode()));
+      this.map.append(lane);
+    });
+    this.frame = this.made("rect", { class: "frame", y: 0, height: drawn.length });
+    this.map.append(this.frame); this.map.style.height = `${Math.max(10, Math.min(36, 3 * drawn.length))}px`;
+    strip.className = "axis overview"; strip.append(document.createElement("span"), this.map);
+    this.element.querySelector(".group").before(strip);
+  }
+
+  partners(lane, box) { // the ops of other ranks that meet an op: the same collective, or the other end of a message
+    if (!this.teams[lane]) return [];
+    const owner = (one) => one.name.slice(one.name.indexOf(":") + 1), kind = (one) => one.name.split(":")[0].replace(/send|recv/, "message");
+    const met = this.lanes.map((row, other) => {
+      if (other === lane || this.teams[other] !== this.teams[lane] || this.svgs[other].matches(".predicted") !== this.svgs[lane].matches(".predicted")) return null;
+      const same = row.filter((one) => one.task === box.task && owner(one) === owner(box) && kind(one) === kind(box));
+      return same.length ? { lane: other, box: same.reduce((best, one) => Math.abs(one.end - box.end) < Math.abs(best.end - box.end) ? one : best) } : null;
+    });
+    return met.filter(Boolean);
+  }
+
+  meeting(lane, box) { // the op for which the others wait: a send, or the last to begin; and those others
+    const every = [{ lane, box }, ...this.partners(lane, box)];
+    const source = every.find((one) => one.box.name.startsWith("send:")) || every.reduce((last, one) => one.box.start > last.box.start ? one : last);
+    return { source, others: every.filter((one) => one !== source) };
+  }
+
+  drawArrows(lane, box) {
+    const area = this.element.getBoundingClientRect(), { source, others } = box ? this.meeting(lane, box) : { others: [] };
+    const place = ({ lane: at, box: one }) => { // the begin of an op, within the window
+      const svg = this.svgs[at].getBoundingClientRect(), part = (one.start - this.from) / (this.to - this.from);
+      return [svg.left - area.left - this.element.clientLeft + Math.max(0, Math.min(1, part)) * svg.width, svg.top - area.top - this.element.clientTop + svg.height / 2];
+    };
+    this.arrows.replaceChildren(...others.map((other) => {
+      const [x, y] = place(source), [left, top] = place(other), way = top > y ? 1 : -1;
+      return this.made("path", { d: `M${x} ${y}L${left} ${top - 4 * way}M${left - 4} ${top - 8 * way}L${left} ${top - 2 * way}L${left + 4} ${top - 8 * way}` });
+    }));
+  }
+
+  isFound(box) { return `${box.name} ${box.task}`.toLowerCase().includes(this.query); }
+
+  find(query) {
+    this.query = query.trim().toLowerCase();
+    const found = this.query ? this.lanes.flatMap((row) => row.filter((box) => this.isFound(box))) : [];
+    const seconds = found.reduce((sum, box) => sum + box.end - box.start, 0) * this.unit;
+    this.output.textContent = this.query ? `${found.length} operations found, ${found.length ? duration(seconds) : "0 s"} in all. Enter shows the next one.` : "";
+    this.draw();
+  }
+
+  next(step) { // the next op that is found, or the one before, in the order of time
+    const found = this.lanes.flatMap((row, lane) => row.map((box, index) => ({ lane, box, index }))).filter((one) => this.query && this.isFound(one.box));
+    if (!found.length) return;
+    found.sort((one, other) => one.box.start - other.box.start || one.lane - other.lane);
+    const now = found.findIndex((one) => one.lane === this.lane && one.index === this.index);
+    const { lane, box, index } = found[(now + step + found.length) % found.length];
+    [this.lane, this.index] = [lane, index];
+    if (box.start < this.from || box.end > this.to) this.show((box.start + box.end - this.to + this.from) / 2, this.to - this.from);
+    this.output.textContent = this.said(lane, box);
+    this.draw();
   }
 
   drawLane(svg, lane, width, scale) {
@@ -98,11 +166,19 @@ class Timeline {
     }
     close();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.replaceChildren(...Object.entries(paths).map(([kind, parts]) => this.made("path", { class: kind, d: parts.join(""), style: `stroke-width:${height}${this.hidden.has(kind) ? ";opacity:.08" : ""}` })),
-      ...labels.filter((label) => !this.hidden.has(label[3])).map((label) => this.label(...label)).filter(Boolean));
+    svg.replaceChildren(...Object.entries(paths).map(([kind, parts]) => this.made("path", { class: kind, d: parts.join(""), style: `stroke-width:${height}${this.hidden.has(kind) ? ";opacity:.08" : this.query ? ";opacity:.2" : ""}` })), ...this.foundPaths(lane, scale, height),
+      ...labels.filter((label) => !this.query && !this.hidden.has(label[3])).map((label) => this.label(...label)).filter(Boolean));
     if (selected && selected.end > this.from && selected.start < this.to) {
       svg.append(this.made("rect", { class: "cursor", x: (selected.start - this.from) * scale, y: .75, width: Math.max(2, (selected.end - selected.start) * scale), height: height - 1.5 }));
     }
+  }
+
+  foundPaths(lane, scale, height) {
+    const found = {};
+    for (const box of this.query ? this.lanes[lane] : []) {
+      if (box.end >= this.from && box.start <= this.to && this.isFound(box)) (found[box.kind] ||= []).push(`M${((box.start - this.from) * scale).toFixed(1)} ${height / 2}h${Math.max(1.5, (box.end - box.start) * scale).toFixed(1)}`);
+    }
+    return Object.entries(found).map(([kind, parts]) => this.made("path", { class: `${kind} found`, d: parts.join(""), style: `stroke-width:${height}` }));
   }
 
   isCompute(lane) { return /compute/.test(this.svgs[lane].getAttribute("aria-label")); }
@@ -176,7 +252,9 @@ class Timeline {
     const above = this.lanes[this.svgs.findIndex((svg) => svg.getAttribute("aria-label") === `${name}, predicted`)] || [];
     const twin = above.find((one) => one.name === box.name && one.task === box.task);
     const predicted = twin ? `, ${duration((twin.end - twin.start) * this.unit)} predicted` : "";
-    return `${name}: ${box.name}${box.task && box.task !== box.name ? ` of ${box.task}` : ""}, ${duration(seconds)} from ${moment(box.start * this.unit, (this.to - this.from) * this.unit)}${rate}${predicted}`;
+    const { source, others } = this.meeting(lane, box), last = this.svgs[source.lane].getAttribute("aria-label").split(",")[0];
+    const waits = !others.length || source.box.name.startsWith("send:") ? "" : source.box === box ? ", the last to begin" : `, waits ${duration((source.box.start - box.start) * this.unit)} for ${last}`;
+    return `${name}: ${box.name}${box.task && box.task !== box.name ? ` of ${box.task}` : ""}, ${duration(seconds)} from ${moment(box.start * this.unit, (this.to - this.from) * this.unit)}${rate}${waits}${predicted}`;
   }
 
   measured(event, held) { // the time between two places, and how much of it the lane is busy
@@ -196,16 +274,29 @@ class Timeline {
   }
 
   point(event) {
-    const found = this.at(event);
-    return found ? showTip(event, this.said(found.lane, found.box)) : hideTip();
+    const found = this.at(event) || { lane: this.lane, box: this.lanes[this.lane][this.index] };
+    this.drawArrows(found.lane, found.box);
+    return this.at(event) ? showTip(event, this.said(found.lane, found.box)) : hideTip();
   }
 
   listen() {
-    const keys = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all", Home: "all" };
+    const keys = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all", Home: "all", w: "in", s: "out", a: "left", d: "right" };
     const chosen = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ",": [0, -1], ".": [0, 1] };
+    const search = this.element.querySelector("input");
+    search.addEventListener("input", () => this.find(search.value));
+    const look = (event) => { // moves the window to a place of the overview
+      const box = this.map.getBoundingClientRect(), width = this.to - this.from;
+      this.show((event.clientX - box.left) / box.width * this.full - width / 2, width);
+    };
+    this.map.addEventListener("pointerdown", (event) => { this.map.setPointerCapture(event.pointerId); look(event); event.stopPropagation(); });
+    this.map.addEventListener("pointermove", (event) => { if (event.buttons) look(event); event.stopPropagation(); });
     let held = null;
     this.element.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.target === search) {
+        if (event.key === "Enter") this.next(event.shiftKey ? -1 : 1);
+        return;
+      }
       if (keys[event.key]) this.do(keys[event.key]);
       else if (chosen[event.key]) this.select(...chosen[event.key]);
       else return;
@@ -298,7 +389,7 @@ if (figures.length > 1) {
   figures[0].before(steps);
 }
 
-for (const command of document.querySelectorAll(".verdict code")) { // a click copies what is to try
+for (const command of document.querySelectorAll(".verdict code, code.line")) { // a click copies the command
   const button = document.createElement("button");
   button.className = "copy"; button.textContent = "copy";
   button.addEventListener("click", () => navigator.clipboard?.writeText(command.textContent).then(() => { button.textContent = "copied"; }));

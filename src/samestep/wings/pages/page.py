@@ -12,16 +12,20 @@ by Python; the script only zooms the timeline.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from html import escape
-from importlib import metadata, resources
+from importlib import resources
+from pathlib import Path
 
-from samestep.output.text import Quantity
+from samestep.output.text import Quantity, installed_version
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -110,24 +114,26 @@ class Page:
             f'<section class="verdict"><h2>Verdict</h2><p>{escape(self.verdict)}</p><ul>{reasons}</ul>{tried}</section>'
         )
         return (
-            f'<header><p class="verb">samestep {escape(self.verb)}</p><h1>{escape(self.title)}</h1><p>{escape(self.subject)}</p></header>\n'
+            f'<header><p class="command">samestep {escape(self.verb)}</p><h1>{escape(self.title)}</h1><p>{escape(self.subject)}</p></header>\n'
             f'<div class="answers">{answers}</div>\n{verdict if self.verdict else ""}\n'
         )
 
     def _foot(self) -> str:
-        versions = f"samestep {metadata.version('samestep')}, torch {_torch()}, Python {platform.python_version()}"
+        versions = ", ".join(f"{package} {installed_version(package)}" for package in ("samestep", "torch"))
         when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-        made = (
-            f"<p>Made by <code>samestep {escape(self.verb)}</code> on <code>{when}</code>: <code>{versions}</code>.</p>"
-        )
+        facts = (when, versions, f"Python {platform.python_version()}", *_commit())
+        is_command = Path(sys.argv[0]).as_posix().removesuffix("/__main__.py").endswith("samestep")
+        line = escape(shlex.join(["samestep", *(sys.argv[1:] if is_command else [self.verb])]))
+        made = f'<p>Made by <code class="line">{line}</code> on <code>{escape(", ".join(facts))}</code>.</p>'
         return f"<footer>{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}{made}</footer>"
 
 
-def _torch() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _commit() -> list[str]:
+    """Return the commit of the repository of git that the process works in, from its log; nothing without one."""
+    logs = (folder / ".git" / "logs" / "HEAD" for folder in (Path.cwd(), *Path.cwd().parents))
+    log = next((path for path in logs if os.access(path, os.R_OK)), None)
+    commits = re.findall(r"^\w+ (\w{12})", log.read_text(errors="replace"), re.MULTILINE) if log else []
+    return [f"commit {commit}" for commit in commits[-1:]]
 
 
 def _section(section: Section) -> str:

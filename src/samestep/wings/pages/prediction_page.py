@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from samestep.hardware import Hardware
 from samestep.job import Job
@@ -128,7 +128,8 @@ def lanes_of(
                 boxes[span.stream].append(Box(span.start_s, span.end_s, kind, span.name, span.task, amount))
         for stream, lane_boxes in boxes.items():
             lane_boxes.sort(key=lambda box: box.start_s)
-            yield Lane(f"{timeline.lane} {stage}", stream, lane_boxes, predicted)
+            meets = stream.partition("-")[0] in ("pp", "tie", "world")
+            yield Lane(f"{timeline.lane} {stage}", stream, lane_boxes, predicted, stream * meets)
 
 
 def _kind(stream: str, name: str) -> str:
@@ -175,7 +176,7 @@ def described(job: Job, layout: Layout, hardware: Hardware | None) -> Section:
             "devices per node": hardware.devices_per_node,
             "memory of a device": size(hardware.memory_bytes).text,
         }
-    named = {f"layout.{key}": value for key, value in _changed(_words(Layout()), _words(layout)).items()}
+    named = {f"layout.{key}": value for key, value in _changed(asdict(Layout()), asdict(layout)).items()}
     return Section(
         "Job and layout",
         words({**keys_of(job), **named, **machine}),
@@ -186,10 +187,8 @@ def described(job: Job, layout: Layout, hardware: Hardware | None) -> Section:
 
 def keys_of(job: Job) -> dict[str, object]:
     """Return the keys of a job that differ from their defaults."""
-    usual, values = (
-        Job().model_dump(mode="json"),
-        job.model_dump(mode="json", exclude={"layout": True, "run": {"folder"}}),
-    )
+    usual = Job().model_dump(mode="json")
+    values = job.model_dump(mode="json", exclude={"layout": True, "run": {"folder"}})
     changed = {table: _changed(usual[table], row) for table, row in values.items()}
     return {key: value for key, value in _flat("", changed) if value not in (None, [], "")}
 
@@ -200,10 +199,6 @@ def _flat(path: str, tables: Mapping[str, object]) -> Iterator[tuple[str, object
             yield from _flat(f"{path}{key}.", value)
         else:
             yield f"{path}{key}", value
-
-
-def _words(layout: Layout) -> dict[str, object]:
-    return {field.name: getattr(layout, field.name) for field in fields(Layout)}
 
 
 def _changed(usual: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:

@@ -279,7 +279,7 @@ def _refuse_far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machin
             unit = "milliseconds, " if 300 < ratio < 5000 else ""
             mistakes.append(
                 f"{step.origin}: {step.step_s:.4g} s a step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
-                f"take, and no profile is that far off: {unit}tokens of one device given as those of all {step.layout.world_size}, "
+                f"take, and no profile is that far off: {unit}tokens of one device given as the tokens of all {step.layout.world_size}, "
                 "another batch, precision or --hardware may be the reason"
             )
     if mistakes:

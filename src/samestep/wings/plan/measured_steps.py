@@ -99,7 +99,7 @@ def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[TimedStep],
     merged = _merged(steps)
     if len(merged) < len(steps):
         said.append(
-            f"{len(steps)} measurements are {len(merged)} steps: of those of one job and layout the median is taken"
+            f"{len(steps)} measurements are {len(merged)} steps: measurements of one job and layout become their median"
         )
     return merged, [*said, *_assumed_lengths(merged)]
 
@@ -127,7 +127,7 @@ def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
         if slow.step_s > _AGREE * fast.step_s:
             mistakes.append(
                 f"{fast.origin} and {slow.origin} are the same job and layout, and take {fast.step_s:.4g} and {slow.step_s:.4g} s. "
-                "Remove the wrong one, or add the column in which they differ"
+                "Remove the wrong one, or add a column for their difference"
             )
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         middle, machine = statistics.median(step.step_s for step in same), max(step.hardware for step in same)
@@ -159,7 +159,7 @@ def _rows_of(path: Path) -> tuple[list[tuple[int, dict[str, str]]], list[str]]:
         reader.fieldnames = head
         rows = [(reader.line_num + len(text) - len(table), row) for row in reader]
     except csv.Error as error:
-        raise InputError("measured-steps", f"{path} is no CSV file: {error}") from None
+        raise InputError("measured-steps", f"{path} is not a CSV file: {error}") from None
     if not any(name in head for name in _SPEEDS):
         raise InputError(
             "measured-steps",
@@ -250,7 +250,7 @@ def _seconds_of(cells: Mapping[str, str], job: Job, model: ModelSpec, layout: La
     if name == "tflops_per_device":
         return 3 * model.forward_flops * samples / (value * 1e12 * devices)
     if not model.length:
-        raise InputError("measured-steps", f"{name}: a sample of this model is no sequence of tokens. Use step_s")
+        raise InputError("measured-steps", f"{name}: a sample of this model is not a sequence of tokens. Use step_s")
     per_s = value * devices if name == "tokens_per_s_per_device" else value
     return model.length * samples / per_s
 
@@ -265,7 +265,7 @@ def _of_run(folder: Path) -> TimedStep:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "measured-steps",
-            f"{folder} is no folder of a run with measured steps (job.toml, layout.txt, metrics.jsonl): {error}",
+            f"{folder} is not a folder of a run with measured steps (job.toml, layout.txt, metrics.jsonl): {error}",
         ) from None
     if len(times) <= _FIRST_STEPS:
         raise InputError(

@@ -61,7 +61,7 @@ def plan(
         )
     if not 0 <= keep_free < 1:
         raise InputError(
-            "value-out-of-range", f"keep_free={keep_free:g} is no part of a device's memory. Use {KEPT_FREE}"
+            "value-out-of-range", f"keep_free={keep_free:g} is not a part of a device's memory. Use {KEPT_FREE}"
         )
     where = replace(resolve_hardware(hardware), kept_free=keep_free)
     job, _ = as_published(job)

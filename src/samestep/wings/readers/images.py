@@ -298,7 +298,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
         reason = " ".join(str(error).replace(f"{str(path)!r}", "it").split()) or type(error).__name__
         if type(error) is image.DecompressionBombError:
             reason = f"{reason[: reason.find(',')]}. Use a smaller image"
-        raise DataError("data-damaged", f"{path} is no image that Pillow reads: {short_repr(reason)}") from None
+        raise DataError("data-damaged", f"{path} is not an image that Pillow reads: {short_repr(reason)}") from None
 
 
 def _other_form(path: Path) -> str:
@@ -311,7 +311,7 @@ def _other_form(path: Path) -> str:
     if not head:
         return "empty: copy it again, or leave it out"
     if head.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, for which `git lfs pull` fetches the image itself"
+        return "a pointer of Git LFS: `git lfs pull` fetches the image itself"
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
         return "a HEIC image, whatever its name says. Save it as JPEG or PNG"
     is_page = head.lstrip()[:1] == b"<"

@@ -286,7 +286,7 @@ class NeighbourTokens:
             raise LayoutError(
                 "cp-forward-differs",
                 f"{move.owner} calls {getattr(func, '__name__', func)} with other arguments than in the traced forward, where it needed "
-                f"{move.left} tokens before a rank's and {move.right} behind. Use cp=1",
+                f"{move.left} tokens before a rank's and {move.right} after them. Use cp=1",
             )
         return form.compute(self._extending(move))
 

@@ -41,7 +41,7 @@ _GREETING_S = 3.0  # for the whole of a greeting
 _CLOSE_S = 3.0
 _MOST_BYTES = 1 << 20  # of a line
 _MOST_CHARACTERS = 1 << 14  # of a text that is sent, each of which is at most 12 bytes in JSON
-_SAYS_NONSENSE = "it said what no host of a run says"
+_SAYS_NONSENSE = "it sent an unknown message"
 _NONCE_BYTES = 32
 _GREETING_BYTES = 256  # at most, of each line of a greeting
 

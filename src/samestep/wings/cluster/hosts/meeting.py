@@ -63,7 +63,7 @@ class Rendezvous:
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise JobError(
                 "rendezvous-address",
-                f"--rendezvous {address} is no address: HOST:PORT is, such as 10.0.0.1:29400",
+                f"--rendezvous {address} is not an address: HOST:PORT is, such as 10.0.0.1:29400",
             )
         if len(token) < _LEAST_TOKEN_BYTES or len({*token}) < _LEAST_TOKEN_SYMBOLS:
             raise JobError(
@@ -300,7 +300,7 @@ def _follow(address: tuple[str, int], at: Rendezvous, facts: Mapping[str, str], 
     channel.close()
     if answer is None:
         raise WorkerError("rank-lost", f"the leading host at {at} is gone: {lost}")
-    raise JobError("leading-host-refuses", str(answer.get("refused", "the leading host refuses this one")))
+    raise JobError("leading-host-refuses", str(answer.get("refused", "the leading host rejects this one")))
 
 
 @dataclass(eq=False)

@@ -187,7 +187,7 @@ def as_toml(device: Device, figures: Figures, ranks: int) -> str:
     if on_gpu:
         table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": attention}
         sources |= {
-            f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
+            f"efficiency.{name}": "measured: the peak given here is the rate of the best matmul" for name in best
         }
         sources["efficiency.attention"] = (
             "measured: causal, 16 heads of 128, 4,096 tokens, forward; as it is for longer ones without a mask, and backward"
@@ -203,7 +203,7 @@ def as_toml(device: Device, figures: Figures, ranks: int) -> str:
     sources |= {f"intra.{key}": text for key, text in about.items()}
     table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
     sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
-    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
+    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write the rate of your network here"
     return tomli_w.dumps({**table, "sources": sources})
 
 
@@ -227,7 +227,7 @@ def _machine(device: Device, figures: Figures, ranks: int) -> tuple[dict[str, An
     if on_gpu:
         table |= {"num_units": device.num_units, "kernel_s": _round_digits(figures.kernel_s)}
         sources["num_units"] = f"measured: as the driver says of {device.name}"
-        sources["kernel_s"] = "measured: kernels on one element behind a long product"
+        sources["kernel_s"] = "measured: kernels on one element after a long matmul"
     else:
         elementwise = min(1.0, figures.elementwise_bytes_per_s / figures.copied_bytes_per_s)
         table |= {

@@ -89,7 +89,7 @@ def _zero(facts: RecipeFacts) -> Said:
     if zero == 2:
         return Said(differs="zero=2 holds weights whole; here they are sharded between steps and gathered once a step")
     if zero == 1:
-        return Said(lacks="zero=1: gradients and weights are sharded as well; this file has what is nearest, zero=2")
+        return Said(lacks="zero=1: gradients and weights are sharded as well; this file has the nearest one, zero=2")
     return Said()
 
 

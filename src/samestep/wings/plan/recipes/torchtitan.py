@@ -116,7 +116,7 @@ def _zero(facts: RecipeFacts) -> Said:
             settings, differs="zero=2 holds weights whole; here they are sharded between steps and gathered once a step"
         )
     return Said(
-        settings, lacks="zero=1: gradients and weights are sharded as well; this file has what is nearest, zero=2"
+        settings, lacks="zero=1: gradients and weights are sharded as well; this file has the nearest one, zero=2"
     )
 
 

@@ -213,7 +213,7 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
     """Return the prediction of one layout on given hardware.
 
     Raises:
-        LayoutError: a strategy refuses the layout.
+        LayoutError: a strategy rejects the layout.
         InputError: the hardware has no speed for the job's dtype.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
@@ -283,7 +283,7 @@ def simulate(
         devices: the number of devices, which must equal the number of ranks of a given layout; by default that number.
 
     Raises:
-        InputError: job, model, layout or hardware cannot be understood, or a strategy refuses the layout.
+        InputError: job, model, layout or hardware cannot be understood, or a strategy rejects the layout.
     """
     spec = Layout(layout) if isinstance(layout, str) else layout
     where = Layout(**job.layout) if spec is None else spec
