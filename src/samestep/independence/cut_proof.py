@@ -198,10 +198,9 @@ def _is_linear(model: nn.Module, path: str) -> bool:
 
 def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
     """Return whether the model's prediction is the head's logits, cut by vocabulary along the last dimension."""
-    prediction = flow.prediction
     identities = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
     names = {name for name, param in model.named_parameters() if id(param) in identities}
-    return prediction is not None and prediction.is_last and prediction.outer == 1 and prediction.sources <= names
+    return bool(flow.logits_of) and flow.logits_of <= names
 
 
 def _follow_cuts(

@@ -25,6 +25,7 @@ is SUMMED is mixed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -120,17 +121,6 @@ class WithNeighbours(Mixed):
         if len(of_tokens) != 1 or len(along) > 2 or place + reach > self.last:
             return Mixed(self.where, self.shown)
         return Along(of_tokens[0], 1, 0)
-
-    def form_in(self, tensor: Tensor, dependence: Along | Mixed) -> Form:
-        """Return how a view stands in the storage, without what follows from the number of tokens."""
-        size = tensor.element_size()
-        dims = [
-            (extent, step * size if step * size < self.span else -(step * size // self.span))
-            for dim, (extent, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-            if not isinstance(dependence, Along) or dim != dependence.dim
-        ]
-        offset = int(tensor.storage_offset()) * size
-        return Form(tuple(dims), (offset // self.span, offset % self.span))
 
 
 Dependence = Along | Mixed | None
@@ -230,53 +220,29 @@ class Dependences:
 
     def _along(self, rows: Rows, tensor: Tensor) -> Along | Mixed:
         """Return which dimension of a view holds the rows of its storage."""
-        size = tensor.element_size()
-        first, rest = divmod(int(tensor.storage_offset()) * size % rows.span, rows.stride)
-        unclear = Mixed("a view that crosses rows", shown=False)
-        along, below, reach = None, rest, 1
-        period = rows.span
-        if is_periodic := rows.span // rows.stride % self.num_rows == 0 and isinstance(rows.start, int):
-            period = rows.stride * self.num_rows
-        strides = [stride * size for stride in tensor.stride()]
-        for step, extent, dim in sorted((s, e, d) for d, (s, e) in enumerate(zip(strides, tensor.shape, strict=True))):
-            if extent == 1 or step == 0 or step % period == 0:
-                continue
-            if step < rows.stride and below + step * (extent - 1) < rows.stride:
-                below += step * (extent - 1)  # stays within a row
-            elif along is not None:
-                return unclear
-            elif step < rows.stride and rows.stride % step == 0 and below < step:
-                along, reach = Along(dim, rows.stride // step, 0), -(-extent * step // rows.stride)
-            elif step == rows.stride:
-                along, reach = Along(dim, 1, 0), extent
-            else:
-                return unclear
-        if first + reach > max(rows.span // rows.stride, 1) and not is_periodic:
-            return unclear
-        start: int | Pick = rows.start
-        if isinstance(start, int):
-            start = (start + first) % self.num_rows
-        elif first:
-            return unclear  # a part of picked rows is another pick
-        return Along(NO_DIM, 1, start) if along is None else Along(along.dim, along.inner, start)
+        size, shape = tensor.element_size(), tuple(tensor.shape)
+        strides = tuple(stride * size for stride in tensor.stride())
+        return _along(rows, self.num_rows, int(tensor.storage_offset()) * size, shape, strides)
 
     def form_of(self, tensor: Tensor) -> Form:
         """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
         rows, size = self._found.get(tensor.untyped_storage()._cdata), tensor.element_size()
-        if isinstance(rows, WithNeighbours):
-            return rows.form_in(tensor, rows.seen_in(tensor, self.num_rows))
         steps = [*zip(tensor.shape, (stride * size for stride in tensor.stride()), strict=True)]
         offset = int(tensor.storage_offset()) * size
-        if not isinstance(rows, Rows) or not tensor.numel():
+        if not isinstance(rows, Rows | WithNeighbours) or not tensor.numel():
             return Form(tuple(steps), (offset,))
-        at = self._along(rows, tensor)
+        at: Along | Mixed
+        if isinstance(rows, WithNeighbours):
+            at, within = rows.seen_in(tensor, self.num_rows), rows.span
+        else:
+            at, within = self._along(rows, tensor), rows.stride
         dims = []
         for dim, (extent, step) in enumerate(steps):
             if isinstance(at, Along) and dim == at.dim:
                 dims += [(at.inner, step)] if at.inner > 1 else []
             else:
-                dims.append((extent, step if step < rows.stride else -(step // rows.span)))
-        return Form(tuple(dims), (offset // rows.span, offset % rows.stride))
+                dims.append((extent, step if step < within else -(step // rows.span)))
+        return Form(tuple(dims), (offset // rows.span, offset % within))
 
     def is_ordered(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
@@ -289,15 +255,41 @@ class Dependences:
             and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
         )
 
-    def shows_some(self, tensor: Tensor, dependence: Dependence) -> bool:
-        """Return whether a tensor of this dependence shows some rows alone, whose numbers are known."""
-        if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
-            return False
-        return dependence.dim == NO_DIM or tensor.shape[dependence.dim] < self.num_rows * dependence.inner
-
     def has_rows(self, tensor: Tensor, dim: int) -> bool:
         """Return whether each position along `dim` depends on the row of its number, and there are no others."""
         return self.of(tensor) == Along(dim, 1, 0) and tensor.shape[dim] == self.num_rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _along(rows: Rows, num_rows: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Along | Mixed:
+    """Return which dimension of a view holds the rows of its storage; offset and strides are bytes."""
+    first, rest = divmod(offset % rows.span, rows.stride)
+    unclear = Mixed("a view that crosses rows", shown=False)
+    along, below, reach = None, rest, 1
+    period = rows.span
+    if is_periodic := rows.span // rows.stride % num_rows == 0 and isinstance(rows.start, int):
+        period = rows.stride * num_rows
+    for step, extent, dim in sorted((s, e, d) for d, (s, e) in enumerate(zip(strides, shape, strict=True))):
+        if extent == 1 or step == 0 or step % period == 0:
+            continue
+        if step < rows.stride and below + step * (extent - 1) < rows.stride:
+            below += step * (extent - 1)  # stays within a row
+        elif along is not None:
+            return unclear
+        elif step < rows.stride and rows.stride % step == 0 and below < step:
+            along, reach = Along(dim, rows.stride // step, 0), -(-extent * step // rows.stride)
+        elif step == rows.stride:
+            along, reach = Along(dim, 1, 0), extent
+        else:
+            return unclear
+    if first + reach > max(rows.span // rows.stride, 1) and not is_periodic:
+        return unclear
+    start: int | Pick = rows.start
+    if isinstance(start, int):
+        start = (start + first) % num_rows
+    elif first:
+        return unclear  # a part of picked rows is another pick
+    return Along(NO_DIM, 1, start) if along is None else Along(along.dim, along.inner, start)
 
 
 def identity_of(tensor: Tensor) -> tuple[object, ...]:

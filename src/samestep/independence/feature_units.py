@@ -72,8 +72,6 @@ class UnitDim:
     inner: int
     outer: int
     sources: frozenset[str] = frozenset()
-    is_last: bool = False
-    """Whether it is the last dimension of the view."""
 
 
 def along(view: View, rows: UnitRows) -> UnitDim | None:
@@ -97,11 +95,10 @@ def along(view: View, rows: UnitRows) -> UnitDim | None:
     if reach >= step or view.offset % period >= step:
         return None
     outer = view.shape[best] * step // period
-    is_last = best == len(view.shape) - 1
     if rows.stride % step == 0:
-        return UnitDim(best, rows.units, rows.stride // step, outer, rows.sources, is_last)
+        return UnitDim(best, rows.units, rows.stride // step, outer, rows.sources)
     if step % rows.stride == 0 and period % step == 0:
-        return UnitDim(best, period // step, 1, outer, rows.sources, is_last)
+        return UnitDim(best, period // step, 1, outer, rows.sources)
     return None
 
 
@@ -150,8 +147,8 @@ class UnitFlow:
     """State of each operand and result of every operation."""
     made_of: dict[int, str] = field(default_factory=dict)
     """Storages made element by element of one weight, by its name."""
-    prediction: UnitDim | None = None
-    """The units of the model's prediction."""
+    logits_of: frozenset[str] = frozenset()
+    """The weights by which the model's prediction is cut, if it is cut once, along its last dimension."""
     tried: list[str] = field(default_factory=list)
     """Operations without a rule, and custom backwards, of which a trial has passed."""
     cut_outputs: dict[int, frozenset[str]] = field(default_factory=dict)

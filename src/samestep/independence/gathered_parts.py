@@ -15,9 +15,10 @@ Where the proof fails in a block's own code, the whole block is a part; a model 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -59,115 +60,105 @@ def _type_at(module: nn.Module, path: str) -> type | None:
         return None
 
 
+class _Placed(NamedTuple):
+    """Something that a block does, and where in the forward."""
+
+    block: str
+    call: int
+    """Number of the block's call."""
+    what: GatheredPart | TokenMove
+    point: Point
+    """That at which a part is entered, with the nodes of what it returns, or at which tokens of neighbours are sent."""
+
+
 @dataclass
 class PartCalls:
-    """The calls of parts in one forward, by the block that makes them, with the attentions around and within them."""
+    """The calls of parts in one forward, and those that need tokens of neighbours, by the block that makes them."""
 
     places: TracedPlaces
     """The points of the forward."""
-    calls: list[tuple[str, int, GatheredPart, Point]] = field(default_factory=list)
-    """Path of the block, number of its call, the part, and the point at which it is entered, with the nodes of what it returns."""
-    moved: list[tuple[str, int, TokenMove, Point]] = field(default_factory=list)
-    """Path of the block, number of its call, a call that needs tokens of neighbours, and the point at which they are sent."""
+    placed: list[_Placed] = field(default_factory=list)
     within: set[tuple[str, int, int]] = field(default_factory=set)
     """Attentions within parts: path of the block, number of its call, number of the attention."""
-    _blocks: dict[str, int] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
     _block: str = ""
     _attentions: int = 0
 
     def enter_block(self, path: str) -> None:
         """Record the call of a block."""
-        self._blocks[path] = self._blocks.get(path, -1) + 1
+        self._calls[path] += 1
         self._block, self._attentions = path, 0
 
     def attended(self, *, is_within: bool) -> None:
         """Record an attention."""
         if is_within:
-            self.within.add((self._block, self._blocks.get(self._block, 0), self._attentions))
+            self.within.add((self._block, self._call, self._attentions))
         self._attentions += 1
 
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
-        self.calls.append((self._block, self._number, replace(part, before=self._attended), self.places.point()))
+        part = replace(part, before=self._attended)
+        self.placed.append(_Placed(self._block, self._call, part, self.places.point()))
 
     def move(self, move: TokenMove, point: Point) -> None:
         """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
-        block, number = self._block, self._number
-        parts = sum((block, number) == call[:2] for call in self.calls)
-        self.moved.append((block, number, replace(move, before=self._attended, parts_before=parts), point))
+        parts = sum(
+            placed[:2] == (self._block, self._call) and isinstance(placed.what, GatheredPart) for placed in self.placed
+        )
+        move = replace(move, before=self._attended, parts_before=parts)
+        self.placed.append(_Placed(self._block, self._call, move, point))
 
     @property
-    def _number(self) -> int:
-        return self._blocks.get(self._block, 0)
+    def _call(self) -> int:
+        return max(0, self._calls[self._block] - 1)
 
     @property
     def _attended(self) -> int:
         """Number of attentions of the block so far that are given slices."""
-        return sum((self._block, self._number, attention) not in self.within for attention in range(self._attentions))
+        return sum((self._block, self._call, attention) not in self.within for attention in range(self._attentions))
 
     def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
         """Record what the last part returns, and the places of it that a rank keeps a part of."""
-        block, number, part, entered = self.calls[-1]
-        point = entered._replace(nodes=self.places.point(output).nodes)
-        self.calls[-1] = block, number, replace(part, returned=tuple(returned)), point
+        *_, part, point = last = self.placed[-1]
+        assert isinstance(part, GatheredPart)
+        point = point._replace(nodes=self.places.point(output).nodes)
+        self.placed[-1] = last._replace(what=replace(part, returned=tuple(returned)), point=point)
 
     @property
-    def moves(self) -> list[tuple[str, int, TokenMove]]:
-        """The calls that need tokens of neighbours, which those of a slice and of the whole sequence must have alike."""
-        return [(block, number, move) for block, number, move, _ in self.moved]
-
-    @property
-    def shapes(
-        self,
-    ) -> list[tuple[str, int, str, tuple[tuple[str, int, bool, bool], ...], tuple[tuple[str, int], ...]]]:
-        """The calls in the terms in which those of a slice and of the whole sequence must be equal."""
-        return [
-            (block, number, part.owner,
-             tuple((tensor.place, tensor.dim, tensor.is_known, tensor.takes_gradient) for tensor in part.given),
-             part.returned)
-            for block, number, part, _ in self.calls
-        ]  # fmt: skip
+    def shapes(self) -> list[tuple[Any, ...]]:
+        """All that is recorded but for the points, which a slice and the whole sequence must have alike."""
+        return [placed[:3] for placed in self.placed]
 
     def added_to(
         self, layers: tuple[LayerSpec, ...], scale: tuple[int, int], reasons: Mapping[str, str]
     ) -> tuple[LayerSpec, ...]:
         """Return the layers with their parts and the reason of each; elements are those of `scale[1]` tokens, and become those of `scale[0]`."""
-        calls: dict[str, int] = {}
-        new_layers = []
+        calls, new_layers = Counter[str](), []
         for layer in layers:
             first = layer.repeats or layer.name
-            number = calls[first] = calls.get(first, -1) + 1
-            names = layer.modules if layer.modules and not layer.repeats else layer.again
-            parts = [
-                (replace(part, place=self.places.place(point, layer.called)), self.places.is_reached(point))
-                for block, call, part, point in self.calls
-                if block in names and call == number
-            ]
+            number, names = calls[first], layer.modules if layer.modules and not layer.repeats else layer.again
+            calls[first] += 1
+            parts, moves = list[GatheredPart](), list[TokenMove]()
+            for block, call, what, point in self.placed:
+                if block not in names or call != number:
+                    continue
+                is_reached = self.places.is_reached(point)
+                if isinstance(what, TokenMove):  # ranks keep something of a state that they send on
+                    is_kept = what.kind == "state" and what.takes_gradient
+                    place = self.places.place(point, layer.called, is_kept=is_kept)
+                    moves.append(replace(what, takes_gradient=what.takes_gradient and is_reached, place=place))
+                else:
+                    given = tuple(_scaled(tensor, scale, is_reached) for tensor in what.given)
+                    place, reason = self.places.place(point, layer.called), reasons.get(what.owner, "")
+                    parts.append(replace(what, given=given, place=place, reason=reason))
             within = {attention for block, call, attention in self.within if block in names and call == number}
             exchanges = tuple(
                 replace(exchange, is_within=at // 4 in within) for at, exchange in enumerate(layer.exchanges)
             )
-            sized = [
-                replace(
-                    part,
-                    given=tuple(_scaled(tensor, scale, is_reached) for tensor in part.given),
-                    reason=reasons.get(part.owner, ""),
-                )
-                for part, is_reached in parts
-            ]
-            moves = tuple(
-                self._placed(move, point, layer)
-                for block, call, move, point in self.moved
-                if block in names and call == number
+            new_layers.append(
+                replace(layer, gathered_parts=tuple(parts), token_moves=tuple(moves), exchanges=exchanges)
             )
-            new_layers.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
         return tuple(new_layers)
-
-    def _placed(self, move: TokenMove, point: Point, layer: LayerSpec) -> TokenMove:
-        """Return a call with its place, and whether the backward comes to it; ranks keep something of a state that they send on."""
-        takes_gradient = move.takes_gradient and self.places.is_reached(point)
-        place = self.places.place(point, layer.called, is_kept=move.kind == "state" and move.takes_gradient)
-        return replace(move, takes_gradient=takes_gradient, place=place)
 
 
 def _scaled(tensor: GatheredTensor, scale: tuple[int, int], is_reached: bool) -> GatheredTensor:

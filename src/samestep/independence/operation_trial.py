@@ -18,6 +18,7 @@ what it returns is summed: it must be additive,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -226,50 +227,40 @@ def _compare_parts(
 ) -> Outcome:
     """Run the operation whole and on parts, and compare them."""
     generator = torch.Generator().manual_seed(0)
-    high = max(2, min((size for operand in operands for size in operand.shape if size > 1), default=2))
-    tensors = [_draw_operand(operand, high, wide, generator) for operand in operands]
-    outputs, gradients, upstream = _with_gradients(run, operands, tensors, None, generator)
-    again, _, _ = _with_gradients(run, operands, tensors, upstream, generator)
-    is_random = not all(_is_same(a, b, 0.0) for a, b in zip(outputs, again, strict=True))
-    if is_random or len(outputs) != len(results):
+    inputs = _inputs_of(operands, wide, generator)
+    outputs = run(_copies_of(inputs))
+    again = run(_copies_of(inputs))
+    if len(outputs) != len(results) or not all(is_same(a, b, 0.0) for a, b in zip(outputs, again, strict=True)):
         return "fails"
     results = tuple(replace(rows, count=count) for rows in results)
-    halves = [list(range(count // 2)), list(range(count // 2, count))]
-    shuffled = torch.randperm(count, generator=generator)[: max(1, count // 2)].tolist()
-    tolerance = _tolerance(wide, tensors)
-    sums: list[Tensor | None] = [None] * len(operands)
-    for turn, part in enumerate([*halves, shuffled]):
+    if any(
+        out.dim() <= rows.dim or out.shape[rows.dim] % (rows.count * rows.inner)
+        for out, rows in zip(outputs, results, strict=True)
+    ):
+        return "differs"
+    upstream, tolerance = [_upstream(out, generator) for out in outputs], _tolerance(wide, inputs)
+    of_whole = gradients_of(outputs, upstream, inputs)
+    shuffled = torch.randperm(count, generator=generator).tolist()
+    for rows_in_order in (list(range(count)), shuffled):
+        pairs, above = list[tuple[Tensor, Tensor]](), list[Tensor | None]()
+        for part in (rows_in_order[: count // 2], rows_in_order[count // 2 :]):
+            copies = _copies_of(inputs)
+            parts = run([_part(x, operand.rows, part, count) for x, operand in zip(copies, operands, strict=True)])
+            expected = [_part(out, rows, part, count) for out, rows in zip(outputs, results, strict=True)]
+            pairs += zip(parts, expected, strict=True)
+            above += [
+                None if up is None else _part(up, rows, part, count) for up, rows in zip(upstream, results, strict=True)
+            ]
+        of_parts = gradients_of([part for part, _ in pairs], above, inputs)
         if any(
-            out.dim() <= rows.dim or out.shape[rows.dim] % (rows.count * rows.inner)
-            for out, rows in zip(outputs, results, strict=True)
+            operand.is_mixed and gradient is not None and bool(gradient.any())
+            for operand, gradient in zip(operands, of_parts, strict=True)
         ):
             return "differs"
-        part_tensors = [_part(t, operand.rows, part, count) for t, operand in zip(tensors, operands, strict=True)]
-        above = [
-            None if up is None else _part(up, rows, part, count) for up, rows in zip(upstream, results, strict=True)
-        ]
-        part_outputs, part_gradients, _ = _with_gradients(run, operands, part_tensors, above, generator)
-        expected = [_part(out, rows, part, count) for out, rows in zip(outputs, results, strict=True)]
-        if not all(_is_same(a, b, tolerance) for a, b in zip(part_outputs, expected, strict=True)):
+        pairs += [(a, b) for a, b in zip(of_parts, of_whole, strict=True) if a is not None and b is not None]
+        if not all(is_same(a, b, tolerance) for a, b in pairs):
             return "differs"
-        for at, (operand, gradient, of_whole) in enumerate(zip(operands, part_gradients, gradients, strict=True)):
-            if of_whole is None or gradient is None:
-                continue
-            if operand.rows is not None and not _is_same(
-                gradient, _part(of_whole, operand.rows, part, count), tolerance
-            ):
-                return "differs"
-            if operand.is_mixed and bool(gradient.abs().max() > 0):
-                return "differs"
-            if operand.rows is None and turn < len(halves):
-                summed = sums[at]
-                sums[at] = gradient if summed is None else summed + gradient
-    pairs = [(total, of_whole) for total, of_whole in zip(sums, gradients, strict=True) if total is not None]
-    return (
-        "same"
-        if all(of_whole is not None and _is_same(total, of_whole, tolerance) for total, of_whole in pairs)
-        else "differs"
-    )
+    return "same"
 
 
 _SCALES = (1.0, 1e-3, 1e3)
@@ -284,12 +275,11 @@ def _compare_sums(
     It is run once more on the same gradients: "fails" says that it gives something else then.
     """
     generator = torch.Generator().manual_seed(0)
-    high = max(2, min((size for operand in operands for size in operand.shape if size > 1), default=2))
-    tensors = [_draw_operand(operand, high, wide, generator) for operand in operands]
-    above = _with_gradients(run, operands, tensors, None, generator)[2]
+    inputs = _inputs_of(operands, wide, generator)
+    above = [_upstream(out, generator) for out in run(_copies_of(inputs))]
     if len(above) != len(dims):
         return "fails"
-    tolerance = _tolerance(wide, tensors)
+    tolerance = _tolerance(wide, inputs)
     for scale in _SCALES:
         sums = [None if gradient is None else scale * gradient for gradient in above]
         parts = [
@@ -298,14 +288,14 @@ def _compare_sums(
         ]
         rest = [None if a is None or b is None else a - b for a, b in zip(sums, parts, strict=True)]
         of_sums, again, *of_parts = (
-            _with_gradients(run, operands, tensors, gradients, generator)[1] for gradients in (sums, sums, parts, rest)
+            gradients_of(run(_copies_of(inputs)), gradients, inputs) for gradients in (sums, sums, parts, rest)
         )
         for total, repeated, first, second in zip(of_sums, again, *of_parts, strict=True):
             if total is None:
                 continue
-            if repeated is None or not _is_same(repeated, total, 0.0):
+            if repeated is None or not is_same(repeated, total, 0.0):
                 return "fails"
-            if first is None or second is None or not _is_same(first + second, total, tolerance):
+            if first is None or second is None or not is_same(first + second, total, tolerance):
                 return "differs"
     return "same"
 
@@ -325,29 +315,32 @@ def _tolerance(wide: bool, operands: list[Tensor]) -> float:
     return limit_of_values(torch.float64 if wide else narrow)
 
 
-def _with_gradients(
-    run: Callable[[list[Tensor]], list[Tensor]],
-    operands: list[Given],
-    tensors: list[Tensor],
-    upstream: list[Tensor | None] | None,
-    generator: torch.Generator,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-    """Return an operation's outputs, the gradients of its operands, and those of its outputs, drawn if none are given."""
-    takes = [
-        operand.takes_gradient and tensor.is_floating_point() for operand, tensor in zip(operands, tensors, strict=True)
+def _inputs_of(operands: list[Given], wide: bool, generator: torch.Generator) -> list[Tensor]:
+    """Return drawn operands, of which those that take gradients require them."""
+    high = max(2, min((size for operand in operands for size in operand.shape if size > 1), default=2))
+    drawn = [_draw_operand(operand, high, wide, generator) for operand in operands]
+    return [
+        x.requires_grad_(operand.takes_gradient and x.is_floating_point())
+        for x, operand in zip(drawn, operands, strict=True)
     ]
-    inputs = [t.detach().clone().requires_grad_(take) for t, take in zip(tensors, takes, strict=True)]
-    # A clone: operations write into no leaf that takes a gradient.
-    outputs = run([tensor.clone() if take else tensor for tensor, take in zip(inputs, takes, strict=True)])
-    if upstream is None:
-        upstream = [_upstream(out, generator) for out in outputs]
+
+
+def _copies_of(inputs: list[Tensor]) -> list[Tensor]:
+    """Return what an operation is given: operations write into no leaf that takes a gradient, and the next one is given the same."""
+    return [x.clone() for x in inputs]
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], upstream: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradient of each input for those of the outputs; None of one that takes none."""
     pairs = [(out, up) for out, up in zip(outputs, upstream, strict=True) if up is not None and out.grad_fn is not None]
-    leaves = [tensor for tensor, take in zip(inputs, takes, strict=True) if take]
-    gradients: Iterator[Tensor | None] = iter([None] * len(leaves))
+    leaves = [x for x in inputs if x.requires_grad]
+    gradients: Iterator[Tensor | None] = itertools.repeat(None)
     if pairs and leaves:
         outs, ups = zip(*pairs, strict=True)
         gradients = iter(torch.autograd.grad(outs, leaves, ups, allow_unused=True))
-    return [out.detach() for out in outputs], [next(gradients) if take else None for take in takes], upstream
+    return [next(gradients) if x.requires_grad else None for x in inputs]
 
 
 def _upstream(out: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -365,7 +358,8 @@ def _part(tensor: Tensor, rows: RowsAlong | None, part: list[int], count: int) -
     return tensor.index_select(rows.dim, index)
 
 
-def _is_same(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def is_same(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Return whether a tensor is another one, to a tolerance relative to the largest number of that."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.numel():

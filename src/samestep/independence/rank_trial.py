@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,22 +51,6 @@ class DiffersError(ModelError):
         self.where, self.after = where, after
 
 
-@dataclass(slots=True)
-class _FurthestTrial:
-    """The furthest that any trial has come."""
-
-    reached: int
-    """Number of operations until one differed."""
-    error: DiffersError
-    trials_left: int = MOST_TRIALS
-
-    def note(self, reached: int, error: DiffersError) -> None:
-        """Count a trial that fails, and keep what stopped it if none came further."""
-        self.trials_left -= 1
-        if reached > self.reached:
-            self.reached, self.error = reached, error
-
-
 class _Compared(Recorder):
     """Compares each operation of a rank's forward with the same one of the whole model's, as it is recorded."""
 
@@ -95,10 +79,12 @@ class _Compared(Recorder):
             whole, states = self.whole[known] if known < len(self.whole) else (None, ())
             if _is_copy(rank_op, ()) and (whole is None or whole.func != rank_op.func):
                 self.mine[rank_op.results[0].storage] = self.operations.pop()
-                continue
-            if whole is None:
-                raise DiffersError(f"{where} computes {rank_op.name} once more with the numbers of a rank", where)
-            self._compare(whole, rank_op, states)
+            elif whole is None or not self._is_part(whole, rank_op, states):
+                reason = f"{_describe(rank_op)} once more with the numbers of a rank"
+                if whole is not None:
+                    reason = f"{_describe(whole)} in the whole model, and {_describe(rank_op)} on a rank"
+                where = where if whole is None else whole.where
+                raise DiffersError(f"{where} computes {reason}", where)
 
     def check_end(self) -> None:
         """Check that the rank's forward has run all operations of the whole model's.
@@ -108,59 +94,36 @@ class _Compared(Recorder):
         """
         if len(self.operations) < len(self.whole):
             missing, _ = self.whole[len(self.operations)]
-            raise DiffersError(
-                f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where
-            )
+            reason = f"{missing.where} computes {_describe(missing)} no more with the numbers of a rank"
+            raise DiffersError(reason, missing.where)
 
-    def _compare(self, whole: Operation, rank_op: Operation, states: tuple[State, ...]) -> None:
-        if (whole.func, whole.where) != (rank_op.func, rank_op.where):
-            raise DiffersError(
-                f"{whole.where} computes {whole.name} in the whole model, and {rank_op.where} {rank_op.name} on a rank",
-                whole.where,
-            )
-        if numbers_of(whole) != numbers_of(rank_op):
-            pairs = zip(numbers_of(whole), numbers_of(rank_op), strict=False)
-            a, b = next(((a, b) for a, b in pairs if a != b), ("more", "fewer"))
-            raise DiffersError(
-                f"{whole.where} computes {whole.name} with {a} in the whole model, and with {b} on a rank", whole.where
-            )
-        views = [*whole.given, *whole.results], [*rank_op.given, *rank_op.results]
-        if len(views[0]) != len(views[1]):
-            raise DiffersError(f"{whole.where} computes {whole.name} of other tensors on a rank", whole.where)
-        for view, rank_view, state in zip(*views, states, strict=True):
-            if whole.func == "left":  # where a cut output is gathered
-                self.same[view.storage] = rank_view.storage
-            if reason := self._differs(view, rank_view, state):
-                raise DiffersError(f"{whole.where} computes {whole.name} {reason}", whole.where)
+    def _is_part(self, whole: Operation, rank_op: Operation, states: tuple[State, ...]) -> bool:
+        """Return whether an operation of a rank is that of the whole model, with its numbers, on the rank's part of the same tensors."""
+        views, rank_views = ([*op.given, *op.results] for op in (whole, rank_op))
+        if whole.func == "left":  # where a cut output is gathered
+            self.same.update((view.storage, other.storage) for view, other in zip(views, rank_views, strict=False))
+        return (
+            (whole.func, whole.where, numbers_of(whole)) == (rank_op.func, rank_op.where, numbers_of(rank_op))
+            and len(views) == len(rank_views)
+            and all(map(self._is_part_of, views, rank_views, states))
+        )
 
-    def _differs(self, whole: View, rank_view: View, state: State) -> str:
-        """Return how a rank's tensor is not its part of the whole model's; empty if it is."""
+    def _is_part_of(self, whole: View, rank_view: View, state: State) -> bool:
+        """Return whether a rank's tensor is its part of the whole model's."""
         if whole.values is not None or rank_view.values is not None:
-            return (
-                ""
-                if (whole.values, whole.shape) == (rank_view.values, rank_view.shape)
-                else "with other constants on a rank"
-            )
+            return (whole.values, whole.shape) == (rank_view.values, rank_view.shape)
         if whole.numel == rank_view.numel == 0:
-            return ""
-        degrees = {
-            self.degree,
-            *(self.degrees[name] for name in (state.sources if isinstance(state, UnitRows) else ())),
-        }
-        for degree in degrees:
-            part = (
-                part_of(whole, state, degree)
-                if isinstance(state, UnitRows)
-                else _shrink_repeats(whole, rank_view, degree, state)
-            )
-            if part is None or part.shape != rank_view.shape:
-                continue
-            if isinstance(state, frozenset) or state == "uniform":
-                return ""
-            if self._shows_same(whole, rank_view, part, degree, state):
-                return ""
-            return f"of {list(rank_view.shape)}, and on a rank of another part of {list(whole.shape)}"
-        return f"of {list(whole.shape)} in the whole model, and of {list(rank_view.shape)} on a rank"
+            return True
+        sources = state.sources if isinstance(state, UnitRows) else ()
+        for degree in {self.degree, *(self.degrees[name] for name in sources)}:
+            if isinstance(state, UnitRows):
+                part = part_of(whole, state, degree)
+            else:
+                part = _shrink_repeats(whole, rank_view, degree, state)
+            if part is not None and part.shape == rank_view.shape:
+                is_free = isinstance(state, frozenset) or state == "uniform"
+                return is_free or self._shows_same(whole, rank_view, part, degree, state)
+        return False
 
     def _shows_same(self, whole: View, rank_view: View, part: View, degree: int, state: State) -> bool:
         """Return whether a rank's view shows its part of the whole model's view."""
@@ -193,6 +156,13 @@ class _Compared(Recorder):
             return a == b
         periods = {state.period // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
         return any(b // period * state.period + b % period == a for period in periods)
+
+
+def _describe(op: Operation) -> str:
+    """Return an operation as text, with what it is given and computes."""
+    shapes = " and ".join(str(list(view.shape)) for view in (*op.given, *op.results))
+    numbers = ", ".join(str(number) for number in numbers_of(op) if isinstance(number, int | float))
+    return f"{op.name} of {shapes}{f' with {numbers}' if numbers else ''}"
 
 
 def _is_copy(op: Operation, written: Collection[int]) -> bool:
@@ -276,6 +246,15 @@ def numbers_of(op: Operation) -> list[Any]:
 # -- a model with the shapes of a rank ---------------------------------------------------------------
 
 
+class _Failed(NamedTuple):
+    """A trial of a rank's forward that fails."""
+
+    counts: list[Count]
+    reached: int
+    """Number of operations until one differed; with views, which may fail alone."""
+    error: DiffersError
+
+
 @dataclass(frozen=True, slots=True)
 class RankTrial:
     """The forward of a rank of this degree, held against that of the whole model."""
@@ -301,48 +280,43 @@ class RankTrial:
         Raises:
             DiffersError: no attributes help.
         """
-        counts = list(known)
-        reached, error = self._tried(counts)
-        if error is None:
-            return counts
-        search = _FurthestTrial(reached, error)
-        all_counts = self._found(counts, reached, error, search)
-        if all_counts is None:
-            raise search.error
-        return all_counts
+        outcome = self._tried(list(known))
+        if not isinstance(outcome, _Failed):
+            return outcome
+        counts = self._more_counts(outcome, failed := [outcome])
+        if counts is None:
+            raise max(failed, key=lambda trial: trial.reached).error
+        return counts
 
-    def _found(
-        self, counts: list[Count], reached: int, error: DiffersError, search: _FurthestTrial
-    ) -> list[Count] | None:
-        """Return counts with more attributes, with which the forward succeeds; None where there are none."""
-        single = [count for count in self._candidates(error.where) if count not in counts]
-        pairs = [(a, b) for a, b in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]
-        for choices in ([(count,) for count in single], pairs):
-            outcomes = []
-            for more in choices[: search.trials_left]:
-                now, why = self._tried([*counts, *more])
-                if why is None:
-                    return [*counts, *more]
-                search.note(now, why)
-                outcomes.append((now, why, more))
-            further = sorted((outcome for outcome in outcomes if outcome[0] > reached), key=lambda outcome: -outcome[0])
-            for now, why, more in further:
-                if (all_counts := self._found([*counts, *more], now, why, search)) is not None:
-                    return all_counts
+    def _more_counts(self, best: _Failed, failed: list[_Failed]) -> list[Count] | None:
+        """Return the counts of a failed trial and more, with which the forward succeeds; None where there are none. `failed` are all trials."""
+        single = [(count,) for count in self._candidates(best.error.where) if count not in best.counts]
+        pairs = [(a, b) for (a,), (b,) in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]
+        for choices in (single, pairs):
+            further: list[_Failed] = []
+            for more in choices[: MOST_TRIALS + 1 - len(failed)]:
+                outcome = self._tried([*best.counts, *more])
+                if not isinstance(outcome, _Failed):
+                    return outcome
+                failed.append(outcome)
+                further += [outcome] if outcome.reached > best.reached else []
+            for trial in sorted(further, key=lambda trial: -trial.reached):
+                if (counts := self._more_counts(trial, failed)) is not None:
+                    return counts
             if further:
                 break
         return None
 
-    def _tried(self, counts: list[Count]) -> tuple[int, DiffersError | None]:
-        """Return the number of operations until one differs, and why it does; with views, which may fail alone."""
+    def _tried(self, counts: list[Count]) -> list[Count] | _Failed:
+        """Return the counts with which a rank's forward succeeds, or how far it comes."""
         recorder = _Compared(self.whole, self.flow, self.degree, self.degrees)
         with self._shapes_of_a_rank(counts, recorder):
             try:
                 self.forward(recorder)
                 recorder.check_end()
             except DiffersError as error:
-                return recorder.seen, error
-        return recorder.seen, None
+                return _Failed(counts, recorder.seen, error)
+        return counts
 
     def _candidates(self, where: str) -> Iterator[Count]:
         """Yield the integers of a module, of the cut modules below it, and of the modules around it."""

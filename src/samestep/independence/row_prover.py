@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import (
@@ -37,7 +38,7 @@ class Prover(Analysis):
     """Follows the dependences of a forward; what they must be, its subclasses say."""
 
     def __init__(
-        self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
+        self, module: nn.Module, num_rows: int, table: Table, *, keeps_all: bool = False, takes_gradients: bool = False
     ) -> None:
         self.tracer = ForwardTracer(module, {}, keeps_all, analysis=self, has_backward=takes_gradients)
         self.key = self.tracer.key
@@ -48,17 +49,18 @@ class Prover(Analysis):
         """Paths of modules whose code looked at a value that depends on rows."""
         self.tried: list[str] = []
         """What is used because a trial has passed, or is assumed, as text."""
-        self.numbers: ValueNumbers | None = None
-        """The numbers of values; None until they are asked for."""
-        self.stops_in_parts = False
-        """Whether the forward ends where an operation is given some rows alone, of which numbers alone say what they are."""
         self._operands: list[Operand] = []
         """The operands of the operation that runs."""
+        self._attention: AttentionCall
         self._given_to_experts: list[Hashable] = []
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
         self._uniform: set[int] = set()
         """Storages whose elements are all equal, or random; other checks cover randomness."""
+        self.numbers = ValueNumbers(table, self.known, self.key, lambda tensor: address(tensor) in self._uniform)
+        """The numbers of values; those that the model holds have their names."""
+        for named in tensors_of(module):
+            self.numbers.name(named.tensor, "held", named.name)
 
     @property
     def where(self) -> str:
@@ -103,8 +105,7 @@ class Prover(Analysis):
         """Record the dependences and numbers of the rows that experts are given; they compute each row by itself."""
         with disable_current_modes():
             routed = experts_module.routing_arguments(args, kwargs)
-            if self.numbers is not None:
-                self._given_to_experts = [self.numbers.of(tensor) for tensor in routed]
+            self._given_to_experts = [self.numbers.of(tensor) for tensor in routed]
             if not self.is_following:
                 return
             dependences = [dependence for tensor in routed if (dependence := self.known.of(tensor))]
@@ -119,8 +120,7 @@ class Prover(Analysis):
             if self._of_rows is not None:
                 self.learn(output, self._of_rows)
                 self._of_rows, self.is_following = None, True
-            if self.numbers is not None:
-                self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
+            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Set the dependence of the output of an attention."""
@@ -128,41 +128,36 @@ class Prover(Analysis):
             tensors = (query, key, value, *([] if mask is None else [mask]))
             for result in by_map(attention, self._call(None, tensors, {}, [output])):
                 self.learn(output, result)
-            self.number_attention(tensors, output)
+            self.number_attention(output)
 
-    def number_values(self, module: nn.Module, table: Table) -> ValueNumbers:
-        """Return the numbers of a forward's values, in which those that the model holds have their names."""
-        numbers = ValueNumbers(table, self.known, self.key, lambda tensor: address(tensor) in self._uniform)
-        for named in tensors_of(module):
-            numbers.name(named.tensor, "held", named.name)
-        return numbers
+    def check_attention(self, call: AttentionCall) -> None:
+        """Note the arguments of an attention."""
+        self._attention = call
+        super().check_attention(call)
 
-    def number_attention(self, tensors: tuple[Tensor, ...], output: Tensor) -> None:
-        """Set the number of the output of an attention."""
-        if self.numbers is not None:
-            with disable_current_modes():
-                numbers = [self.numbers.of(tensor) for tensor in tensors]
-                self.numbers.name(output, "attention", *numbers, where=self.where, apart=self.numbers.apart(*tensors))
+    def number_attention(self, output: Tensor) -> None:
+        """Set the number of the output of the attention at hand."""
+        with disable_current_modes():
+            what = [self.numbers.of(x) if isinstance(x, Tensor) else repr(x) for x in self._attention]
+            apart = self.numbers.apart(*operands(*self._attention))
+            self.numbers.name(output, "attention", *what, where=self.where, apart=apart)
 
     def made_on_meta(self, made: Tensor, real: Tensor) -> None:
         """Set the number of the values of a tensor that stands for a real one."""
-        if self.numbers is not None:
-            with disable_current_modes():
-                self.numbers.learn_constant(made, real)
+        with disable_current_modes():
+            self.numbers.learn_constant(made, real)
 
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the operands of an operation as they are before it."""
-        if self.numbers is not None:
-            with disable_current_modes():
-                self._operands = self.numbers.seen_by(func, args, kwargs)
+        with disable_current_modes():
+            self._operands = self.numbers.seen_by(func, args, kwargs)
 
     def ran(self, op: Executed) -> Any:
         """Set the dependences and the numbers of the results of an operation."""
         with disable_current_modes():
             if self.is_following:
                 self._carry_on(op.func, op.meta_args, op.meta_kwargs, op.results)
-            if self.numbers is not None:
-                self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
+            self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
         return op.outcome
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
@@ -224,7 +219,7 @@ class Prover(Analysis):
         """Try an operation whose rows are known; `written` are the rows of operands that it writes, by identity."""
         try:
             return try_apart(compute, *self._given(args, kwargs, written), results)
-        except _UnclearError:
+        except ValueError:
             return "fails"
 
     def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None]) -> Outcome:
@@ -241,7 +236,7 @@ class Prover(Analysis):
                 return tensor
             dependence, rows = self.known.of(tensor), self._rows(tensor) or written.get(id(tensor))
             if isinstance(dependence, Along) and rows is None:
-                raise _UnclearError
+                raise ValueError("rows that are not in order")
             known = self.value_of(tensor) if not tensor.is_floating_point() and dependence is None else None
             values = None if known is None or known.numel() > FEW_ELEMENTS else tuple(known.flatten().tolist())
             shape, is_mixed = tuple(tensor.shape), isinstance(dependence, Mixed)
@@ -284,19 +279,12 @@ class Prover(Analysis):
         return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)
 
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        """Set the dependences of the results of an operation.
-
-        Raises:
-            InPartsError: it is given some rows alone.
-        """
+        """Set the dependences of the results of an operation."""
         packet, writes = func.overloadpacket, func._schema.is_mutable
         if packet in _TURNS:
             return  # the storage stays as it is
         tensors = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
-        dependences = [self.known.of(tensor) for tensor in tensors]
-        met = any(dependence is not None for dependence in dependences)
-        if self.stops_in_parts and any(map(self.known.shows_some, tensors, dependences)):
-            raise InPartsError
+        met = any(self.known.of(tensor) is not None for tensor in tensors)
         if met and torch.Tag.data_dependent_output in func.tags:
             self.reads.append(self.where)
         if packet in FILLS or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, met)):
@@ -343,14 +331,6 @@ _TURNS = frozenset(
     )
 )  # fmt: skip
 """Operations that make another view of a tensor in its place, as a GRU does whose batch comes first."""
-
-
-class InPartsError(BaseException):
-    """A forward computes some rows in another way than others: no exception that the user's code would catch."""
-
-
-class _UnclearError(Exception):
-    """An operand's rows are not in order."""
 
 
 def _draws(func: Any, met: bool) -> bool:

@@ -1,11 +1,7 @@
-"""Rules of operations that move rows by a known number, or pick them by values and write them back.
+"""The rules by which dependences on rows (`dependence.py`) go from operands to results.
 
-They add to the maps of dimensions what becomes of rows that lie along a MOVED dimension.
-
-The rules by which dependences on rows (`dependence.py`) go from operands to results.
-
-They are the maps of dimensions (`dimension_maps.py`), what is known of rows that an operation moves (below), and
-what a library has stated. An operation without any is assumed to keep a dimension of rows whose size and place its result
+They are the maps of dimensions (`dimension_maps.py`), what becomes of rows along a MOVED dimension (they are moved by a known number, or
+picked by values and written back), and what a library has stated. An operation without any is assumed to keep a dimension of rows whose size and place its result
 has too, where that may be tried on drawn values; else nothing is known of its result.
 """
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,17 @@ class _Look(NamedTuple):
     """Whether it follows from a yes or no of each sample, so that the forward's outputs must be the same with another answer."""
 
 
+class _Fact(NamedTuple):
+    """What is known of a storage."""
+
+    kind: Literal["number", "answer", "count", "alike"]
+    """A number of all samples; a yes or no of them; how many are yes, where none or all are; or an answer that is alike in all parts."""
+    text: str = ""
+    """The operation that made it."""
+    other: Any = None
+    """The answer that another sample may change, or what one may add to a count."""
+
+
 class Decisions:
     """The looks of one forward at numbers of all samples, and the operations that it ran.
 
@@ -66,67 +77,51 @@ class Decisions:
         """The values of the forward's floating outputs, None where they are not known."""
         self._other, self._most = other, most
         self._numbers: dict[int, int] = {}
-        self._of_all: dict[int, str] = {}
-        """The storages of numbers of all samples, with the operation that made them."""
-        self._of_each: dict[int, tuple[str, bool]] = {}
-        """The storages of a yes or no of all samples, with the operation that made them, and the answer that another sample may change."""
-        self._counts: dict[int, tuple[str, int]] = {}
-        """The storages of how many are yes, where none or all are, with the operation that made them, and what another sample may add."""
-        self._alike = set[int]()
-        """The storages of what is answered alike in all parts of a batch."""
+        self._facts: dict[int, _Fact] = {}
+        """What is known of the storages of numbers, and of answers yes or no, of all samples."""
 
     def follow(
         self,
-        operands: Iterable[tuple[int, Tensor, bool]],
-        results: Iterable[tuple[int, bool]],
-        text: str,
-        *,
-        asks: bool,
-    ) -> None:
-        """Follow an operation: its operands, each with its storage and whether it has a row for each sample, and the storages of its
-        results, each with whether it depends on several samples. `asks` is false for a question that is answered alike in all parts."""
-        sources = [
-            self._of_all.get(key) or (text if in_rows and tensor.is_floating_point() else "")
-            for key, tensor, in_rows in operands
-        ]
-        source = next(filter(None, sources), "") if asks else ""
-        for key, is_mixed in results:
-            if is_mixed and source:
-                self._of_all[key] = source
-            else:
-                self._of_all.pop(key, None)
-
-    def follow_answers(
-        self,
         func: Any,
-        operands: Sequence[tuple[int, Tensor]],
+        operands: Sequence[tuple[int, Tensor, bool]],
         results: Iterable[tuple[int, Tensor, bool]],
-        text: str,
+        where: str,
         value_of: ValueOfTensor,
         *,
         asks: bool,
     ) -> None:
-        """Follow the answers, yes or no, of an operation as `follow` follows numbers; each result stands with its tensor."""
-        packet, answers = func.overloadpacket, [key for key, tensor in operands if tensor.dtype is torch.bool]
-        is_alike = not asks or (bool(answers) and self._alike.issuperset(answers))
-        open_answers = [self._of_each[key] for key in answers if key in self._of_each]
-        counted = [self._counts[key] for key, _ in operands if key in self._counts]
+        """Follow an operation: its operands, each with its storage and whether it has a row for each sample, and its results, each with
+        whether it depends on several samples. `asks` is false for a question that is answered alike in all parts."""
+        packet, facts = func.overloadpacket, [self._facts.get(key) for key, _, _ in operands]
+        first = {fact.kind: fact for fact in reversed(facts) if fact is not None}
+        own = _Fact("number", _decided_by(func, where, "number"))
+        sources = (
+            fact if fact and fact.kind == "number" else own if in_rows and tensor.is_floating_point() else None
+            for fact, (_, tensor, in_rows) in zip(facts, operands, strict=True)
+        )
+        source = next(filter(None, sources), None)
+        answers = [fact for fact, (_, tensor, _) in zip(facts, operands, strict=True) if tensor.dtype is torch.bool]
+        is_alike = not asks or (bool(answers) and all(fact and fact.kind == "alike" for fact in answers))
+        text, counted = _decided_by(func, where, "answer"), first.get("count")
         for key, result, is_mixed in results:
-            self._of_each.pop(key, None)
-            self._counts.pop(key, None)
-            self._alike.discard(key)
-            if is_alike and result.dtype is torch.bool:
-                self._alike.add(key)
-            elif not is_mixed or is_alike:
-                continue
+            fact = None
+            if asks and is_mixed and source and not _is_place(func, result):
+                fact = source
+            elif is_alike:
+                fact = _Fact("alike") if result.dtype is torch.bool else None
+            elif not is_mixed:
+                fact = None
             elif packet is _aten.sum and answers and (added := _open_count(value_of(result), operands[0][1].numel())):
-                self._counts[key] = text, added
-            elif result.dtype is torch.bool and open_answers:
-                self._of_each[key] = (open_answers[0][0], open_answers[0][1] != (packet in _OPPOSITES))
+                fact = _Fact("count", text, added)
+            elif result.dtype is torch.bool and "answer" in first:
+                fact = first["answer"]._replace(other=first["answer"].other != (packet in _OPPOSITES))
             elif packet in _OF_EACH:
-                self._of_each[key] = (text, _OF_EACH[packet])
+                fact = _Fact("answer", text, _OF_EACH[packet])
             elif packet in _COMPARISONS and counted and (value := value_of(result)) is not None and value.numel() == 1:
-                self._of_each[key] = (counted[0][0], bool(value))
+                fact = _Fact("answer", counted.text, bool(value))
+            self._facts.pop(key, None)
+            if fact is not None:
+                self._facts[key] = fact
 
     def number(self, key: int) -> int:
         """Return the number of a storage, by the order in which storages were first seen."""
@@ -148,26 +143,22 @@ class Decisions:
 
     def answer(self, key: int, outcome: Any) -> Any:
         """Return what code is answered that looks at a tensor with this storage."""
-        if text := self._of_all.get(key, ""):
+        if (fact := self._facts.get(key)) is None or fact.kind == "alike":
+            return outcome
+        if fact.kind == "number":
             others = [_opposite(outcome)] if _is_answer(outcome) else [_changed(outcome, sign) for sign in (1, -1)]
-            return self._answer(_Look(text, tuple(others)), outcome)
-        text, open_answer = self._of_each.get(key, ("", False))
-        if (
-            text
-            and _is_answer(outcome)
-            and (isinstance(outcome, bool) or outcome.numel() == 1)
-            and bool(outcome) is open_answer
-        ):
-            return self._answer(_Look(text, (_opposite(outcome),), is_of_each=True), outcome)
-        if key in self._counts:
-            text, added = self._counts[key]
-            return self._answer(_Look(text, (outcome + added,), is_of_each=True), outcome)
+            return self._answer(_Look(fact.text, tuple(others)), outcome)
+        if fact.kind == "count":
+            return self._answer(_Look(fact.text, (outcome + fact.other,), is_of_each=True), outcome)
+        is_one = _is_answer(outcome) and (isinstance(outcome, bool) or outcome.numel() == 1)
+        if is_one and bool(outcome) is fact.other:
+            return self._answer(_Look(fact.text, (_opposite(outcome),), is_of_each=True), outcome)
         return outcome
 
-    def answer_about_rows(self, func: Any, outcome: Any, text: str) -> Any:
+    def answer_about_rows(self, func: Any, outcome: Any, where: str) -> Any:
         """Return what code is answered that compares tensors with a row for each sample."""
         if func.overloadpacket in _OF_EACH and outcome is _OF_EACH[func.overloadpacket]:
-            return self._answer(_Look(text, (not outcome,), is_of_each=True), outcome)
+            return self._answer(_Look(_decided_by(func, where, "answer"), (not outcome,), is_of_each=True), outcome)
         return outcome
 
     def _answer(self, look: _Look, outcome: Any) -> Any:
@@ -234,6 +225,17 @@ def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: ValueOfTensor) -> 
         return True
     answers = [func(_changed(number, sign), other) for sign in (0, 1, -1)]
     return not all(bool((answer == answers[0]).all()) for answer in answers)
+
+
+def _decided_by(func: Any, where: str, what: str) -> str:
+    """Return what to say of code that acts on a number, or an answer, for all samples."""
+    return f"{where} by {func.overloadpacket.__name__}, and its code acts on the {what} for all of them"
+
+
+def _is_place(func: Any, result: Tensor) -> bool:
+    """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
+    is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
+    return is_whole and func.overloadpacket is not _aten._to_copy
 
 
 def _is_answer(outcome: Any) -> bool:

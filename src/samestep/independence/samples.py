@@ -33,7 +33,7 @@ from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.linear_hooks import is_linear
-from samestep.independence.row_prover import InPartsError, Prover
+from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
 from samestep.independence.value_numbers import Table
@@ -112,16 +112,9 @@ def examine(
             run(prover(decisions))
 
     watch = prover(Decisions())
-    watch.stops_in_parts = True
     try:
-        try:
-            with preserve_modules(module):
-                outputs, calls = run(watch)
-        except InPartsError:
-            watch = prover(Decisions())
-            watch.numbers = watch.number_values(module, Table())
-            with preserve_modules(module):
-                outputs, calls = run(watch)
+        with preserve_modules(module):
+            outputs, calls = run(watch)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
@@ -186,7 +179,7 @@ class _SampleProver(Prover):
     """Follows a forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
     def __init__(self, module: nn.Module, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool) -> None:
-        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
+        super().__init__(module, NUM_SAMPLES, Table(), keeps_all=keeps_all, takes_gradients=takes_gradients)
         self.decisions = decisions
         for tensor in (*module.parameters(), *module.buffers()):
             decisions.number(self.key(tensor))
@@ -365,8 +358,38 @@ class _SampleProver(Prover):
                 )
 
     def pairs_of(self, loss: Callable[[Any, Any], Any], outputs: Any) -> int:
-        """Return the elements that a loss keeps for each pair of samples."""
-        return pair_elements(loss, outputs, self._batch, self.rows_of, NUM_SAMPLES)
+        """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
+
+        The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
+        s(n) = a + b n + c n^2, and the result is c.
+        """
+
+        def saved(times: int) -> int:
+            def larger(tensor: Tensor) -> Tensor:
+                shape, rows = list(tensor.shape), self.rows_of(tensor)
+                if rows is not None and rows[0] >= 0:
+                    shape[rows[0]] *= times
+                on_meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                return on_meta.requires_grad_(on_meta.is_floating_point() or on_meta.is_complex())
+
+            sizes: dict[int, int] = {}
+
+            def note(tensor: Tensor) -> Tensor:
+                sizes[tensor.untyped_storage()._cdata] = tensor.numel()
+                tensors.append(tensor)  # else another one may have its address
+                return tensor
+
+            tensors: list[Tensor] = []
+            with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
+                result = loss(map_tensors(outputs, larger), map_tensors(self._batch, larger))
+            del result
+            return sum(sizes.values())
+
+        try:
+            few, twice, most = (saved(times) for times in (1, 2, 4))
+        except Exception:  # the user's own code, which may look at values
+            return 0
+        return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * NUM_SAMPLES**2)))
 
     def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
         """Return the storages that a loss reads; None if it does not run on the meta device."""
@@ -403,12 +426,8 @@ class _SampleProver(Prover):
         elif len(tensors) == 1:
             return self.decisions.answer(self.key(tensors[0]), outcome)
         elif any(isinstance(self.known.of(tensor), Along) for tensor in tensors):
-            return self.decisions.answer_about_rows(func, outcome, self._decided_by(func, "answer"))
+            return self.decisions.answer_about_rows(func, outcome, self.where)
         return outcome
-
-    def _decided_by(self, func: Any, what: str) -> str:
-        """Return what to say of code that acts on a number, or an answer, for all samples."""
-        return f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the {what} for all of them"
 
     def judge(self, outputs: Iterable[Tensor]) -> tuple[str, list[str]]:
         """Return why an output of a sample depends on other samples, if one does, and which operations leave it open."""
@@ -419,7 +438,7 @@ class _SampleProver(Prover):
             dependence = self.known.of(tensor)
             if isinstance(dependence, Mixed) and dependence.shown:
                 refusal = refusal or dependence.where
-            elif isinstance(dependence, Along) and self.numbers is not None and (alone := self.numbers.apart(tensor)):
+            elif isinstance(dependence, Along) and (alone := self.numbers.apart(tensor)):
                 refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
             elif not self.known.is_ordered(tensor):
                 where = "the outputs, which are not one for each sample"
@@ -436,61 +455,7 @@ class _SampleProver(Prover):
         if not self.tracer.values.keeps_all:
             return
         tensors = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
-        asks = asks_of_parts(func, args, self.value_of)
-        read = [(self.key(tensor), tensor) for tensor in tensors]
+        read = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Along)) for tensor in tensors]
         mixed = [(self.key(tensor), tensor, isinstance(self.known.of(tensor), Mixed)) for tensor in results]
-        self.decisions.follow(
-            [(key, tensor, isinstance(self.known.of(tensor), Along)) for key, tensor in read],
-            [(key, is_mixed and not _is_place(func, tensor)) for key, tensor, is_mixed in mixed],
-            self._decided_by(func, "number"),
-            asks=asks,
-        )
-        text = self._decided_by(func, "answer")
-        self.decisions.follow_answers(func, read, mixed, text, self.value_of, asks=asks)
-
-
-def _is_place(func: Any, result: Tensor) -> bool:
-    """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
-    is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
-    return is_whole and func.overloadpacket is not torch.ops.aten._to_copy
-
-
-def pair_elements(
-    loss: Callable[[Any, Any], Any],
-    outputs: Any,
-    batch: Any,
-    rows_of: Callable[[Tensor], tuple[int, int] | None],
-    number: int,
-) -> int:
-    """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
-
-    The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
-    s(n) = a + b n + c n^2, and the result is c.
-    """
-
-    def saved(times: int) -> int:
-        def larger(tensor: Tensor) -> Tensor:
-            shape, rows = list(tensor.shape), rows_of(tensor)
-            if rows is not None and rows[0] >= 0:
-                shape[rows[0]] *= times
-            on_meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            return on_meta.requires_grad_(on_meta.is_floating_point() or on_meta.is_complex())
-
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage()._cdata] = tensor.numel()
-            tensors.append(tensor)  # else another one may have its address
-            return tensor
-
-        tensors: list[Tensor] = []
-        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda x: x):
-            result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
-        del result
-        return sum(sizes.values())
-
-    try:
-        few, twice, most = (saved(times) for times in (1, 2, 4))
-    except Exception:  # the user's own code, which may look at values
-        return 0
-    return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * number * number)))
+        asks = asks_of_parts(func, args, self.value_of)
+        self.decisions.follow(func, read, mixed, self.where, self.value_of, asks=asks)

@@ -147,7 +147,10 @@ def _with_boundaries(
     last: dict[bool, SeenTensor] = {}
     for part in calls.of:
         if part in ran:
-            part_input, call = _one_call(part, calls, calls.of[path][0].input), calls.of[part][0]
+            call = calls.of[part][0]
+            part_input = call.input
+            if part_input is None or not _is_one_call(part, calls, calls.of[path][0].input):
+                raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
             _check_whole_features(part, seen)
             known = last.get(part in whole_parts)
             if known is None or (part_input.number, part_input.state) != (known.number, known.state):
@@ -276,14 +279,6 @@ def _has_partial_gradients(part: str, seen: _Seen) -> bool:
 
 def _number(tensor: SeenTensor | None) -> int:
     return 0 if tensor is None else tensor.number
-
-
-def _one_call(part: str, calls: ForwardCalls, block: SeenTensor | None) -> SeenTensor:
-    if not _is_one_call(part, calls, block):
-        raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
-    tensor = calls.of[part][0].input
-    assert tensor is not None
-    return tensor
 
 
 def _is_one_call(part: str, calls: ForwardCalls, block: SeenTensor | None) -> bool:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
-from samestep.independence.dependence import Along
 from samestep.independence.slice_prover import SliceProver, compare_forwards
 from samestep.independence.value_numbers import Table
 from samestep.models.spec import ModelAnalysis, is_below, owner_of
@@ -92,7 +91,7 @@ class _TokenProver(SliceProver):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Refuse an attention between the cut parts, which would be given a rank's tokens alone."""
-        self.note_attention(output)
+        self.number_attention(output)
         if self._is_whole:
             self._check_whole([query, key, value, *([] if mask is None else [mask])])
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
@@ -131,16 +130,9 @@ class _TokenProver(SliceProver):
             self.refuse(f"{self.where} uses a weight that is used between the cut parts too")
 
     def _split(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        arguments = with_given(args, kwargs, self._slice, self._facts)
+        arguments = with_given(args, kwargs, self.slice_of, self._facts)
         self.is_following = not self.refusal
         return arguments
-
-    def _slice(self, x: Tensor) -> Tensor:
-        part = x.narrow(1, self.whole - self.size, self.size).clone()
-        with disable_current_modes():
-            self.numbers.name(part, "rows", self.numbers.of(x))
-            self.learn(part, Along(1, 1, 0))
-        return part
 
     def _gather(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = first_input_of(args, kwargs, self._facts)
@@ -155,7 +147,7 @@ class _TokenProver(SliceProver):
 
     def _scatter(self, _: nn.Module, args: Any, output: Any) -> Any:
         self._is_whole = False
-        output = with_first(output, self._slice)
+        output = with_first(output, self.slice_of)
         self.is_following = not self.refusal
         return output
 

@@ -25,7 +25,7 @@ from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import Reshaping, sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.independence.value_numbers import Table, first_difference
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import ExpertModules, is_below
 from samestep.state import snapshot
@@ -60,10 +60,9 @@ class SliceProver(Prover):
         looking: Collection[str] = (),
         wider: Collection[str] = (),
     ) -> None:
-        super().__init__(module, size)
+        super().__init__(module, size, table)
         self.looking, self.wider = looking, wider
         """Modules whose code looks at values, and parts that compute all tokens."""
-        self.numbers: ValueNumbers = self.number_values(module, table)
         self.held = [named.tensor for named in tensors_of(module)]
         self.outcome: list[Hashable] = []
         """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
@@ -288,7 +287,7 @@ class SliceProver(Prover):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
-        self.note_attention(output)
+        self.number_attention(output)
         if query.dim() == 4:
             self.parts.attended(is_within=bool(self._part))
         if not self.is_following:
@@ -309,15 +308,6 @@ class SliceProver(Prover):
                 self.refuse(f"the attention in {self.where} stands outside the blocks")
             else:
                 self.learn(output, Along(2, 1, 0))
-
-    def note_attention(self, output: Tensor) -> None:
-        """Set the number of the output of the attention at hand."""
-        with disable_current_modes():
-            parts = [
-                self.numbers.of(argument) if isinstance(argument, Tensor) else repr(argument)
-                for argument in self._attention
-            ]
-            self.numbers.name(output, "attention", *parts, where=self.where)
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""

@@ -70,40 +70,11 @@ def fit_reshape(func: Any, args: tuple[Any, ...], length: int, size: int) -> tup
     return args
 
 
-_BY_ELEMENT = frozenset(
-    (
-        "add",
-        "radd",
-        "iadd",
-        "sub",
-        "rsub",
-        "isub",
-        "subtract",
-        "mul",
-        "rmul",
-        "imul",
-        "multiply",
-        "div",
-        "rdiv",
-        "truediv",
-        "rtruediv",
-        "itruediv",
-        "divide",
-        "true_divide",
-        "where",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "maximum",
-        "minimum",
-        "pow",
-        "rpow",
-        "cat",
-        "concat",
-        "concatenate",
-        "stack",
-    )
-)
+_BY_ELEMENT = frozenset((
+    "add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "mul", "rmul", "imul", "multiply", "div", "rdiv", "truediv", "rtruediv",
+    "itruediv", "divide", "true_divide", "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "pow", "rpow", "cat", "concat",
+    "concatenate", "stack",
+))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,13 +73,38 @@ class MoveForm(NamedTuple):
     """Rows of the result along its dimension of tokens."""
     last: int
     """Last row of the result at which as many rows begin as there are tokens, of which each belongs to its token."""
-    dim: int
-    """Dimension of tokens of the result."""
     what: tuple[Any, ...]
     """Everything else that says what is computed."""
     given: tuple[Tensor, ...]
     """The operands, that with tokens first."""
     compute: Callable[[Extend], Any]
+
+
+class _Call(NamedTuple):
+    """A call of which one operand has tokens."""
+
+    func: Any
+    named: dict[str, Any]
+    """Its arguments by their names in `_ARGUMENTS`."""
+    place: TokenPlace
+    tokens: int
+    margin: int
+    """Rows that the operand has more than tokens, which neighbours have given before."""
+    whole: Tensor
+    """The operand with what code has cut off of it."""
+
+
+_ARGUMENTS: dict[MoveKind, tuple[str, ...]] = {
+    "conv": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "pad": ("input", "pad", "mode", "value"),
+    "cat": ("tensors", "dim"),
+    "roll": ("input", "shifts", "dims"),
+    "write": ("input", "index", "value"),
+}
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip(_ARGUMENTS[_KINDS[func]], args, strict=False)) | kwargs
 
 
 def kind_of(func: Any) -> MoveKind | None:
@@ -129,7 +154,7 @@ def form_of(
     try:
         x = operands_of(func, args, kwargs)[place.operand]
         whole = x if margin else whole_of(x, place, tokens, sources)
-        form = _FORMS[_KINDS[func]](func, args, kwargs, place, tokens, margin, whole)
+        form = _FORMS[_KINDS[func]](_Call(func, _named(func, args, kwargs), place, tokens, margin, whole))
     except (IndexError, KeyError, TypeError, ValueError):  # arguments that its rule does not foresee
         return None
     return form if form is not None and max(form.left, form.right) <= tokens <= form.rows else None
@@ -137,74 +162,56 @@ def form_of(
 
 def operands_of(func: Any, args: Any, kwargs: Any) -> Sequence[Tensor]:
     """Return the operands of a call of which one may have tokens."""
-    kind = _KINDS[func]
-    if kind == "cat":
-        tensors = kwargs.get("tensors", args[0] if args else ())
-        return [*tensors] if isinstance(tensors, list | tuple) else []
-    operands = [args[0] if args else kwargs.get("input")]
-    if kind == "write":
-        operands += [args[2]]
+    named = _named(func, args, kwargs)
+    if "tensors" in named:
+        return [*named["tensors"]] if isinstance(named["tensors"], list | tuple) else []
+    operands = (named.get("input"), named.get("value"))
     return [operand for operand in operands if isinstance(operand, Tensor)]
 
 
 # -- the forms -------------------------------------------------------------------------------------
 
 
-def _conv(
-    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
-) -> MoveForm | None:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, num = arguments.pop("input"), arguments.pop("weight"), 1 if func is torch.conv1d else 2
-    at = place.dim - (x.dim() - num)
+def _conv(call: _Call) -> MoveForm | None:
+    func, named, (_, dim, start), tokens, margin, _ = call
+    x, weight, bias, num = named["input"], named["weight"], named.get("bias"), 1 if call.func is torch.conv1d else 2
+    at = dim - (x.dim() - num)
     stride, dilation, padding = (
-        _each(arguments.get(name, value), num) for name, value in (("stride", 1), ("dilation", 1), ("padding", 0))
+        _each(named.get(name, value), num) for name, value in (("stride", 1), ("dilation", 1), ("padding", 0))
     )
-    if at < 0 or stride[at] != 1 or place.start or x.shape[place.dim] != tokens + margin:
+    if at < 0 or stride[at] != 1 or start or x.shape[dim] != tokens + margin:
         return None
-    reach = dilation[at] * (weight.shape[2 + at] - 1)
-    if arguments.get("padding") in ("same", "valid"):
-        sizes = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:], strict=True)]
-        if arguments["padding"] == "same" and any(size % 2 for other, size in enumerate(sizes) if other != at):
+    sizes = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:], strict=True)]
+    reach, before = sizes[at], padding[at]
+    behind = before
+    if named.get("padding") == "same":
+        if any(size % 2 for other, size in enumerate(sizes) if other != at):
             return None
-        before = reach // 2 if arguments["padding"] == "same" else 0
-        behind = reach - before if arguments["padding"] == "same" else 0
-        padding = [size // 2 if arguments["padding"] == "same" else 0 for size in sizes]
-    else:
-        before = behind = padding[at]
+        before, behind, padding = reach // 2, reach - reach // 2, [size // 2 for size in sizes]
     if not reach or before > reach or (margin and before):
         return None
     right = 0 if margin else reach - before
     padding[at] = 0
-    bias, groups = arguments.get("bias"), arguments.get("groups", 1)
-    extra = 0 if margin else behind - right
+    groups, extra = named.get("groups", 1), 0 if margin else behind - right
 
     def compute(extend: Extend) -> Tensor:
-        wider = extend(x, place.dim, before, right, 0.0, 0.0) if before or right else x
+        wider = extend(x, dim, before, right, 0.0, 0.0) if before or right else x
         result = func(wider, weight, bias, stride, padding, dilation, groups)
-        return _padded(result, place.dim, extra) if extra else result
+        return _padded(result, dim, extra) if extra else result
 
     what = tuple(stride), tuple(padding), tuple(dilation), groups, before, behind
     rows = tokens + margin - reach if margin else tokens + extra
-    last = rows - tokens if margin else 0
-    operands = (x, weight, *([] if bias is None else [bias]))
-    return MoveForm("conv", place, before, right, rows, last, place.dim, what, operands, compute)
+    given = (x, weight, *([] if bias is None else [bias]))
+    return MoveForm("conv", call.place, before, right, rows, rows - tokens if margin else 0, what, given, compute)
 
 
-def _pad(
-    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
-) -> MoveForm | None:
-    arguments = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
-    x, pad, mode, value = (
-        arguments["input"],
-        [*arguments["pad"]],
-        arguments.get("mode", "constant"),
-        arguments.get("value"),
-    )
-    at = 2 * (x.dim() - 1 - place.dim)
+def _pad(call: _Call) -> MoveForm | None:
+    func, named, (_, dim, start), tokens, margin, whole = call
+    x, pad, mode, value = named["input"], [*named["pad"]], named.get("mode", "constant"), named.get("value")
+    at = 2 * (x.dim() - 1 - dim)
     if margin or at + 1 >= len(pad) or not (pad[at] or pad[at + 1]):
         return None
-    before, behind, cut = *pad[at : at + 2], (place.start, tokens - place.start - x.shape[place.dim])
+    before, behind, cut = *pad[at : at + 2], (start, tokens - start - x.shape[dim])
     if any(cut):  # what code has cut off is a pad by fewer than none, unless others stand in its place
         if mode != "constant" or (cut[0] and before > 0) or (cut[1] and behind > 0):
             return None
@@ -216,85 +223,65 @@ def _pad(
 
     def compute(extend: Extend) -> Tensor:
         padded = func(x, others, mode, value) if any(others) else x
+        ends: tuple[Edge | None, Edge | None] = (None, None)  # of a circular pad
         if mode == "constant":
-            ends: tuple[Edge | None, Edge | None] = (value or 0.0, value or 0.0)
-        elif mode == "circular":
-            ends = None, None
-        else:
-            edges = func(
-                x, [left if other == at else right if other == at + 1 else 0 for other in range(len(pad))], mode
-            )
-            ends = edges.narrow(place.dim, 0, left), edges.narrow(place.dim, left + tokens, right)
-        wider = extend(padded, place.dim, left, right, *ends)
-        return _own(wider.narrow(place.dim, max(-before, 0), rows), rows == tokens)
+            ends = value or 0.0, value or 0.0
+        elif mode != "circular":
+            edges = func(x, [*others[:at], left, right, *others[at + 2 :]], mode)
+            ends = edges.narrow(dim, 0, left), edges.narrow(dim, left + tokens, right)
+        wider = extend(padded, dim, left, right, *ends)
+        return _own(wider.narrow(dim, max(-before, 0), rows), rows == tokens)
 
-    return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value, cut), (x,), compute)
+    return MoveForm("pad", call.place, left, right, rows, rows - tokens, (pad, mode, value, cut), (x,), compute)
 
 
-def _cat(
-    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
-) -> MoveForm | None:
-    parts = [*kwargs.get("tensors", args[0] if args else ())]
-    x = parts[place.operand]
-    if margin or kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim() != place.dim:
+def _cat(call: _Call) -> MoveForm | None:
+    _, named, (operand, dim, start), tokens, margin, whole = call
+    parts = [*named["tensors"]]
+    if margin or named.get("dim", 0) % parts[operand].dim() != dim:
         return None
-    sizes = [part.shape[place.dim] for part in parts]
-    before, behind = sum(sizes[: place.operand]), sum(sizes[place.operand + 1 :])
-    cut = tokens - place.start - sizes[place.operand]
-    if (before and place.start) or (behind and cut) or not (before or behind) or cut < 0:
-        return None
-    rows = sum(sizes)
-
-    def compute(extend: Extend) -> Tensor:
-        first, last = parts[: place.operand], parts[place.operand + 1 :]
-        wider = extend(
-            whole,
-            place.dim,
-            before,
-            behind,
-            torch.cat(first, place.dim) if first else 0.0,
-            torch.cat(last, place.dim) if last else 0.0,
-        )
-        return _own(wider.narrow(place.dim, place.start, rows), rows == tokens)
-
-    what, others = (before, behind, cut, place.start), parts[: place.operand] + parts[place.operand + 1 :]
-    return MoveForm("cat", place, before, behind, rows, rows - tokens, place.dim, what, (x, *others), compute)
-
-
-def _roll(
-    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
-) -> MoveForm | None:
-    arguments = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
-    x, by, dim = arguments["input"], arguments["shifts"], arguments["dims"]
-    by, dim = (value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in (by, dim))
-    if margin or not isinstance(by, int) or not isinstance(dim, int) or dim % x.dim() != place.dim or not by:
-        return None
-    if place.start or x.shape[place.dim] != tokens:
+    sizes, first, last = [part.shape[dim] for part in parts], parts[:operand], parts[operand + 1 :]
+    before, behind = sum(sizes[:operand]), sum(sizes[operand + 1 :])
+    cut, rows = tokens - start - sizes[operand], sum(sizes)
+    if (before and start) or (behind and cut) or not (before or behind) or cut < 0:
         return None
 
     def compute(extend: Extend) -> Tensor:
-        wider = extend(x, place.dim, max(by, 0), max(-by, 0))
-        return _own(wider.narrow(place.dim, max(-by, 0), tokens), True)
+        ends = (torch.cat(edge, dim) if edge else 0.0 for edge in (first, last))
+        wider = extend(whole, dim, before, behind, *ends)
+        return _own(wider.narrow(dim, start, rows), rows == tokens)
 
-    return MoveForm("roll", place, max(by, 0), max(-by, 0), tokens, 0, place.dim, (by,), (x,), compute)
+    what, given = (before, behind, cut, start), (parts[operand], *first, *last)
+    return MoveForm("cat", call.place, before, behind, rows, rows - tokens, what, given, compute)
 
 
-def _write(
-    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
-) -> MoveForm | None:
-    target, index, value = args
-    at = _written_rows(target, index, tokens)
-    if margin or at is None:
+def _roll(call: _Call) -> MoveForm | None:
+    _, named, (_, dim, start), tokens, margin, _ = call
+    x, by, along = named["input"], named["shifts"], named["dims"]
+    by, along = (value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in (by, along))
+    if margin or not isinstance(by, int) or not isinstance(along, int) or along % x.dim() != dim or not by:
         return None
-    dim, rows = at
-    if place.operand == 0:
-        return _edge(func, args, place, rows, tokens) if dim == place.dim else None
-    cut = tokens - place.start - value.shape[place.dim]
-    before, behind = rows.start, tokens - rows.stop
-    is_moved = (before and not place.start and cut == before and not behind) or (
-        behind and not before and not cut and place.start == behind
+    if start or x.shape[dim] != tokens:
+        return None
+
+    def compute(extend: Extend) -> Tensor:
+        return _own(extend(x, dim, max(by, 0), max(-by, 0)).narrow(dim, max(-by, 0), tokens), True)
+
+    return MoveForm("roll", call.place, max(by, 0), max(-by, 0), tokens, 0, (by,), (x,), compute)
+
+
+def _write(call: _Call) -> MoveForm | None:
+    _, named, (operand, dim, start), tokens, margin, whole = call
+    target, value, rows = named["input"], named["value"], _written_rows(named["input"], named["index"], call)
+    if margin or rows is None:
+        return None
+    if operand == 0:
+        return _edge(call, rows)
+    cut, before, behind = tokens - start - value.shape[dim], rows.start, tokens - rows.stop
+    is_moved = (before and not start and cut == before and not behind) or (
+        behind and not before and not cut and start == behind
     )
-    if not is_moved or target.dim() != value.dim() or dim != place.dim:
+    if not is_moved or target.dim() != value.dim():
         return None
 
     def compute(extend: Extend) -> None:
@@ -302,23 +289,22 @@ def _write(
         wider = extend(whole, dim, before, behind, *ends)
         target[(slice(None),) * dim] = wider.narrow(dim, behind, tokens)
 
-    what = (before, behind)
-    return MoveForm("write", place, before, behind, tokens, 0, dim, what, (value, target), compute)
+    return MoveForm("write", call.place, before, behind, tokens, 0, (before, behind), (value, target), compute)
 
 
-def _edge(func: Any, args: Any, place: TokenPlace, rows: range, tokens: int) -> MoveForm | None:
+def _edge(call: _Call, rows: range) -> MoveForm | None:
     """Return the form of a number that is written into the first or the last tokens alone."""
-    target, index, value = args
+    target, index, value = (call.named[name] for name in _ARGUMENTS["write"])
     is_first = rows.start == 0
-    if len(rows) * 2 > tokens or isinstance(value, Tensor) or not (is_first or rows.stop == tokens):
+    if len(rows) * 2 > call.tokens or isinstance(value, Tensor) or not (is_first or rows.stop == call.tokens):
         return None
 
     def compute(extend: Extend) -> None:
-        ends = extend(target, place.dim, 0, 0, 1.0 if is_first else None, None if is_first else 1.0)
+        ends = extend(target, call.place.dim, 0, 0, 1.0 if is_first else None, None if is_first else 1.0)
         if ends is not target:  # this rank has that end
-            func(target, index, value)
+            call.func(target, index, value)
 
-    return MoveForm("edge", place, 0, 0, tokens, 0, place.dim, (is_first, len(rows), repr(value)), (target,), compute)
+    return MoveForm("edge", call.place, 0, 0, call.tokens, 0, (is_first, len(rows), repr(value)), (target,), compute)
 
 
 _FORMS: dict[MoveKind, Callable[..., MoveForm | None]] = {
@@ -357,23 +343,22 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
     return sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
-def _written_rows(target: Tensor, index: Any, tokens: int) -> tuple[int, range] | None:
-    """Return the dimension of tokens and the rows that an item is set in, where it is so of one dimension alone."""
+def _written_rows(target: Tensor, index: Any, call: _Call) -> range | None:
+    """Return the rows that an item is set in along the dimension of tokens, where it is so along this one alone."""
     parts = [*index] if isinstance(index, tuple) else [index]
     if any(part is None or isinstance(part, Tensor | list | bool) for part in parts):
         return None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts[at : at + 1] = [slice(None)] * (target.dim() - len(parts) + 1)
-    ranges = []
+    ranges = {}
     for dim, (part, size) in enumerate(zip(parts, target.shape, strict=False)):
-        if isinstance(part, int):
-            ranges.append((dim, range(part % size, part % size + 1)))
-        elif part != slice(None) and (rows := range(size)[part]) != range(size):
-            ranges.append((dim, rows))
-    if len(ranges) != 1 or ranges[0][1].step != 1 or target.shape[ranges[0][0]] != tokens:
-        return None
-    return ranges[0]
+        rows = range(part % size, part % size + 1) if isinstance(part, int) else range(size)[part]
+        if isinstance(part, int) or rows != range(size):
+            ranges[dim] = rows
+    rows = ranges.get(call.place.dim)
+    fits = rows is not None and len(ranges) == 1 and rows.step == 1 and target.shape[call.place.dim] == call.tokens
+    return rows if fits else None
 
 
 def _each(value: Any, num: int) -> list[int]:

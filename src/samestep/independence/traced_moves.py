@@ -11,9 +11,7 @@ sequence, the second from the state behind the first, are the whole, with their 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
 from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed, WithNeighbours
+from samestep.independence.operation_trial import gradients_of, is_same
 from samestep.independence.slice_prover import SliceProver
 from samestep.independence.token_moves import (
     Edge,
@@ -107,12 +106,12 @@ class TracedMoves(TorchFunctionMode):
             known = watch.known.of(operand) if operand.is_meta else None
             if known is None:
                 continue
-            if form.kind == "write" and watch.known.has_rows(operand, form.dim):
+            if form.kind == "write" and watch.known.has_rows(operand, form.place.dim):
                 continue
             if form.kind != "cat" or not isinstance(known, Along) or not isinstance(known.start, int):
                 return None
-            rows = 1 if known.dim == NO_DIM else operand.shape[form.dim]
-            if known.dim not in (form.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
+            rows = 1 if known.dim == NO_DIM else operand.shape[form.place.dim]
+            if known.dim not in (form.place.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
                 return None
             ends.append(known.start - (0 if at < form.place.operand else watch.size))
         return tuple(ends)
@@ -128,9 +127,9 @@ class TracedMoves(TorchFunctionMode):
         watch.is_following = True
         result = form.given[-1] if outcome is None else outcome
         with disable_current_modes():
-            dependence: Dependence = Along(form.dim, 1, 0)
+            dependence: Dependence = Along(form.place.dim, 1, 0)
             if form.rows > watch.size:
-                dependence = WithNeighbours.of(result, form.dim, form.last, f"{watch.where} by {form.kind}")
+                dependence = WithNeighbours.of(result, form.place.dim, form.last, f"{watch.where} by {form.kind}")
             watch.learn(result, None)
             watch.learn(result, dependence)
             watch.numbers.name(result, "moved", form.kind, repr(form.what), ends, *what, where=watch.where)
@@ -180,8 +179,8 @@ def _extended(
 
 _PARTS = ((5, 3), (64, 64))
 """Tokens of the two parts of a trial, other numbers where the function does not run with these."""
-_LIMIT = 1e-5
-"""Largest difference of a trial, in which the function's own float32 stays."""
+_LIMIT = 5e-6
+"""Largest relative difference of a trial, in which the function's own float32 stays."""
 
 
 class TracedStates:
@@ -330,28 +329,12 @@ def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int
     alone, _ = call.run(None, *part(*lengths))
     sizes = (whole.shape, first.shape, second.shape)
     along = [dim for dim, size in enumerate(zip(*sizes, strict=True)) if size == (sum(lengths), *lengths)]
-    if len(along) != 1 or _is_close(second, alone):  # these values do not show what a state does
+    if len(along) != 1 or is_same(second, alone, _LIMIT):  # these values do not show what a state does
         return None
-    pairs = [(whole, torch.cat((first, second), along[0])), *zip(end, last, strict=True)]
-    weights = [torch.rand(result.shape, dtype=torch.float64, generator=source) for result, _ in pairs]
-    inputs = [tensor for tensor in drawn if tensor.requires_grad]
-    of_whole, of_parts = (
-        torch.autograd.grad(_sum_of((pair[at] for pair in pairs), weights), inputs, allow_unused=True) for at in (0, 1)
-    )
-    pairs += [
-        (gradient, other)
-        for gradient, other in zip(of_whole, of_parts, strict=True)
-        if gradient is not None and other is not None
-    ]
-    return along[0] if all(_is_close(*pair) for pair in pairs) else None
-
-
-def _sum_of(results: Iterable[Tensor], weights: list[Tensor]) -> Tensor:
-    return torch.stack([(result * weight).sum() for result, weight in zip(results, weights, strict=True)]).sum()
-
-
-def _is_close(tensor: Tensor, other: Tensor) -> bool:
-    if tensor.shape != other.shape or not math.isfinite(float(tensor.detach().abs().max() if tensor.numel() else 0.0)):
-        return False
-    scale = max(float(tensor.detach().abs().max()), 1e-6) if tensor.numel() else 1.0
-    return not tensor.numel() or float((tensor - other).detach().abs().max()) <= _LIMIT * scale
+    expected, joined = (whole, *end), (torch.cat((first, second), along[0]), *last)
+    upstream = [torch.rand(result.shape, dtype=torch.float64, generator=source).to(result.dtype) for result in expected]
+    of_whole, of_parts = (gradients_of(results, upstream, drawn) for results in (expected, joined))
+    pairs = [*zip(joined, expected, strict=True)]
+    pairs += [(a, b) for a, b in zip(of_parts, of_whole, strict=True) if a is not None and b is not None]
+    is_recurrence = all(bool(b.isfinite().all()) and is_same(a, b, _LIMIT) for a, b in pairs)
+    return along[0] if is_recurrence else None

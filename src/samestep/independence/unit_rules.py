@@ -95,12 +95,11 @@ def _become(unit_dim: UnitDim, to: Target, op: Operation) -> UnitDim:
     Raises:
         MixesError: they are summed over, or moved.
     """
-    if to in (SUMMED, MOVED):
+    inner = math.lcm(unit_dim.inner, to.each if isinstance(to, Blocks) else 1)
+    size = unit_dim.inner * unit_dim.units
+    if to in (SUMMED, MOVED) or size % inner:
         raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(unit_dim.sources)}")
     if isinstance(to, Blocks):
-        inner, size = math.lcm(unit_dim.inner, to.each), unit_dim.inner * unit_dim.units
-        if size % inner:
-            raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(unit_dim.sources)}")
         return replace(unit_dim, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
     return replace(unit_dim, dim=to)
 
@@ -114,14 +113,11 @@ def _join_units(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim 
     if a is None or b is None:
         return a or b
     sources = a.sources | b.sources
-    if (a.dim, a.outer) != (b.dim, b.outer):
-        raise MixesError(
-            f"{place(op)} computes {op.name} across {describe_sources(sources)}: their units are in other dimensions"
-        )
-    finer = a if a.units >= b.units else b
-    coarser = b if finer is a else a
-    if finer.units % coarser.units:
-        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(sources)}: their units do not match")
+    coarser, finer = sorted((b, a), key=lambda unit_dim: unit_dim.units)
+    are_apart = (a.dim, a.outer) != (b.dim, b.outer)
+    if are_apart or finer.units % coarser.units:
+        why = "are in other dimensions" if are_apart else "do not match"
+        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(sources)}: their units {why}")
     return replace(finer, sources=sources)
 
 
@@ -265,9 +261,11 @@ def _leave_module(flow: UnitFlow, op: Operation) -> None:
 def _outputs(flow: UnitFlow, op: Operation) -> None:
     """The outputs of the model: its prediction first, if there is one, then all others."""
     prediction, others = op.args
-    flow.prediction = None if prediction is None else flow.along(prediction, op)
+    of_prediction = None if prediction is None else flow.along(prediction, op)
+    if of_prediction is not None and (of_prediction.dim, of_prediction.outer) == (len(prediction.shape) - 1, 1):
+        flow.logits_of = of_prediction.sources
     unit_dims = {
-        -1: flow.prediction,
+        -1: of_prediction,
         **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction},
     }
     flow.cut_outputs = {index: units.sources for index, units in unit_dims.items() if units is not None}

@@ -298,9 +298,7 @@ def _content(real: Tensor) -> Hashable:
     plain = real.detach().resolve_conj().resolve_neg().contiguous()
     if _is_uniform(plain):
         return "constant", plain.dtype, repr(plain.flatten()[0].item())
-    content = (
-        plain.view(torch.uint8).numpy().tobytes() if plain.dim() else bytes(plain[None].view(torch.uint8).tolist())
-    )
+    content = plain.flatten().view(torch.uint8).numpy().tobytes()
     content = content if len(content) < _LONG else hashlib.sha256(content).digest()
     return "constant", plain.dtype, tuple(plain.shape), content
 

@@ -38,7 +38,7 @@ from samestep.trees import have_same_values
 
 DEPTH = 5
 """Levels of objects and containers that are looked into."""
-_LARGEST_COPY = 2**24
+LARGEST_COPY = 2**24
 _LARGEST = 4096
 """Containers of more items are compared by their length alone."""
 _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
@@ -377,7 +377,7 @@ def preserve_modules(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserve_function(function: Callable[..., Any]) -> Iterator[KeptValues]:
     """Restore what a function reaches after calls inside, which print nothing: itself a module, a method, a partial, or variables around it."""
-    kept_values = KeptValues(function, _LARGEST_COPY)
+    kept_values = KeptValues(function, LARGEST_COPY)
     try:
         with _unheard():
             yield kept_values

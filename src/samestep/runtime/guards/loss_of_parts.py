@@ -96,6 +96,7 @@ def judge(
     *,
     is_new: bool = True,
     num_samples: int = 0,
+    began: KeptValues | None = None,
 ) -> LossTrial:
     """Return whether a loss is a sum over samples, of some that were run as one and as two halves.
 
@@ -103,11 +104,14 @@ def judge(
     between calls, or the function `keeping` of the user's that it calls, is as before afterwards. Every rank of a tensor cut calls it
     alike, since the loss may communicate over the cut. Values around the numbers in the code of a loss are tried if it `is_new`.
     One device computes the loss of `num_samples` at once: so many are tried too, of these repeated, if they are few elements.
+    `began` is what the loss kept before the step.
     """
     ways = divisions(together, halves, graded)
     if not ways:
         return LossTrial("no dimension of its outputs holds the samples", is_indivisible=True)
     outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0, num_samples)
+    if began is not None and not (outcome.reason or outcome.keeps or outcome.acts_by_calls):
+        outcome = replace(outcome, acts_by_calls=_began_otherwise(loss, ways[0], keeping or loss, began))
     has_own = None in ways[0].places[: ways[0].num_outputs]  # which differs by roundings
     return replace(outcome, is_indivisible=True) if outcome.reason and has_own else outcome
 
@@ -343,6 +347,18 @@ def _memory(loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
         except Exception:  # of the user's own code, which may not be defined for other outputs
             continue
     return LossTrial()
+
+
+def _began_otherwise(loss: Loss, some: DividedSamples, keeping: Loss, began: KeptValues) -> bool:
+    """Return whether the sum of a loss is another one in the state in which the step has found it."""
+    try:
+        with preserve_function(keeping):
+            now = _evaluate_alone(loss, some, raised=False)
+        with preserve_function(keeping):
+            began.restore(generators=False)
+            return bool(_another_sum(_evaluate_alone(loss, some, raised=False), now))
+    except Exception:  # of the user's own code
+        return False
 
 
 def _is_alike(first: _LossValue, evaluate: Callable[[], _LossValue]) -> bool:

@@ -37,6 +37,7 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import Repeat, TriedLoss, has_own_graph
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.step_observer import Indices
+from samestep.state.snapshot import LARGEST_COPY, KeptValues
 
 _ELEMENTS = 2**22
 """A loss is tried on about so many elements of outputs and batch."""
@@ -65,9 +66,12 @@ class LossTrials:
         self._asked: list[TriedLoss] = []
         """The trials of this step for which this rank asks."""
         self._num_unjudged = 0
+        self._began: KeptValues | None = None
+        """What the loss keeps between its calls, as it was before a step in which it is tried."""
 
     def refusing_collectives(self) -> AbstractContextManager[None]:
         """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried."""
+        self._began = None if self.is_tried or isinstance(self.loss, ModelLoss) else KeptValues(self.loss, LARGEST_COPY)
         is_alone = self.is_tried or self._layout.world_size == 1
         return nullcontext() if is_alone else own_collectives.refuse_collectives()
 
@@ -129,7 +133,8 @@ class LossTrials:
             return
         graded, pairs = tuple(leaf.requires_grad for leaf in tensors_in(outputs)), frozenset(watch.pairs)
         size = _samples_of(outputs, samples, len(indices))
-        self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new))
+        began = self._began if assembly.parallel.program.step.num_microbatches > 1 else None
+        self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new, began))
         self._refusals.asks = len(self._asked)
 
     def refuse_moved_counts(self, name: str) -> None:
@@ -197,7 +202,9 @@ class LossTrials:
         if trial.acts_by_calls and is_parted:
             text = "the loss acts by the number of its calls, and each micro-batch calls it, where a plain loop does once a step"
             self._refusals.add(
-                "loss", "loss-not-a-sum", f"{text}. Use one micro-batch per rank, or report.step of the loop"
+                "loss",
+                "loss-not-a-sum",
+                f"{text}. Use one micro-batch per rank, or a number that the loop sets before each step",
             )
         if trial.keeps and self._is_split:
             self._refusals.remark(

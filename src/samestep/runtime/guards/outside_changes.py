@@ -48,9 +48,7 @@ class OutsideChanges:
             param.requires_grad_(False)
         if thawed:
             return _thawed_refusal(thawed[0][0])
-        if self._reads_hooks and (
-            reason := parameter_hooks.later_refusal(self._params, assembly.parallel.program, self._judged_hooks)
-        ):
+        if reason := parameter_hooks.later_refusal(self._params, assembly.parallel.program, self._judged_hooks):
             return reason
         if not self._reads_hooks and (number := parameter_hooks.num_on(self._params)) != self._num_hooks:
             self._num_hooks, self.has_hooks = number, parameter_hooks.are_on(self._params)

@@ -51,7 +51,7 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
-from samestep.state.snapshot import ModelState, preserve_function, preserve_generators
+from samestep.state.snapshot import KeptValues, ModelState, preserve_function, preserve_generators
 from samestep.state.writes import Marks, exact_norms, marks_of
 from samestep.trees import tensors_in
 
@@ -89,6 +89,8 @@ class TriedLoss(NamedTuple):
     """The functions that it has called (`LossWatch.pairs`)."""
     is_new: bool = True
     """Whether some of them were not called when it was tried before."""
+    began: KeptValues | None = None
+    """What it keeps between its calls, as it was before a step of several micro-batches."""
 
 
 class HalvedRun(NamedTuple):
@@ -291,7 +293,14 @@ class Repeat(NamedSamples):
         loss, of_user = tried.loss, self._loss_of_user
         number = 0 if self.assembly.parallel.program.step.layout.cp > 1 else self.batch.num_samples
         trial = loss_of_parts.judge(
-            loss, run.together, run.halves, tried.graded, of_user, is_new=tried.is_new, num_samples=number
+            loss,
+            run.together,
+            run.halves,
+            tried.graded,
+            of_user,
+            is_new=tried.is_new,
+            num_samples=number,
+            began=tried.began,
         )
         if self.assembly.parallel.program.step.layout.cp == 1 or not trial.judged:
             return trial

@@ -211,25 +211,31 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     It does where one forward takes the whole batch and ranks hold whole weights. Elsewhere a hook is called once on drawn
     gradients; `judged` holds, by identity, those that have been.
     """
+    reads_all = may_refuse(program)
+    if not reads_all and program.step.layout.pp == 1:
+        return ""
     with DisableTorchFunction():  # a weight of another stage would ask its class at each attribute
         present = [
             (*(p._backward_hooks or ()), *(getattr(p, "_post_accumulate_grad_hooks", None) or ())) for _, p in params
         ]
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
-    for name, param in params if may_refuse(program) else ():
+    owners = Counter(id(hook) for _, param in params for kind in gradient_hooks_of(param) for hook in kind.values())
+    for name, param in params:
         hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}  # those of samestep too
-        if hooks.keys() <= judged.keys():
+        is_shared = any(owners[hook] > 1 for hook in hooks)
+        if hooks.keys() <= judged.keys() or not (reads_all or (is_shared and not param.is_meta)):
             continue
-        if reason := _refusal_of(name, param, program):
+        if reason := _refusal_of(name, param, program, is_shared=is_shared):
             return reason
         judged.update(hooks)
     judged[_ALL] = present
     return ""
 
 
-def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
-    """Return why the hooks of a parameter are refused where a rank holds a part of it, or sees a part of the batch; else empty."""
+def _refusal_of(name: str, param: nn.Parameter, program: Program, *, is_shared: bool) -> str:
+    """Return why the hooks of a parameter are refused where a rank holds a part of it or a part of the weights that have one of them
+    (`is_shared`), or sees a part of the batch; else empty."""
     marks = _own_hooks(param)
     if not marks.hooks and not marks.late_hooks:
         return ""
@@ -243,8 +249,8 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
     function = gradient_function(marks, value)
     try:
         with _preserved(marks):
-            if divides:
-                _check_linear(name, marks, function, value, program)
+            if divides or is_shared:
+                _check_linear(name, marks, function, value, program, is_shared=is_shared)
             is_apart = not is_cut or _is_by_elements(function, value)
     except ModelError as error:
         return str(error)
