@@ -71,7 +71,7 @@ def row(**cells: object) -> dict[str, str]:
     ("cells", "reason"),
     [
         ({"gpu": "Abacus 9000"}, "no profile of Abacus 9000"),
-        ({"model": "Stable Diffusion v2"}, "no transformer"),
+        ({"model": "Stable Diffusion v2"}, "not a transformer"),
         ({"n_layers": None, "hidden": None}, "no sizes of the model"),
         ({"metric_step_time_s": ""}, "nothing was measured"),
         (

@@ -184,6 +184,22 @@ def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> N
     assert found == pytest.approx(losses(lambda: model, plain_step), rel=1e-9)
 
 
+def _halve(param: Tensor) -> None:
+    param.grad *= 0.5
+
+
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=1 microbatch=6"])
+@pytest.mark.parametrize("late", [_halve, lambda p: setattr(p, "grad", p.grad * 0.5), lambda p: p.grad.clamp_(-1, 1)])
+def test_a_late_hook_of_a_loop_is_refused_with_micro_batches(layout: str, late: Callable[[Tensor], None]) -> None:
+    """It would act on the sums of each micro-batch's gradients with those before it."""
+    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout=layout, job=JOB)
+    run.step(_batch(False))
+    for param in run.model.parameters():
+        param.register_post_accumulate_grad_hook(late)
+    with pytest.raises(UnprovenError, match=r"a hook (after the accumulated|on the) gradient of"):
+        run.step(_batch(False))
+
+
 class GrowingHook:
     """Scales gradients by the number of its calls, or those of every third call."""
 

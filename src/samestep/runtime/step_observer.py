@@ -46,6 +46,12 @@ class ReplicaScalars:
 class StepScalars:
     """The scalars of one step, each summed over all ranks, as the host has read them."""
 
+    loss_sum: float
+    """The sum of the loss over the step."""
+    count: float
+    """Tokens or samples that the loss counts."""
+    norm_squared: float
+    """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
     replicas: tuple[ReplicaScalars, ...]
     """Those of each replica, where replicas are trained apart; else one."""
     flags: Mapping[StepFlag, float]
@@ -55,25 +61,12 @@ class StepScalars:
     reported: Sequence[float] = ()
     """The sum and the count of each named term and value of the loss, over all replicas."""
 
-    @property
-    def loss_sum(self) -> float:
-        """The sum of the loss over the step."""
-        return sum(replica.loss_sum for replica in self.replicas)
-
-    @property
-    def count(self) -> float:
-        """Tokens or samples that the loss counts."""
-        return sum(replica.count for replica in self.replicas)
-
-    @property
-    def norm_squared(self) -> float:
-        """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
-        return sum(replica.norm_squared for replica in self.replicas)
-
     def guarded(self, least: float) -> StepScalars:
         """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
-        replicas = [replace(replica, count=max(replica.count, least)) for replica in self.replicas]
-        return replace(self, replicas=tuple(replicas)) if least else self
+        if not least:
+            return self
+        replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.replicas])
+        return replace(self, count=sum(replica.count for replica in replicas), replicas=replicas)
 
     @classmethod
     def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> StepScalars:
@@ -82,8 +75,9 @@ class StepScalars:
         each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
         replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
-        reported = [*map(sum, zip(*(part[uses.stop :] for part in parts), strict=True))]
-        return cls(replicas, _flags_in(numbers[-FLAG_SLOTS:]), [part[uses] for part in parts], reported)
+        loss_sum, count, norm_squared, *columns = map(sum, zip(*parts, strict=True))
+        flags = _flags_in(numbers[-FLAG_SLOTS:])
+        return cls(loss_sum, count, norm_squared, replicas, flags, [part[uses] for part in parts], columns[num_uses:])
 
 
 class StepObserver:

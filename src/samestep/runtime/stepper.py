@@ -69,7 +69,8 @@ class Stepper:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        self._close()
+        if self.launched is not None:
+            self._close()
         return self._own.current
 
     @property

@@ -26,6 +26,7 @@ class OutsideChanges:
         """The parameters themselves: a module may hold a stand-in of one that other ranks have updated ([Note: late weights])."""
         self._judged_hooks: dict[int, object] = {}
         self._reads_hooks = parameter_hooks.may_refuse(assembly.parallel.program)
+        self._judges_hooks = self._reads_hooks or assembly.parallel.program.step.layout.pp > 1
         self._num_hooks = -1
         self.has_hooks = False
         """Whether hooks of the loop's see the gradients of whole steps, which they may act by."""
@@ -48,7 +49,9 @@ class OutsideChanges:
             param.requires_grad_(False)
         if thawed:
             return _thawed_refusal(thawed[0][0])
-        if reason := parameter_hooks.later_refusal(self._params, assembly.parallel.program, self._judged_hooks):
+        if self._judges_hooks and (
+            reason := parameter_hooks.later_refusal(self._params, assembly.parallel.program, self._judged_hooks)
+        ):
             return reason
         if not self._reads_hooks and (number := parameter_hooks.num_on(self._params)) != self._num_hooks:
             self._num_hooks, self.has_hooks = number, parameter_hooks.are_on(self._params)

@@ -211,15 +211,13 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     It does where one forward takes the whole batch and ranks hold whole weights. Elsewhere a hook is called once on drawn
     gradients; `judged` holds, by identity, those that have been.
     """
-    reads_all = may_refuse(program)
-    if not reads_all and program.step.layout.pp == 1:
-        return ""
     with DisableTorchFunction():  # a weight of another stage would ask its class at each attribute
         present = [
             (*(p._backward_hooks or ()), *(getattr(p, "_post_accumulate_grad_hooks", None) or ())) for _, p in params
         ]
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
+    reads_all = may_refuse(program)
     owners = Counter(id(hook) for _, param in params for kind in gradient_hooks_of(param) for hook in kind.values())
     for name, param in params:
         hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}  # those of samestep too
@@ -256,6 +254,11 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program, *, is_shared: 
         return str(error)
     except Exception as error:  # of the user's own code, which may raise anything
         return str(_failing(name, error))
+    if divides and marks.late_hooks:
+        return (
+            f"a hook after the accumulated gradient of {name} was registered in run.model, and {divides} adds up gradients of parts of the "
+            "batch, each of which the hook would see. Use such a hook of the model that the run is made of, or register_hook"
+        )
     if not is_apart:
         return (
             f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight. Use "
