@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import samestep
 from samestep.datasets import generators
 from samestep.datasets.generators import states_of
+from samestep.errors import UnprovenError
 from samestep.runtime.guards import randomness
 from samestep.runtime.guards.randomness import GeneratorWatch
 
@@ -70,3 +74,52 @@ def test_a_step_reads_the_states_twice_whatever_the_number_of_calls(monkeypatch:
         watch.settle()
     assert watch.moved() == ""
     assert len(asked) == 2
+
+
+COUNTER = itertools.count()
+
+
+def _by_global(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.sum() * (1 + 0.1 * next(COUNTER)), len(outputs)
+
+
+def _by_closure() -> Any:
+    weights = iter([0.1, 0.5, *[1.0] * 100])
+    return lambda outputs, batch: (outputs.sum() * next(weights), len(outputs))
+
+
+class ByAttribute:
+    def __init__(self) -> None:
+        self.numbers = (number for number in range(100))
+
+    def __call__(self, outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return outputs.sum() * next(self.numbers), len(outputs)
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.1 * next(self.calls))
+
+
+def _summed(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.sum(), len(outputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(nn.Linear, _by_global), (nn.Linear, _by_closure()), (nn.Linear, ByAttribute()), (Counting, _summed)],
+    ids=["global", "closure", "attribute", "model"],
+)
+def test_an_iterator_is_refused_by_name_before_the_first_update(model: Any, loss: Any) -> None:
+    """Trials advance it, and nothing puts it back."""
+    job = samestep.Job(train={"global_batch": 4}, run={"device": "cpu"})
+    made = model(3, 2) if model is nn.Linear else model()
+    weight = made.weight.detach().clone()
+    run = samestep.parallelize(made, loss, torch.optim.SGD, layout="dp=1", job=job)
+    with pytest.raises(UnprovenError, match="is an iterator, which trials of the model and of the loss advance"):
+        run.step((torch.randn(4, 3), torch.zeros(4)))
+    assert torch.equal(run.model.weight, weight)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import IOBase
 from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -99,6 +100,8 @@ class Snapshot:
         """Sets arrays to what they were."""
         self.generators: list[tuple[Any, Callable[[], Any]]] = []
         """Generators of random numbers, each with a function that puts it back."""
+        self.iterators: list[str] = []
+        """The names of iterators, which nothing puts back: `itertools.count()`, a running generator."""
         self._seen: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, Content] = {}
@@ -150,6 +153,11 @@ class Snapshot:
         """Return whether the content of a variable is state."""
         return isinstance(value, _PLAIN) or home_of(type(value).__module__) in self.homes
 
+    def _is_iterator(self, value: Any) -> bool:
+        """Return whether a value is an iterator of which no attribute holds the place; files are none."""
+        is_own = home_of(type(value).__module__) in self.homes
+        return isinstance(value, Iterator) and not (is_own or isinstance(value, IOBase))
+
     def _variable(self, variable: Variable) -> None:
         """Note a variable of which the value is state; search what else it holds; a number that nobody can set is a constant."""
         name, holder, key, value = variable
@@ -157,6 +165,8 @@ class Snapshot:
             self._meet(name, value)
         elif holder is None and isinstance(value, _SINGLE):
             self._note(value)
+        elif self._is_iterator(value):
+            self.iterators.append(name)
         elif self._is_state(value):
             place = (id(value), "") if holder is None else (id(holder), key)
             if place not in self._places:
@@ -241,6 +251,9 @@ class Snapshot:
             state = state_of(value)
             self.generators.append((value, partial(put_back, value, state)))
             return state
+        if self._is_iterator(value):
+            self.iterators.append(name)
+            return type(value).__name__
         if id(value) in self._seen or depth == 0:
             return self._seen.get(id(value), type(value).__name__)
         self._seen[id(value)] = type(value).__name__  # for what contains itself

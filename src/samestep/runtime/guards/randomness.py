@@ -59,14 +59,16 @@ class GeneratorWatch:
         self._seen: tuple[object, ...] | None = None
         """The states that the generators must keep; None while other code runs, which may draw."""
 
-    def watch(self, code: nn.Module | Callable[..., Any]) -> None:
-        """Watch the generators that a model or a loss holds, or that its code reaches, too."""
-        for name, generator in Snapshot(code, weights=False).named_generators:
+    def watch(self, code: nn.Module | Callable[..., Any]) -> list[str]:
+        """Watch the generators that a model or a loss holds, or that its code reaches, too; return the names of iterators."""
+        snapshot = Snapshot(code, weights=False)
+        for name, generator in snapshot.named_generators:
             self._named.setdefault(id(generator), (f"the generator {name}", generator))
         generators = [generator for _, generator in self._named.values()]
         if generators or self._of_gpu is not None:
             self._states = functools.partial(_states, self._of_gpu, generators)
         self.leave()
+        return snapshot.iterators
 
     def leave(self) -> None:
         """Let code run that may draw, until the states are taken next."""

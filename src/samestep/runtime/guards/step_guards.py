@@ -270,7 +270,7 @@ class StepGuards:
 
     def trials_of(self, loss: Loss) -> LossTrials:
         """Return the trials of a loss, whose generators are watched from now on."""
-        self.generators.watch(loss)
+        self._watch(self.generators, loss)
         return LossTrials(loss, self._own.current.parallel.program, self.refusals)
 
     @functools.cached_property
@@ -282,8 +282,17 @@ class StepGuards:
     def generators(self) -> GeneratorWatch:
         """The watch over the generators of the process, and over those that the model or a loss holds."""
         generators = GeneratorWatch(self._own.place.device)
-        generators.watch(self._own.current.model.module)
+        self._watch(generators, self._own.current.model.module)
         return generators
+
+    def _watch(self, generators: GeneratorWatch, code: nn.Module | Loss) -> None:
+        """Watch the generators that a model or a loss holds, and refuse iterators, since trials advance them."""
+        for name in generators.watch(code):
+            self.refusals.add(
+                "state",
+                "forward-state",
+                f"{name} is an iterator, which trials of the model and of the loss advance too. Use a number that the loop sets, or a buffer",
+            )
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
