@@ -257,7 +257,7 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program, *, is_shared: 
     if divides and marks.late_hooks:
         return (
             f"a hook after the accumulated gradient of {name} was registered in run.model, and {divides} adds up gradients of parts of the "
-            "batch, each of which the hook would see. Use such a hook of the model that the run is made of, or register_hook"
+            "batch: the hook would see each sum. Use such a hook of the model that the run is made of, or register_hook"
         )
     if not is_apart:
         return (
