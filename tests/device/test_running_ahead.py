@@ -232,9 +232,7 @@ CLOSED = waits.Place("synchronize", "runtime/open_step.py:OpenStep.read")
     ],
 )
 def test_a_step_that_uses_other_weights_runs_ahead_and_waits_no_more(model: str, layout: str) -> None:
-    plan = unused_weights.turns("both", 3)
-    plain = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
-    losses, weights = unused_weights.plain(model, unused_weights.job(), plain, plan)
+    losses, weights = unused_weights.plain(model, None, "momentum", "both", 3)
     for seen in pool(Layout(layout).world_size, "cuda").run(unused, model, layout, 3):
         assert seen["losses"] == pytest.approx(losses, rel=1e-5)
         for name, value in weights.items():
