@@ -214,7 +214,7 @@ def _masked_first(inputs: Tensor, index: int) -> Tensor:
     [
         (_first_own, None, "aligned", "sample 6 are the next tokens, and the labels of other samples are the input_ids at their own place"),
         (lambda inputs, index: inputs if index == 6 else moved(inputs, 1), None, "next", "sample 6 are the input_ids at"),
-        (lambda inputs, index: inputs.flip(0) if index == 6 else inputs, None, "aligned", "sample 6 are neither, and those"),
+        (lambda inputs, index: inputs.flip(0) if index == 6 else inputs, None, "aligned", "sample 6 are neither, and the labels of other samples"),
         (_masked_first, None, "next", "sample 6 are the input_ids at their own place, and the labels of other samples are the next tokens"),
         (_first_own, "aligned", "aligned", "sample 6 are the next tokens, and data.labels is 'aligned'"),
         (lambda inputs, index: inputs if index == 6 else inputs.flip(0) // 2, "next", "next", "sample 6 are the input_ids at"),
