@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Any], Any], int, str]] = {
     "a hook": (hooked, 0, GRADIENT),
     "weights of the backward": (weighted_backward, 0, GRADIENT),
     "classes that are there": (distinct, 0, COUNT),
-    "another guard": (counting(lambda n: n + (n == 0)), 0, "Use a plain sum and count, also behind n.clamp(min=1)"),
+    "another guard": (counting(lambda n: n + (n == 0)), 0, "Use a plain sum and count, also after n.clamp(min=1)"),
     "a count that is limited": (counting(lambda n: n.clamp(max=4)), 0, "its count is 4 for the whole"),
     "a sum of a value that is guarded": (with_share, 0, "its sum of values.share is 2 for the whole"),
     "a sum that is limited": (with_limit, 0, SUM),

@@ -156,7 +156,8 @@ class DividedSamples:
 
         Whole numbers that the halves do not share may be ids of groups, or classes: others in the second half first, and then the same.
         """
-        if None in self.places or any(map(is_let_go, self.tensors[WHOLE])) or len({*map(_words_of, self.trees)}) > 1:
+        has_places = None not in self.places and len(self.places) == len(self.tensors[WHOLE])
+        if not has_places or any(map(is_let_go, self.tensors[WHOLE])) or len({*map(_words_of, self.trees)}) > 1:
             return []
         number, places = sum(self.sizes), [cast("SamplePlace", place) for place in self.places]
         ways = [
