@@ -459,7 +459,7 @@ REFUSED = [
     Refused(
         "cp=2",
         _scored("a mean of a slice", times_mean, returns_mean=True),
-        "no sum over the tokens .* computed from a rank's slice",
+        "not a sum over the tokens .* computed from a rank's slice",
         UnprovenError,
         "loss",
     ),
@@ -469,6 +469,6 @@ REFUSED = [
         "no dimension of samples and differs between parts",
         JobError,
     ),
-    Refused("cp=2", _scored("a sum over texts", by_text), "no sum over the tokens", UnprovenError, "loss"),
+    Refused("cp=2", _scored("a sum over texts", by_text), "not a sum over the tokens", UnprovenError, "loss"),
     *refused("MONAI cannot be cut, its blocks have no pair of linear layers", LIKE["MONAI"], "tp=2"),
 ]

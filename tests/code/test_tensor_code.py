@@ -673,10 +673,10 @@ MIXING |= {
         parts(lambda m, x: m.down(F.gelu(m.up(x))).cumsum(1)), "blocks.0.part mixes tokens by cumsum",
     ),
     "what a part returns besides": (
-        parts(returning_its_mean, with_its_mean, gate=WHOLE), "blocks.0 uses what a part that tp cuts has computed",
+        parts(returning_its_mean, with_its_mean, gate=WHOLE), "blocks.0 uses a result that a sharded part",
     ),
     "what a part keeps": (
-        parts(keeping_its_mean, with_what_it_kept, gate=WHOLE), "blocks.0 uses what a part that tp cuts has computed",
+        parts(keeping_its_mean, with_what_it_kept, gate=WHOLE), "blocks.0 uses a result that a sharded part",
     ),
     "the length of a slice within a part": (
         mlp(lambda m, h, x: h * h[:, : x.shape[1]].mean(1, keepdim=True)), "computes differently, or with other numbers",

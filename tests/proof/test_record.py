@@ -31,7 +31,7 @@ def test_a_run_proves_its_layout_first_and_later_runs_know_it(
     plain, proven, later, other = (tmp_path / name for name in ("plain", "proven", "later", "other"))
     words = ("--layout", "dp=2", "--steps", "2")
     assert small.train(*words, "--out", plain) == 0
-    assert "\nnot verified yet: `samestep verify` compares this layout" in capfd.readouterr().out
+    assert "\nnot verified yet: `samestep verify`" in capfd.readouterr().out
     assert _summary(plain)["proof"].startswith("not verified yet: ")
     assert small.train(*words, "--out", proven, "--prove") == 0
     assert "\nproven: the same result" in capfd.readouterr().out

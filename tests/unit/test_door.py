@@ -61,7 +61,7 @@ def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> Non
     whole = _after_the_job(capsys.readouterr().out, r"layout  ")
     legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
     assert len(whole) == every + 1
-    assert sum("refused:" not in line for line in whole[1:]) == legal
+    assert sum("rejected:" not in line for line in whole[1:]) == legal
     refused = [int(line.split()[0].replace(",", "")) for line in shown if line.startswith("  ")]
     assert sum(refused) == every - legal or len(refused) == 12
 

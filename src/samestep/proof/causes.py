@@ -139,8 +139,29 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     drawn = "; the model draws masks or random numbers" if evidence.draws("") else ""
     return (
         Cause.LOSS,
-        f"forwards agree, but the loss of step {step} is {min(losses) / right:.6g} times the right one{drawn}",
+        f"forwards agree, but the loss of step {step} is {min(losses) / right:.6g} times the right one"
+        f"{_mean_of_means(evidence.parts(step - 1), min(losses))}{drawn}",
     )
+
+
+def _mean_of_means(parts: Sequence[BatchPart], loss: float) -> str:
+    """Return text that says which means a loss is the mean of, equally weighted; empty if it is no such mean."""
+    keys: dict[str, Callable[[BatchPart], object]] = {
+        "micro-batches": lambda part: (part.dp_index, part.microbatch),
+        "ranks": lambda part: part.dp_index,
+    }
+    for word, key in keys.items():
+        groups: dict[object, list[BatchPart]] = {}
+        for part in parts:
+            groups.setdefault(key(part), []).append(part)
+        means = [_mean(group) for group in groups.values() if sum(part.count for part in group)]
+        if len(means) > 1 and abs(sum(means) / len(means) - loss) <= CLOSE * abs(loss):
+            return f": it is the mean of the means of the {word}"
+    return ""
+
+
+def _mean(parts: Sequence[BatchPart]) -> float:
+    return sum(part.loss for part in parts) / max(1.0, sum(part.count for part in parts))
 
 
 def _explain_coupling(evidence: Evidence, step: int) -> str | None:
@@ -149,7 +170,7 @@ def _explain_coupling(evidence: Evidence, step: int) -> str | None:
     if evidence.balances or evidence.shares_values:
         return None  # a part has no balancing loss, nor the values of all samples
     right, parts = evidence.reference.steps[step - 1].loss, evidence.parts(step - 1)
-    alone = sum(part.loss for part in parts) / max(1.0, sum(part.count for part in parts))
+    alone = _mean(parts)
     if len(parts) == 1 or abs(alone - right) <= CLOSE * abs(right):
         return None
     return (
