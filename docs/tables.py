@@ -196,7 +196,7 @@ TECHNIQUES = (
     ),
     ("offload of the optimizer", "runtime/optimizers/optimizer_step.py runtime/host_copies.py"),
     (
-        "host weights (parameter offloading of frozen models)",
+        "parameter offloading of frozen models (weights on the host)",
         "strategies/host_weights.py runtime/axes/host_weights.py program/program.py",
     ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
@@ -216,14 +216,14 @@ TECHNIQUES = (
     ),
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
-        "local replicas (DiLoCo, local SGD)",
+        "DiLoCo, local SGD (local replicas)",
         "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/weight_store.py",
     ),
     (
         "optimizers over the whole matrix (Muon, Shampoo)",
         "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py",
     ),
-    ("packed states (8-bit optimizer states)", "runtime/optimizers/packed_states.py program/update_rules.py"),
+    ("8-bit optimizer states, packed", "runtime/optimizers/packed_states.py program/update_rules.py"),
     ("compiled blocks", "runtime/axes/compiled_blocks.py runtime/axes/graph_compiler.py"),
     ("packed documents", "wings/readers/documents.py building/packed_positions.py building/attention/fused.py"),
     (
