@@ -233,7 +233,7 @@ def test_a_run_that_has_given_its_model_back_takes_no_step() -> None:
     assert type(model) is Two
     assert model(torch.ones(1, 4).to(model.head.weight)).shape == (1, 4)
     for call in (lambda: run.step(batch), run.release, run.state_dict, lambda: run.evaluate(batch)):
-        with pytest.raises(ModelError, match=r"behind run\.release\(\): .* Use samestep\.parallelize"):
+        with pytest.raises(ModelError, match=r"after run\.release\(\): .* Use samestep\.parallelize"):
             call()
 
 
