@@ -435,7 +435,9 @@ def test_a_full_disk_costs_tensorboard_its_numbers_and_not_the_run(
     monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda _: file)
     tracker = trackers.open_receiver("tensorboard", Job(), tmp_path, 0, "a run")
     file.is_full = True
-    with pytest.warns(UserWarning, match=r"a run does not take the numbers of step 1 .*No space left.* the run continues"):
+    with pytest.warns(
+        UserWarning, match=r"a run does not take the numbers of step 1 .*No space left.* the run continues"
+    ):
         tracker.add(_report(1), {"train/loss": 1.0})
     for step in range(2, 40):
         tracker.add(_report(step), {"train/loss": 1.0})
