@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -211,9 +210,11 @@ def _calls_carried_out(carry_out: Callable[[type, Function, tuple[Any, ...], dic
     """Let a function carry out the calls of custom Functions in this thread inside; those of torch and samestep run as they are."""
     thread = threading.get_ident()
 
-    def replacing(original: MethodType) -> Any:
+    def replacing(_: Function) -> Any:
+        original = vars(torch.autograd.Function)["apply"]  # a class method of Python, or from torch 2.14 on a method in C
+
         def apply(function: type, *args: Any, **named: Any) -> Any:
-            plain = MethodType(original.__func__, function)
+            plain = original.__get__(None, function)
             if threading.get_ident() != thread or function.__module__.startswith(_KNOWN):
                 return plain(*args, **named)
             return carry_out(function, plain, args, named)
