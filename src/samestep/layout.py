@@ -347,3 +347,9 @@ def check_number(name: str, value: int | None, most: int = MOST_RANKS) -> None:
     """
     if value is not None and not 1 <= value <= most:
         raise LayoutError("value-out-of-range", f"{name}={value} must be from 1 to {most}")
+
+
+def option_without(option: str) -> str:
+    """Return the value of an option that divides nothing: `zero=0` for `zero=3`, `tp=1` for `tp=2`."""
+    name = option.partition("=")[0]
+    return f"{name}={0 if name == 'zero' else 1}"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from samestep.job_tables import RunTable
-from samestep.layout import Layout
+from samestep.layout import Layout, option_without
 from samestep.models.spec import ModelSpec, StateSpec, is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
@@ -119,7 +119,7 @@ def explain_lost_write(name: str, word: str) -> str:
     """Return why a weight that a forward writes is refused under a word of the layout, such as `zero=3`."""
     return (
         f"the forward writes into the weight {name}, and under {word} into a copy or a part of it. Use "
-        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1}, or {_WRITES_NONE}"
+        f"{option_without(word)}, or {_WRITES_NONE}"
     )
 
 

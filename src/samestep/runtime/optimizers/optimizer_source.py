@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job_tables import NumericsTable
-from samestep.layout import Layout
+from samestep.layout import Layout, option_without
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
 from samestep.runtime.optimizers.optimizers_by_name import (
@@ -342,25 +342,23 @@ def check_optimizer(
         raise LayoutError(
             "optimizer-not-elementwise",
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
-            f"another update. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}",
+            f"another update. Use {option_without(word)}",
         )
     if divided := [name for name in rule.by_rows if name in parts]:
         word, _ = spread[0]
         raise LayoutError(
             "optimizer-sparse",
             f"the update of {divided[0]} by {rule.optimizer} has only the rows of its sparse gradient, and {word} leaves a rank a part of the "
-            f"weight. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}, or sparse=False with adamw",
+            f"weight. Use {option_without(word)}, or sparse=False with adamw",
         )
-    uncut = [name for name in rule.whole if name in parts]
-    marked = (
-        replace(p, is_updated_whole=True)
-        if p.name in uncut
-        else replace(p, is_updated_by_rows=True)
-        if p.name in rule.by_rows
-        else p
-        for p in model.params
-    )
-    return replace(model, params=tuple(marked)) if uncut or rule.by_rows else model
+    return _marked(model, [name for name in rule.whole if name in parts], rule.by_rows)
+
+
+def _marked(model: ModelSpec, whole: Collection[str], by_rows: Collection[str]) -> ModelSpec:
+    """Return a model with marks on the weights that the optimizer must update whole, and on those of which it updates rows."""
+    params = (replace(p, is_updated_by_rows=True) if p.name in by_rows else p for p in model.params)
+    params = (replace(p, is_updated_whole=True) if p.name in whole else p for p in params)
+    return replace(model, params=tuple(params)) if whole or by_rows else model
 
 
 def check_call(
@@ -393,7 +391,7 @@ def check_call(
         raise LayoutError(
             "optimizer-not-elementwise",
             f"{rule.optimizer}.{method} does not treat every weight, or every element of one, by itself ({why}), and weights are {how} by "
-            f"{word}. Use {word.partition('=')[0]}={0 if word.startswith('zero') else 1}",
+            f"{word}. Use {option_without(word)}",
         )
 
 

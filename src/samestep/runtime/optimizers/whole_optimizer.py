@@ -132,7 +132,7 @@ class WholeOptimizer:
         Raises:
             LayoutError: its rule couples what the layout spreads; the text says which layout word works.
             ModelError: it cannot be used in any layout.
-        JobError: it updates rows of sparse gradients, which the job compresses or exchanges.
+            JobError: it updates rows of sparse gradients, which the job compresses or exchanges.
         """
         weights = WholeWeights.of(model, attributes)
         evaluating = members_that_evaluate(source, weights)
