@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from samestep.building.torch_seams import Replaced
 from samestep.errors import ModelError
 
 _CALLS = (
@@ -28,21 +28,17 @@ _READERS = ("samestep.datasets.", "samestep.runtime.microbatches")
 """Modules that read samples, whose code has another check."""
 
 
-@contextmanager
-def refuse_collectives() -> Iterator[None]:
+def refuse_collectives() -> Replaced:
     """Refuse, inside, calls of torch.distributed by the user's code.
 
     Raises:
         ModelError: there is one.
     """
-    functions = {name: getattr(dist, name) for name in _CALLS}
-    for name, function in functions.items():
-        setattr(dist, name, functools.partial(_call, function, name))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
+    return Replaced(*((dist, name, functools.partial(_refusing, name)) for name in _CALLS))
+
+
+def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_call, function, name)
 
 
 def _call(function: Callable[..., Any], name: str, *args: Any, **named: Any) -> Any:
