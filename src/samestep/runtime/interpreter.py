@@ -74,7 +74,7 @@ class Interpreter:
             part.begin_step(batch, microbatches.shapes_of)
         parallel.batch_norms.of_losses.held.clear()  # a step that was skipped has written none
         objective.sums.begin_step(batch.shares)
-        with parallel.checkpoints, self.trials.refusing_collectives():
+        with parallel.checkpoints, self.trials.begin_step():
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant

@@ -62,16 +62,18 @@ class LossTrials:
         self.is_tried = False
         """Whether the loss needs no trial until it runs what it has not run before; a watched step tries it anew."""
         self.loss, self._refusals, self._layout = loss, refusals, program.step.layout
-        self._is_split = is_split(program)
+        self._is_split, self._is_parted = is_split(program), program.step.num_microbatches > 1
         self._asked: list[TriedLoss] = []
         """The trials of this step for which this rank asks."""
         self._num_unjudged = 0
         self._began: KeptValues | None = None
-        """What the loss keeps between its calls, as it was before a step in which it is tried."""
+        """What the loss keeps between its calls, as it was before a step of several micro-batches in which it is tried."""
 
-    def refusing_collectives(self) -> AbstractContextManager[None]:
-        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried."""
-        self._began = None if self.is_tried or isinstance(self.loss, ModelLoss) else KeptValues(self.loss, LARGEST_COPY)
+    def begin_step(self) -> AbstractContextManager[None]:
+        """Note what the loss keeps, if its trial asks for that; return the context of the step's forwards and backwards, which refuses calls of
+        torch.distributed by the user's code while the loss is tried."""
+        is_compared = self._is_parted and not (self.is_tried or isinstance(self.loss, ModelLoss))
+        self._began = KeptValues(self.loss, LARGEST_COPY) if is_compared else None
         is_alone = self.is_tried or self._layout.world_size == 1
         return nullcontext() if is_alone else own_collectives.refuse_collectives()
 
@@ -133,8 +135,8 @@ class LossTrials:
             return
         graded, pairs = tuple(leaf.requires_grad for leaf in tensors_in(outputs)), frozenset(watch.pairs)
         size = _samples_of(outputs, samples, len(indices))
-        began = self._began if assembly.parallel.program.step.num_microbatches > 1 else None
-        self._asked.append(TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new, began))
+        asked = TriedLoss(assembly.objective.loss, graded, way, indices, size, pairs, watch.is_new, self._began)
+        self._asked.append(asked)
         self._refusals.asks = len(self._asked)
 
     def refuse_moved_counts(self, name: str) -> None:
@@ -192,14 +194,14 @@ class LossTrials:
 
     def _conclude(self, assembly: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
         """Note what a trial has shown, and refuse the step if it is no sum."""
-        watch, is_parted = assembly.objective.watch, assembly.parallel.program.step.num_microbatches > 1
+        watch = assembly.objective.watch
         self._num_unjudged = 0 if trial.judged else self._num_unjudged + 1
         self.is_tried = trial.judged or self._num_unjudged >= _UNJUDGED
         if self.is_tried:
             watch.tried |= tried.pairs
-        if assembly.objective.sums.reads_ahead and is_parted:
+        if assembly.objective.sums.reads_ahead and self._is_parted:
             self.refuse_moved_counts(trial.moving)
-        if trial.acts_by_calls and is_parted:
+        if trial.acts_by_calls and self._is_parted:
             text = "the loss acts by the number of its calls, and each micro-batch calls it, where a plain loop does once a step"
             self._refusals.add(
                 "loss",
