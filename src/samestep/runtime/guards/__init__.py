@@ -9,7 +9,7 @@ split batch and every `train.watch_every`-th (its head draws them).
 | does padding count? | `canary.py`, by `repeat.py` | watched steps, samples of two sizes | 3 forwards of one or two samples and their losses |
 | is an update repeated alike? | `update_replay.py` | every `watch_every`-th step | the update of one weight of at most 4 Mi elements, copied |
 | how far may roundings go? | `independence/roundings.py` | after a deviation | 8 forwards, whenever it exceeds what was measured before |
-| is the loss a sum over samples, over tokens? | `loss_of_parts.py`, on `divided_samples.py`, by `repeat.py` | until samples show it, whenever the loss runs what it had not, and in watched steps | three forwards of a micro-batch at most, some calls of the loss on at most 4 Mi elements |
+| is the loss a sum over samples, over tokens? | `loss_of_parts.py`, on `divided_samples.py` and `evaluated_loss.py`, by `repeat.py` | until samples show it, whenever the loss runs what it had not, and in watched steps | three forwards of a micro-batch at most, some calls of the loss on at most 4 Mi elements |
 | does it reach weights by the outputs alone? | `loss_trials.py` | when the loss is tried | a walk along the graph of one loss |
 | by what is a loss divided that the forward returns? | `forward_loss.py`, by `repeat.py` | before the first step, in watched steps, and when it ends otherwise | 3 to 10 forwards of up to three samples, and 6 of up to four micro-batches |
 | is a sample the same whenever it is read? | `named_samples.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |

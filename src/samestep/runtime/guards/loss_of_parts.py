@@ -27,23 +27,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from samestep.building.loss_result import UNNAMED, VALUES, Loss, LossResult, is_same_count, loss_result
-from samestep.building.named_tensors import cast_floating
+from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count
 from samestep.building.over_samples import Keeping, within
-from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.kept_state import acts_by_calls
-from samestep.independence.roundings import EXACT, LEAST_MEAN, LIMITS_OF_SUMS
-from samestep.runtime.axes.precision import RaiseIslands
+from samestep.independence.roundings import EXACT, LEAST_MEAN
 from samestep.runtime.guards.divided_samples import PARTS, WHOLE, DividedSamples, Samples, along_tokens, divisions
-from samestep.state.snapshot import KeptValues, preserve_function, preserve_generators
+from samestep.runtime.guards.evaluated_loss import RAISED, EvaluatedLoss, LossValue, evaluate_alone
+from samestep.state.snapshot import KeptValues, preserve_function
 
 _MOVED, _FAR, _FURTHEST = 0.01, 3.0, 1000.0
 """By so much of their mean size outputs are moved."""
@@ -144,7 +140,7 @@ def _judge_division(
     if memory.reason:
         return memory
     with preserve_function(keeping) as snapshot:
-        tried = functools.partial(_ValuesOfWhole, loss, snapshot)  # each call begins from what the loss has kept
+        tried = functools.partial(EvaluatedLoss, loss, snapshot)  # each call begins from what the loss has kept
         outcome = _compare_sums(tried, some)
         if outcome.judged and not outcome.reason:
             outcome = _try_moved(tried, some, outcome)
@@ -158,10 +154,10 @@ def _judge_division(
 # -- sums, counts and gradients --------------------------------------------------------------------
 
 
-def _compare_sums(tried: Callable[[], _ValuesOfWhole], some: DividedSamples) -> LossTrial:
+def _compare_sums(tried: Callable[[], EvaluatedLoss], some: DividedSamples) -> LossTrial:
     """Evaluate the loss on all samples, twice, and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
-    for raised in _RAISED:
+    for raised in RAISED:
         values = tried()
         try:
             with within(values), Keeping(values):
@@ -181,7 +177,7 @@ def _compare_sums(tried: Callable[[], _ValuesOfWhole], some: DividedSamples) -> 
     return LossTrial(text, is_indivisible=True)
 
 
-def _outcome(together: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole) -> LossTrial:
+def _outcome(together: LossValue, again: LossValue, halves: list[LossValue], values: EvaluatedLoss) -> LossTrial:
     if together.went_back:
         return LossTrial(_GOES_BACK)
     if reason := _another_sum(together, again):
@@ -196,7 +192,7 @@ def _outcome(together: _LossValue, again: _LossValue, halves: list[_LossValue], 
     )
 
 
-def _compare_halves(together: _LossValue, halves: list[_LossValue]) -> LossTrial:
+def _compare_halves(together: LossValue, halves: list[LossValue]) -> LossTrial:
     judged = {name: together.amounts[name] for name in together.amounts if together.counts(name)}
     of_parts = {name: amount for name, amount in judged.items() if not _is_of_no_sample(name, amount, halves)}
     if not judged or (len(judged) < len(together.amounts) and not of_parts):
@@ -212,7 +208,7 @@ def _compare_halves(together: _LossValue, halves: list[_LossValue]) -> LossTrial
     return LossTrial(is_zero=not any(total for value in (together, *halves) for total, _ in value.amounts.values()))
 
 
-def _compare_gradients(together: _LossValue, halves: list[_LossValue]) -> str:
+def _compare_gradients(together: LossValue, halves: list[LossValue]) -> str:
     """Return the reason against a loss whose gradients by the outputs are not those of the halves added up."""
     for name, of_whole in together.gradients.items():
         if _is_of_no_sample(name, together.amounts[name], halves):
@@ -233,7 +229,7 @@ def _compare_gradients(together: _LossValue, halves: list[_LossValue]) -> str:
     return ""
 
 
-def _is_of_no_sample(name: str, together: tuple[float, float], halves: Sequence[_LossValue]) -> bool:
+def _is_of_no_sample(name: str, together: tuple[float, float], halves: Sequence[LossValue]) -> bool:
     """Return whether a named term is the same for any samples, as a penalty on weights is: its mean is then right for any parts."""
     of_halves = [half.amounts.get(name) for half in halves]
     return (
@@ -250,7 +246,7 @@ def _of(name: str) -> str:
 # -- what is changed -------------------------------------------------------------------------------
 
 
-def _try_moved(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, outcome: LossTrial) -> LossTrial:
+def _try_moved(tried: Callable[[], EvaluatedLoss], some: DividedSamples, outcome: LossTrial) -> LossTrial:
     """Try outputs that are moved a little, and far; a loss that is not defined for them was tried on the real ones.
 
     A loss that is zero everywhere, as one with a margin may be, has shown nothing yet.
@@ -268,15 +264,13 @@ def _try_moved(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, outcom
     return LossTrial(judged=not is_zero, moving=moving)
 
 
-def _try_other_half(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, numbers: Sequence[float]) -> str:
+def _try_other_half(tried: Callable[[], EvaluatedLoss], some: DividedSamples, numbers: Sequence[float]) -> str:
     """Return the reason against a loss that does not add up where a half has other labels or values."""
-    second: _LossValue | None = None  # of the values that it has, unless it reads those of all samples
+    second: LossValue | None = None  # of the values that it has, unless it reads those of all samples
     for changed, has_other_second in some.with_other_half(numbers):
         try:
-            with (
-                within(values := tried()),
-                Keeping(values),
-            ):  # of sums and counts alone: a backward takes as long as the loss
+            # Of sums and counts alone, since a backward takes as long as the loss.
+            with within(values := tried()), Keeping(values):
                 parts = (values.evaluate(changed, part, raised=True, gradients=False) for part in PARTS)
                 together, first = next(parts), next(parts)
                 other = next(parts) if second is None or has_other_second or not values.is_unread else second
@@ -298,7 +292,7 @@ def _try_other_half(tried: Callable[[], _ValuesOfWhole], some: DividedSamples, n
 
 
 def _try_more(
-    tried: Callable[[], _ValuesOfWhole], some: DividedSamples, numbers: Sequence[float], num_samples: int
+    tried: Callable[[], EvaluatedLoss], some: DividedSamples, numbers: Sequence[float], num_samples: int
 ) -> str:
     """Return the reason against a loss that does not add up over more samples than were run, as one that a count of them changes; up to
     `num_samples`. A loss that is not defined for them was tried on fewer.
@@ -324,8 +318,8 @@ def _memory(loss: Loss, some: DividedSamples, keeping: Loss) -> LossTrial:
 
     Of the other outputs those count first on which it is defined.
     """
-    for moved, raised in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _RAISED):
-        alone = functools.partial(_evaluate_alone, loss, raised=raised)
+    for moved, raised in itertools.product(map(some.moved, (_FURTHEST, _FAR)), RAISED):
+        alone = functools.partial(evaluate_alone, loss, raised=raised)
         try:
             with preserve_function(keeping) as snapshot:
                 first = alone(some)
@@ -353,164 +347,22 @@ def _began_otherwise(loss: Loss, some: DividedSamples, keeping: Loss, began: Kep
     """Return whether the sum of a loss is another one in the state in which the step has found it."""
     try:
         with preserve_function(keeping):
-            now = _evaluate_alone(loss, some, raised=False)
+            now = evaluate_alone(loss, some, raised=False)
         with preserve_function(keeping):
             began.restore(generators=False)
-            return bool(_another_sum(_evaluate_alone(loss, some, raised=False), now))
+            return bool(_another_sum(evaluate_alone(loss, some, raised=False), now))
     except Exception:  # of the user's own code
         return False
 
 
-def _is_alike(first: _LossValue, evaluate: Callable[[], _LossValue]) -> bool:
+def _is_alike(first: LossValue, evaluate: Callable[[], LossValue]) -> bool:
     return not _another_sum(first, evaluate())
 
 
-def _another_sum(first: _LossValue, again: _LossValue, words: str = "") -> str:
+def _another_sum(first: LossValue, again: LossValue, words: str = "") -> str:
     """Return how the sums of a loss differ that was called twice, with `words` on what was called in between; empty if they are the same."""
     for name, (total, _) in first.amounts.items():
         last = again.amounts.get(name, (math.nan, 0.0))[0]
         if math.isfinite(total) and not abs(last - total) <= EXACT * abs(total):
             return _KEEPS.format(f"sum{_of(name)}", total, last, words)
     return ""
-
-
-# -- evaluating ------------------------------------------------------------------------------------
-
-
-_RAISED = (True, False)
-"""Whether a loss is evaluated in float64, or as it is, if it cannot be in float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LossValue:
-    amounts: dict[str, tuple[float, float]]
-    """The sum and the count of each term, and of each value."""
-    limit: float
-    """The largest relative difference of two orders of such sums: of float64, if the loss was evaluated so and returned it."""
-    went_back: bool
-    """Whether the loss has computed gradients by `backward`."""
-    gradients: dict[str, list[Tensor | None]]
-    """Those of the sum of each term, by the tensors through which a backward goes."""
-    rounded_to: str = ""
-    """The half precision in which it returned a sum; empty if there is none."""
-
-    def counts(self, name: str) -> bool:
-        """Return whether a term or value is finite and counts something."""
-        total, count = self.amounts[name]
-        return math.isfinite(total) and math.isfinite(count) and count != 0.0
-
-
-def _evaluate_alone(loss: Loss, some: DividedSamples, part: int = WHOLE, *, raised: bool) -> _LossValue:
-    """Return the sums of a loss on all samples or a part of them, with the random numbers that every such call draws."""
-    with preserve_generators(), within(values := _ValuesOfWhole(loss)):
-        return values.evaluate(some, part, raised=raised, gradients=False)
-
-
-def _evaluate(loss: Loss, some: DividedSamples, part: int, *, raised: bool, gradients: bool) -> _LossValue:
-    """Evaluate a loss on one of `PARTS`, in float64 if it is `raised`, and if asked the `gradients` of its sums."""
-    leaves = cast_floating(some.tensors[WHOLE], torch.float64) if raised else some.tensors[WHOLE]
-    leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
-    with disable_current_modes(), torch.enable_grad():
-        outputs, batch = some.part(leaves, part, raised=raised)
-        with _InFloat64() if raised else nullcontext():
-            result = loss_result(loss(outputs, batch))
-            is_graded = gradients and len(some.graded) > 0
-            of_sums = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
-    is_wide = raised and all(total.dtype is torch.float64 for total, _ in result.terms.values())
-    limit = LIMITS_OF_SUMS[torch.float64 if is_wide else torch.float32]
-    went_back = any(leaf.grad is not None for leaf in leaves)
-    amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in result.amounts.items()}
-    halves = (str(total.dtype).removeprefix("torch.") for total, _ in result.terms.values() if total.dtype.itemsize < 4)
-    return _LossValue(amounts, limit, went_back, of_sums, next(halves, ""))
-
-
-def _gradients_of(result: LossResult, leaves: list[Tensor]) -> dict[str, list[Tensor | None]]:
-    sums = {name: total for name, (total, _) in result.terms.items() if total.requires_grad}
-    return {
-        name: [*torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)]
-        for name, total in sums.items()
-    }
-
-
-class _ValuesOfWhole:
-    """Evaluations of a loss, and the scope of `samestep.batch_sum` and its like in them: halves are given what the first one, of the whole, has
-    found.
-
-    It is the keeper of `samestep.after_step` too: what a buffer gets then must follow from these alone.
-    """
-
-    def __init__(self, loss: Loss, state: KeptValues | None = None) -> None:
-        """Evaluate a loss, each time from the `state` that it kept before, if one is given."""
-        self._loss, self._state = loss, state
-        self._kept: list[dict[int, Tensor]] = []
-        """Next values of buffers in each evaluation, by the identities of the buffers."""
-        self._found: list[Any] = []
-        self._next: Iterator[Any] | None = None
-
-    def evaluate(self, some: DividedSamples, part: int, *, raised: bool, gradients: bool = True) -> _LossValue:
-        """Evaluate the loss on one of `PARTS`, the first time on all samples."""
-        self._kept.append({})
-        if self._state is not None:
-            self._state.restore(generators=False)
-        value = _evaluate(self._loss, some, part, raised=raised, gradients=gradients)
-        self._next = iter(self._found)
-        return value
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether no evaluation has asked for a value of all samples."""
-        return not self._found
-
-    def keep(self, buffer: Tensor, value: Tensor) -> None:
-        """Note what a buffer gets after the step."""
-        self._kept[-1][id(buffer)] = value.detach().clone()
-
-    def parts_differ(self) -> bool:
-        """Return whether a buffer gets another value from a part of the samples than from all of them."""
-        together, *others = self._kept
-        return any(
-            other.keys() != together.keys()
-            or not all(torch.allclose(other[key], value, rtol=EXACT, equal_nan=True) for key, value in together.items())
-            for other in others
-        )
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the rows of the whole."""
-        return cast("Tensor", self._of_whole(x.sum(0)))
-
-    def cat(self, x: Tensor) -> Tensor:
-        """Return the rows of the whole."""
-        return cast("Tensor", self._of_whole(x))
-
-    def num_rows(self, x: Tensor) -> int:
-        """Return the number of rows of the whole."""
-        return cast("int", self._of_whole(len(x)))
-
-    def _of_whole(self, value: Any) -> Any:
-        if self._next is not None:
-            return next(self._next, value)
-        self._found.append(value.detach() if isinstance(value, Tensor) else value)
-        return value
-
-
-class _InFloat64(RaiseIslands):
-    """A function mode in which every floating tensor is float64: those that the loss holds itself are raised."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return func(*args, **(kwargs or {}))
-        raised = cast_floating(args, torch.float64)
-        result = super().__torch_function__(func, types, raised, cast_floating(kwargs, torch.float64) if kwargs else {})
-        if not _writes(name) or raised[0] is args[0]:
-            return result
-        args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
-        return args[0] if result is raised[0] else result
-
-
-def _writes(name: str) -> bool:
-    """Return whether a function of this name writes into its first argument."""
-    in_place = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
-    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
