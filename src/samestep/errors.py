@@ -48,9 +48,8 @@ class SamestepError(Exception):
         super().__init__(code, text)
         self.code = code
         hook = sys.excepthook
-        if hook is sys.__excepthook__ or hook.__module__.startswith(
-            "torch.distributed."
-        ):  # that one prefixes each line
+        # The hook of torch.distributed prefixes each line with the rank.
+        if hook is sys.__excepthook__ or str(hook.__module__).startswith("torch.distributed."):
             sys.excepthook = partial(_print_users_lines, hook)
 
     def __str__(self) -> str:
@@ -162,10 +161,10 @@ def _print_users_lines(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print an uncaught error: by `hook`, or of an error of samestep the lines of the user's code."""
-    if not isinstance(error, SamestepError):
+    if isinstance(error, SamestepError):
+        print("\n".join(users_lines(error)), file=sys.stderr)
+    else:
         hook(kind, error, trace)
-        return None
-    return print("\n".join(users_lines(error)), file=sys.stderr)
 
 
 def users_lines(error: SamestepError) -> list[str]:

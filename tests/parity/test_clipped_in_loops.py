@@ -100,8 +100,8 @@ def _off(rank: int, world: int, layout: str, ways: list[str]) -> dict[str, float
     job, off = samestep.Job(train={"global_batch": 16}, numerics={"precision": "float64"}, run={"device": "cpu"}), {}
     for way in ways:
         model = Net().double()
-        given = torch.optim.SGD(model.parameters(), lr=0.5)
-        run = samestep.parallelize(model, "cross_entropy", given, layout=layout, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run = samestep.parallelize(model, "cross_entropy", optimizer, layout=layout, job=job)
         for batch in _batches():
             run.backward(batch)
             WAYS[way]([*run.model.parameters()])
@@ -124,8 +124,8 @@ def _off(rank: int, world: int, layout: str, ways: list[str]) -> dict[str, float
 )
 def test_gradients_that_a_loop_clips_are_those_of_the_whole_step(layout: str) -> None:
     world = samestep.Layout(layout).world_size
-    found = pool(world).run(_off, layout, [*WAYS]) if world > 1 else [_off(0, 1, layout, [*WAYS])]
-    assert all(off <= 1e-9 for of_rank in found for off in of_rank.values()), found
+    of_ranks = pool(world).run(_off, layout, [*WAYS]) if world > 1 else [_off(0, 1, layout, [*WAYS])]
+    assert all(off <= 1e-9 for of_rank in of_ranks for off in of_rank.values()), of_ranks
 
 
 @pytest.mark.nightly

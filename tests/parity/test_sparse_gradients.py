@@ -88,8 +88,8 @@ def _loss(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
 
 def _plain(kind: str) -> dict[str, Tensor]:
     model = Factors(kind).double()
-    given = _optimizers(kind, [*model.named_parameters()])
-    optimizers = [*given.values()] if isinstance(given, dict) else [given]
+    optimizer = _optimizers(kind, [*model.named_parameters()])
+    optimizers = [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
     for batch in _batches():
         total, count = _loss(model(batch), batch)
         model.zero_grad()
@@ -103,8 +103,8 @@ def _trained(rank: int, world: int, layout: str, kind: str) -> dict[str, Tensor]
     train, numerics = {"global_batch": 16, "steps": STEPS}, {"precision": "float64"}
     job = samestep.Job(train=train, numerics=numerics, run={"device": "cpu"})
     model = Factors(kind).double()
-    given, call = _optimizers(kind, [*model.named_parameters()]), lambda module, batch: module(batch)
-    run = samestep.parallelize(model, _loss, given, layout=layout, job=job, forward=call)
+    optimizer, call = _optimizers(kind, [*model.named_parameters()]), lambda module, batch: module(batch)
+    run = samestep.parallelize(model, _loss, optimizer, layout=layout, job=job, forward=call)
     for batch in _batches():
         run.step(batch)
     return run.state_dict(on_every_rank=True)

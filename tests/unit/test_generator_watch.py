@@ -117,9 +117,9 @@ def _summed(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
 def test_an_iterator_is_refused_by_name_before_the_first_update(model: Any, loss: Any) -> None:
     """Trials advance it, and nothing puts it back."""
     job = samestep.Job(train={"global_batch": 4}, run={"device": "cpu"})
-    made = model(3, 2) if model is nn.Linear else model()
-    weight = made.weight.detach().clone()
-    run = samestep.parallelize(made, loss, torch.optim.SGD, layout="dp=1", job=job)
+    module = model(3, 2) if model is nn.Linear else model()
+    weight = module.weight.detach().clone()
+    run = samestep.parallelize(module, loss, torch.optim.SGD, layout="dp=1", job=job)
     with pytest.raises(UnprovenError, match="is an iterator, which trials of the model and of the loss advance"):
         run.step((torch.randn(4, 3), torch.zeros(4)))
     assert torch.equal(run.model.weight, weight)

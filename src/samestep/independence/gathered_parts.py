@@ -148,9 +148,9 @@ class PartCalls:
                     place = self.places.place(point, layer.called, is_kept=is_kept)
                     moves.append(replace(what, takes_gradient=what.takes_gradient and is_reached, place=place))
                 else:
-                    given = tuple(_scaled(tensor, scale, is_reached) for tensor in what.given)
+                    tensors = tuple(_scaled(tensor, scale, is_reached) for tensor in what.given)
                     place, reason = self.places.place(point, layer.called), reasons.get(what.owner, "")
-                    parts.append(replace(what, given=given, place=place, reason=reason))
+                    parts.append(replace(what, given=tensors, place=place, reason=reason))
             within = {attention for block, call, attention in self.within if block in names and call == number}
             exchanges = tuple(
                 replace(exchange, is_within=at // 4 in within) for at, exchange in enumerate(layer.exchanges)

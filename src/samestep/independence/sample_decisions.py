@@ -94,9 +94,9 @@ class Decisions:
         whether it depends on several samples. `asks` is false for a question that is answered alike in all parts."""
         packet, facts = func.overloadpacket, [self._facts.get(key) for key, _, _ in operands]
         first = {fact.kind: fact for fact in reversed(facts) if fact is not None}
-        own = _Fact("number", _decided_by(func, where, "number"))
+        of_rows = _Fact("number", _decided_by(func, where, "number"))
         sources = (
-            fact if fact and fact.kind == "number" else own if in_rows and tensor.is_floating_point() else None
+            fact if fact and fact.kind == "number" else of_rows if in_rows and tensor.is_floating_point() else None
             for fact, (_, tensor, in_rows) in zip(facts, operands, strict=True)
         )
         source = next(filter(None, sources), None)

@@ -201,8 +201,8 @@ def _conv(call: _Call) -> MoveForm | None:
 
     what = tuple(stride), tuple(padding), tuple(dilation), groups, before, behind
     rows = tokens + margin - reach if margin else tokens + extra
-    given = (x, weight, *([] if bias is None else [bias]))
-    return MoveForm("conv", call.place, before, right, rows, rows - tokens if margin else 0, what, given, compute)
+    operands = (x, weight, *([] if bias is None else [bias]))
+    return MoveForm("conv", call.place, before, right, rows, rows - tokens if margin else 0, what, operands, compute)
 
 
 def _pad(call: _Call) -> MoveForm | None:
@@ -251,8 +251,8 @@ def _cat(call: _Call) -> MoveForm | None:
         wider = extend(whole, dim, before, behind, *ends)
         return _own(wider.narrow(dim, start, rows), rows == tokens)
 
-    what, given = (before, behind, cut, start), (parts[operand], *first, *last)
-    return MoveForm("cat", call.place, before, behind, rows, rows - tokens, what, given, compute)
+    what, operands = (before, behind, cut, start), (parts[operand], *first, *last)
+    return MoveForm("cat", call.place, before, behind, rows, rows - tokens, what, operands, compute)
 
 
 def _roll(call: _Call) -> MoveForm | None:

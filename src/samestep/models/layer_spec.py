@@ -283,7 +283,7 @@ class LayerSpec:
         )
         if (
             self.gathered_parts
-        ):  # it keeps and moves at most what one device does: how much of it these parts do is not known
+        ):  # it keeps and moves at most what one device does: the share of these parts is not known
             return replace(sliced, forward_flops=self._flops_as(sliced.products, self.forward_flops))
         kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
         cut_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept and exchange.is_cut]

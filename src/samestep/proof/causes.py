@@ -202,8 +202,8 @@ def _gradients(evidence: Evidence, first: Comparison) -> Found:
         return combination[0], f"{affected}: {combination[1]}"
     if axis := _copies_add_up(evidence, misfit.name, right, holders):
         return Cause.MISSING_REDUCTION, f"{affected}: its copies over the {axis} ranks add up to the right gradient"
-    held = held_part(evidence, misfit, lambda seen: unclip_gradients(seen, step - 1))
-    values, wanted, _ = match_places(held, right)
+    part = held_part(evidence, misfit, lambda seen: unclip_gradients(seen, step - 1))
+    values, wanted, _ = match_places(part, right)
     spread = max((_spread(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
     if spread > CLOSE * float(wanted.abs().max()):
         return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold different values"

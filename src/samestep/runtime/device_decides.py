@@ -136,9 +136,10 @@ class Deciders:
         def follow(sums: Tensor) -> Decision:
             return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags(), least)
 
-        updater, may_decide = self._own.current.weights.updater, self._device_may_decide
+        updater = self._own.current.weights.updater
         if self._device.type != "cuda":
             return HostDecides(updater)
+        may_decide = self._device_may_decide
         is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return DeviceDecides(updater, follow)

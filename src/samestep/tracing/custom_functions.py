@@ -211,9 +211,8 @@ def _calls_carried_out(carry_out: Callable[[type, Function, tuple[Any, ...], dic
     thread = threading.get_ident()
 
     def replacing(_: Function) -> Any:
-        original = vars(torch.autograd.Function)[
-            "apply"
-        ]  # a class method of Python, or from torch 2.14 on a method in C
+        # A class method of Python, or from torch 2.14 on a method in C.
+        original = vars(torch.autograd.Function)["apply"]
 
         def apply(function: type, *args: Any, **named: Any) -> Any:
             plain = original.__get__(None, function)

@@ -168,7 +168,7 @@ def shell(words: Sequence[str], environment: Mapping[str, str] | None = None) ->
 
 def filled(name: str, request: LaunchRequest, **words: str | Sequence[str]) -> str:
     """Return a template's text with words in place of their <<names>>; a name alone on a line stands for lines, of which there may be none."""
-    given = {
+    texts = {
         "head": request.head(name.partition(".")[0].partition("-")[0]),
         "setup": request.setup(),
         "train": shell(request.train_words()),
@@ -176,7 +176,7 @@ def filled(name: str, request: LaunchRequest, **words: str | Sequence[str]) -> s
     }
 
     def text_of(match: re.Match[str]) -> str:
-        value = given[match[1] or match[2]]
+        value = texts[match[1] or match[2]]
         return value if isinstance(value, str) else "".join(f"{line}\n" for line in value)
 
     template = resources.files("samestep.wings.cluster.engines").joinpath("templates", name).read_text(encoding="utf-8")

@@ -141,10 +141,10 @@ class Needs:
         if key not in self._known_firsts:
             self._known_firsts[key] = self._first_stage(step, chunks, recompute)
         first = self._known_firsts[key]
-        kept: float = sum(map(operator.mul, flight.counts, first.activations)) + _sent_bytes(first.sent, flight)
+        activations: float = sum(map(operator.mul, flight.counts, first.activations)) + _sent_bytes(first.sent, flight)
         if flight.next_chunk is not None:
-            kept += first.works[flight.next_chunk]
-        needed = max(first.states, first.states - first.gradients + step.microbatch_samples * kept)
+            activations += first.works[flight.next_chunk]
+        needed = max(first.states, first.states - first.gradients + step.microbatch_samples * activations)
         return max(0.0, needed - self._on_host(step))
 
     def _first_stage(self, step: StepSpec, virtual_stages: int, recompute: Recompute) -> _FirstStage:
