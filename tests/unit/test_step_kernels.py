@@ -17,7 +17,7 @@ from samestep.program.recorded import (
     kernel_path,
 )
 from samestep.runtime.recording.sums import sums_of
-from samestep.wings.explain.step_kernels import kernels_of
+from samestep.wings.explain.step_kernels import kernels_of, own_times
 
 
 def recorded_on_a_gpu() -> RecordHead:
@@ -39,6 +39,14 @@ def test_kernels_of_a_gpu_belong_to_the_op_of_the_host_that_issued_them(tmp_path
     assert not missing
     rows = [(row.op, row.kernel, row.calls, round(row.seconds * 1e9)) for row in found[0].rows]
     assert rows == [("backward:a", "add", 1, 500), ("backward:a", "gemm", 1, 100), ("forward:a", "gemm", 1, 300)]
+
+
+@pytest.mark.parametrize("over", [0, 1], ids=["ends with its caller", "ends a nanosecond after it"])
+def test_no_interval_of_a_call_is_empty_or_ends_before_it_begins(over: int) -> None:
+    """A profiler rounds both ends of a call, so that a call may seem to outlast its caller."""
+    calls = [(100, 200, "caller"), (120, 200 + over, "called"), (300, 400, "next")]
+    expected = [("caller", 100, 120), ("called", 120, 200 + over), ("next", 300, 400)]
+    assert [*own_times(calls)] == expected
 
 
 def test_sums_of_a_step_have_recomputed_forwards_apart_and_each_instant_once() -> None:

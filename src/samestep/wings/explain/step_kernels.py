@@ -134,13 +134,14 @@ def _shares(kernels: StepKernels, runs: Sequence[Segment], begins: Sequence[int]
 
 
 def own_times(calls: Iterable[tuple[int, int, T]]) -> Iterator[tuple[T, int, int]]:
-    """Yield the intervals in which nested calls, each given by its begin and end, run and none that they have made does."""
+    """Yield the intervals, none of them empty, in which nested calls, each given by its begin and end, run and none that they have made does."""
     stack: list[tuple[int, T]] = []
     now = 0
     for begin, end, call in sorted(calls, key=lambda call: (call[0], -call[1])):
         while stack and stack[-1][0] <= begin:
             stop, outer = stack.pop()
-            yield outer, now, stop
+            if stop > now:
+                yield outer, now, stop
             now = max(now, stop)
         if stack and begin > now:
             yield stack[-1][1], now, begin
@@ -148,7 +149,8 @@ def own_times(calls: Iterable[tuple[int, int, T]]) -> Iterator[tuple[T, int, int
         now = max(now, begin)
     while stack:
         stop, outer = stack.pop()
-        yield outer, now, stop
+        if stop > now:
+            yield outer, now, stop
         now = max(now, stop)
 
 
