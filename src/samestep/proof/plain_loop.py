@@ -80,15 +80,9 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     def loss(model: nn.Module, batch: Batch, indices: Any) -> tuple[Tensor, float]:
         return _loss(model, run, source, run.labelled(batch).samples(indices), batch.step, indices)
 
-    assert source.prepared is not None
-    canonical = source.prepared.blueprint.canonical
-
-    def part_of(name: str) -> int:
-        return run.program.step.sharing.part_of(canonical[name])
-
     plain_contributions = _contributions(run, source)
     steps: PlainSteps = required("slow_links", "plain_replicas").take_steps(
-        models, loss, run.job, dataset, seen, plain_contributions, part_of
+        models, loss, run.job, dataset, seen, plain_contributions
     )
     return replace(steps, other_values=built.other_values)
 
