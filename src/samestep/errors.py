@@ -201,6 +201,7 @@ _REMOVED = {
     'compile = "model"': 'compile = "blocks"',
     'compile_mode = "reduce-overhead"': 'compile_mode = "default"',
     'compile_mode = "max-autotune"': 'compile_mode = "max-autotune-no-cudagraphs"',
+    'optimizer_states = "bf16"': 'optimizer_states = "8bit"',
     "exchange_parts": "exchange_every, which exchanges all weights",
     "exchange_delay": "exchange_every, which exchanges all weights after one step",
     "exchange_mix": "exchange_every, which exchanges all weights after one step",

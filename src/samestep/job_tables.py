@@ -29,7 +29,7 @@ PRESET = "preset:"
 LossOver = Literal["sample", "batch"]
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
-OptimizerStates = Literal["float32", "bf16", "8bit"]
+OptimizerStates = Literal["float32", "8bit"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 Compression = Literal["none", "bf16", "int8", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
@@ -336,7 +336,7 @@ class NumericsTable(Table):
     deterministic: bool = False
     """Whether to use deterministic kernels only. An operation without one raises an error that names it."""
     optimizer_states: OptimizerStates = "float32"
-    """Precision of the optimizer states of torch's optimizers: bf16 uses stochastic rounding, 8bit has one scale for each block."""
+    """Precision of the optimizer states of torch's optimizers: 8bit has one scale for each block."""
     compression: Compression = "none"
     """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
     (int8), or each matrix as a product of two narrow ones (powersgd)."""

@@ -336,7 +336,7 @@ def test_what_is_refused(layout: str, why: str) -> None:
     [
         ({}, None),
         ({"replicas": 3}, None),
-        ({"replicas": 2, "optimizer_states": "bf16"}, None),
+        ({"replicas": 2, "optimizer_states": "8bit"}, None),
         ({"replicas": 2}, 0.9),
     ],
 )

@@ -56,7 +56,7 @@ def job_drawn(draw: random.Random) -> Job:
         if numerics["compression"] == "none" or draw.random() < 0.4:
             numerics["exchange_every"] = draw.choice((2, 4))
     if draw.random() < 0.3:
-        numerics["optimizer_states"] = draw.choice(("bf16", "8bit"))
+        numerics["optimizer_states"] = "8bit"
     optimizer: dict[str, Any] = {
         "name": draw.choice(("adamw", "sgd", "adafactor", "rmsprop")),
         "lr": 1e-2,

@@ -152,7 +152,7 @@ def _take_steps(
             params[name].grad = None
         if not math.isnan(loss):
             optimizer.step()
-        _round_states(run, source, optimizer, params, batch.step)
+        _round_states(run, source, optimizer, params)
         steps.weights.append(copy_whole(params))
     return unused
 
@@ -239,12 +239,12 @@ def _update(
         for name, param in params.items():
             param.grad = None if name in unused[index] else gradients[name].view_as(param).to(param, copy=True)
         optimizer.step()
-        _round_states(run, source, optimizer, params, index)
+        _round_states(run, source, optimizer, params)
         steps.updated.append(copy_whole(params))
 
 
 def _round_states(
-    run: Run, source: Source, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], step: int
+    run: Run, source: Source, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
 ) -> None:
     """Round the optimizer's states as the job holds them between two updates."""
     packing = run.assembly.weights.updater.packing
@@ -254,7 +254,7 @@ def _round_states(
         assert packing is not None
         piece = Piece(canonical[name], 0, param.numel(), param, functools.partial(gradient_of, param), is_uncut=True)
         if param in optimizer.state:
-            packing.pack(piece, optimizer.state[param], step)
+            packing.pack(piece, optimizer.state[param])
             packing.widen(piece, optimizer.state[param])
 
 
