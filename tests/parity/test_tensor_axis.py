@@ -57,7 +57,7 @@ def order_in_backward(rank: int, world: int, layout: str, kind: str) -> list[str
             if current_backward_id() != -1:  # else it is tried on drawn gradients
                 seen.append(name.split(".")[-2])
 
-        param.register_post_accumulate_grad_hook(note)
+        param.register_hook(note)
 
     def noted(send: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
