@@ -95,7 +95,7 @@ class Run(RunInParts):
             ModelError: another run owns a part of the instance.
         """
         super().__init__()
-        self.job, self.place = job, place
+        self.job, self.place, self.changes = job, place, ()
         self._owner = None if owns_weights else OwnedModel(source.model)
         if self._owner is not None:
             source = replace(source, owner=self._owner if isinstance(source.model, nn.Module) else None)

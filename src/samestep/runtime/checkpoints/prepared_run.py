@@ -38,7 +38,7 @@ class PreparedRun:
     _stepper: Stepper
     job: Job
     place: RankInfo
-    changes: tuple[str, ...] = ()
+    changes: tuple[str, ...]
     """What resumes have changed of the job and its layout, and after which steps."""
     data: TrainedData
     """The data that the run is trained on."""
