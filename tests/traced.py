@@ -132,15 +132,15 @@ def _held(path: Path) -> Iterator[Path]:
 
 def _written(found: TracedModel) -> bytes:
     """Return the findings of an examination, without the model and the flows of its tensors."""
-    return pickle.dumps((found.analysis, found.facts, found.cuts, found.keeps_double, samples_traced(found.module)))
+    return pickle.dumps((found.analysis, found.cuts, found.keeps_double, samples_traced(found.module)))
 
 
 def _read(stored: bytes, source: Source, job: Job) -> TracedModel:
     """Return stored findings with a new blueprint of a source."""
-    analysis, facts, cuts, keeps_double, num_samples = pickle.loads(stored)
+    analysis, cuts, keeps_double, num_samples = pickle.loads(stored)
     plan = build_blueprint(source, job, source.owner)
     trace_whole_batch(plan.module, num_samples)
-    return TracedModel(plan, analysis, facts, cuts, keeps_double)
+    return TracedModel(plan, analysis, cuts, keeps_double)
 
 
 class _Bytes(pickle.Pickler):

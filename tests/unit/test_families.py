@@ -1,9 +1,8 @@
-"""What is known of a family of models stands in `building/families.py` alone: no other file spells it. `tests/seams` adds one."""
+"""What is known of families of models stands in `building/families.py` alone: no other file spells it."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building import families
-from samestep.building.families import DEFAULT, FAMILIES, facts_of
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
@@ -21,10 +19,6 @@ from tests.laboratory import clipped, source_of
 from tests.models import MODELS, Parted, PartedBlock
 
 SOURCE = Path(families.__file__).parents[1]
-
-
-def test_a_part_of_a_model_is_read_by_the_facts_of_no_family() -> None:
-    assert facts_of(nn.Linear(2, 2)) is DEFAULT
 
 
 class Convolving(PartedBlock):
@@ -58,7 +52,6 @@ def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch:
 
 OWN_WORDS = {
     "config", "args",  # of a job's [model] table, and of any function
-    "column", "row", "qkv", "sum", "gather", "vocab", "whole",  # the styles of independence/tensor_plan.py
     "norm", "dropout", "identity", "linear", "activation", "position", "depth",  # English
     "query", "key", "value", "output", "dense",  # of attentions in general, and English
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "intermediate",  # of the torch-free Decoder
@@ -66,7 +59,7 @@ OWN_WORDS = {
 }  # fmt: skip
 """Words of the facts that are the package's own too."""
 OWN_ATTRIBUTES = {
-    "is_transposed",  # a question to FamilyFacts
+    "is_transposed",  # a function of the facts
     "vocab_size",  # of tokenizers
     "num_experts",  # of the loss that balances experts
     "silu",  # torch's
@@ -94,12 +87,8 @@ def words_in(value: Any) -> Iterator[str]:
 
 
 def known_names() -> set[str]:
-    rows = [DEFAULT, *FAMILIES.values()]
-    facts = [getattr(row, one.name) for row in rows for one in dataclasses.fields(row)]
-    facts += [
-        value for name, value in vars(families).items() if name.isupper() and name != "FAMILIES" and name[0] != "_"
-    ]
-    return {word for fact in facts for word in words_in(fact)} | set(FAMILIES) | OTHERS
+    facts = [value for name, value in vars(families).items() if name.isupper() and name[0] != "_"]
+    return {word for fact in facts for word in words_in(fact)} | OTHERS
 
 
 def spelled_in(path: Path) -> set[str]:
@@ -111,7 +100,7 @@ def spelled_in(path: Path) -> set[str]:
 
 def test_no_other_file_spells_what_is_known_of_a_family() -> None:
     names = known_names() - OWN_WORDS
-    assert {"base_model_tp_plan", "num_key_value_groups", "Conv1D", "gpt2", "h.*.attn.c_attn"} <= names
+    assert {"base_model_prefix", "num_key_value_groups", "Conv1D"} <= names
     others = (
         "families.py",
         "presets.py",

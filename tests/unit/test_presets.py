@@ -12,7 +12,8 @@ import torch
 
 from samestep import cli
 from samestep.errors import InputError, ModelError
-from samestep.independence import tensor_plan
+from samestep.examination.plan_search import structural_plan
+from samestep.independence.cut_proof import run_forward
 from samestep.job import Job
 from samestep.job_tables import LoraTable
 from samestep.models import catalog, presets
@@ -24,6 +25,7 @@ from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.output import text
 from samestep.tracing.experts import experts_of
+from samestep.tracing.operations import Recorder
 from samestep.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")
@@ -64,9 +66,9 @@ def traced(family: str, lora: Any = None) -> ModelSpec:
         if lora:
             peft.inject_adapter_in_model(lora, model)
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
-    return trace(
-        model.train(), {"input_ids": ids}, family, styles=tensor_plan.cuts_of(model, experts_of(model).counts).styles
-    )
+    recorder, sample = Recorder(), {"input_ids": ids}
+    run_forward(model.train(), sample, {}, lambda name: torch.zeros(()), recorder)
+    return trace(model, sample, family, styles=structural_plan(model, recorder.operations, experts_of(model).counts))
 
 
 @pytest.mark.parametrize("family", PAIRS)

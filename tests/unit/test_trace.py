@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of
 from samestep.building.initial_values import blueprint
 from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
@@ -612,7 +611,7 @@ def test_costs_are_a_function_of_events_alone() -> None:
 )
 def test_groups_of_modules_follow_from_the_calls_of_a_forward(calls: str, groups: Groups) -> None:
     model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abc"})
-    modules = ForwardCalls(id, facts_of(model), TracedPlaces())
+    modules = ForwardCalls(id, TracedPlaces())
     for name in calls.split():
         modules.enter(name, model[name], (), {}, is_outside=False)
         modules.leave(())

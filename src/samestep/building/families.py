@@ -1,8 +1,7 @@
 """Facts about transformers' families, and about code written like theirs: everything that a trace cannot show.
 
-Such facts are the names of classes, attributes, arguments and fields of the configuration. `DEFAULT` holds for every
-model, a user's own included, and `FAMILIES` has a row for each family that differs. The rest of the package asks
-`facts_of(model)` and spells none of these names.
+Such facts are the names of classes, attributes, arguments and fields of the configuration. The rest of the package spells none of
+these names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,23 +30,8 @@ CACHE_FIELD = "use_cache"
 """The configuration's field, and the argument of a forward, that says whether keys and values of earlier tokens are kept."""
 INSTALLED_FLAG = "_output_capturing_hooks_installed"
 """A model's attribute that says whether it has installed its hooks, which are no state of its training."""
-PLAN_FIELD = "base_model_tp_plan"
-"""The configuration's field for a plan of tensor parallelism, with paths relative to the base model."""
 BASE_PREFIX = "base_model_prefix"
 """A model's attribute for the path of its base model."""
-SPLIT_STYLE = "rowwise_split_input"
-"""The style of a row cut whose whole input each rank cuts for itself."""
-PLAN_STYLES: Mapping[str, str] = {
-    "colwise": "column",
-    "rowwise": "row",
-    "embedding_rowwise": "vocab",
-    "replicated_with_grad_allreduce": "sum",
-    "colwise_gather_output": "gather",
-    SPLIT_STYLE: "row",
-    "mla_kv_a_proj": "whole",
-    **{style: style for style in ("column", "row", "qkv")},
-}
-"""Styles of such plans, each with the corresponding style of `independence/tensor_plan.py`, or "whole"."""
 EXPERT_FORM = "is_transposed"
 """An attribute that modules of experts have, whatever its value."""
 EXPERT_WAY = "_experts_implementation"
@@ -85,78 +68,46 @@ DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth
 """The configuration's fields for the number of blocks, the usual one first."""
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyFacts:
-    """The names of modules and arguments in a family of models, which may be others than those of the usual ones."""
-
-    norm_words: tuple[str, ...] = ("norm",)
-    """Words in the lower-case class names of modules that normalise."""
-    transposed_linears: tuple[str, ...] = ("Conv1D",)
-    """Classes of linear layers whose weight is [in, out]."""
-    head_width: str = "head_dim"
-    """An attention's attribute for the number of features of one head."""
-    head_count: str = "num_heads"
-    """An attention's attribute for the number of its heads."""
-    head_repeats: str = "num_key_value_groups"
-    """An attention's attribute for the number of queries that share a head of keys and values."""
-    hidden_argument: str = "hidden_states"
-    """The keyword by which a block, or a part of one, is given hidden states."""
-    tensor_plan: Mapping[str, str] | None = None
-    """A plan for a family that has none in transformers."""
-
-    def is_norm(self, module: nn.Module) -> bool:
-        """Return whether a module normalises: the names of torch's and transformers' classes show it."""
-        name = type(module).__name__.lower()
-        return any(word in name for word in self.norm_words) and not any(True for _ in module.children())
-
-    def is_transposed(self, module: nn.Module) -> bool:
-        """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
-        return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
-
-    def name_of_hidden(self, named: Mapping[str, Any]) -> str:
-        """Return the keyword by which a module is given its hidden states: the usual one, or else the first."""
-        return self.hidden_argument if self.hidden_argument in named else next(iter(named))
-
-    def heads_of(self, attention: nn.Module, size: int) -> int:
-        """Return the number of heads in `size` rows of an attention's projection; `size` itself where nothing says."""
-        width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
-        if isinstance(width, int) and width and size % width == 0:
-            return size // width
-        return count if isinstance(count, int) and count and size % count == 0 else size
-
-    def repeats_of(self, attention: nn.Module) -> int:
-        """Return the number of queries of an attention that share a head of keys and values."""
-        times = getattr(attention, self.head_repeats, 1)
-        return times if isinstance(times, int) else 1
-
-    def plan_of(self, model: nn.Module) -> dict[str, str] | None:
-        """Return the family's plan by full paths, in the words of its styles and without the head; None without a
-        plan."""
-        plan, prefix = setting(model, PLAN_FIELD) or self.tensor_plan, getattr(model, BASE_PREFIX, "")
-        if not plan or not prefix:
-            return None
-        return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
+HEAD_WIDTH = "head_dim"
+"""An attention's attribute for the number of features of one head."""
+HEAD_COUNT = "num_heads"
+"""An attention's attribute for the number of its heads."""
+HEAD_REPEATS = "num_key_value_groups"
+"""An attention's attribute for the number of queries that share a head of keys and values."""
+HIDDEN_ARGUMENT = "hidden_states"
+"""The keyword by which a block, or a part of one, is given hidden states; else the first one with a tensor is."""
+TRANSPOSED = "Conv1D"
+"""The class of linear layers whose weight is [in, out], as in GPT-2."""
 
 
-DEFAULT = FamilyFacts()
-"""Facts that hold unless a family's row differs."""
-
-FAMILIES: dict[str, FamilyFacts] = {
-    "gpt2": FamilyFacts(
-        tensor_plan={
-            "h.*.attn.c_attn": "qkv",
-            "h.*.attn.c_proj": "row",
-            "h.*.mlp.c_fc": "column",
-            "h.*.mlp.c_proj": "row",
-        }
-    ),
-}
-"""Families that differ, by the `model_type` of their configuration."""
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module normalises: the names of torch's and transformers' classes show it."""
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
-def facts_of(model: nn.Module) -> FamilyFacts:
-    """Return the facts about a model, or a part of one, from the family that its configuration names."""
-    return FAMILIES.get(family_of(_configuration(model)), DEFAULT)
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that keeps its weight as [in, out]."""
+    return type(module).__name__ == TRANSPOSED and "weight" in module._parameters
+
+
+def name_of_hidden(named: Mapping[str, Any]) -> str:
+    """Return the keyword by which a module is given its hidden states."""
+    tensors = (name for name, value in named.items() if hasattr(value, "untyped_storage"))
+    return HIDDEN_ARGUMENT if HIDDEN_ARGUMENT in named else next(tensors, next(iter(named)))
+
+
+def heads_of(attention: nn.Module, size: int) -> int:
+    """Return the number of heads in `size` rows of an attention's projection; `size` itself where nothing says."""
+    width, count = getattr(attention, HEAD_WIDTH, None), getattr(attention, HEAD_COUNT, None)
+    if isinstance(width, int) and width and size % width == 0:
+        return size // width
+    return count if isinstance(count, int) and count and size % count == 0 else size
+
+
+def repeats_of(attention: nn.Module) -> int:
+    """Return the number of queries of an attention that share a head of keys and values."""
+    times = getattr(attention, HEAD_REPEATS, 1)
+    return times if isinstance(times, int) else 1
 
 
 def family_of(configuration: Any) -> str:
@@ -173,11 +124,6 @@ def setting(model: nn.Module, name: str) -> Any:
 
 def _configuration(module: nn.Module) -> Any:
     return getattr(module, "config", None)
-
-
-def vocabulary_parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the embedding of tokens and the head of a model that has a plan."""
-    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

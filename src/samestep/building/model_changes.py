@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep import wings
+from samestep.building.families import is_transposed
 from samestep.building.several_models import Models
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import LoraTable
@@ -155,7 +156,7 @@ def packed_weights(model: nn.Module) -> dict[str, str]:
     return {f"{path}.weight": form for path, module in model.named_modules() if (form := held_as(module))}
 
 
-def multiply_all_packed(model: nn.Module, weights: Iterable[str], is_transposed: Callable[[nn.Module], bool]) -> None:
+def multiply_all_packed(model: nn.Module, weights: Iterable[str]) -> None:
     """Make the linear modules of weights that are held in fewer bits multiply by the bytes that they hold."""
     for name in weights:
         module = model.get_submodule(name.rpartition(".")[0])

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss as Loss
@@ -145,9 +144,7 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         detached_checkpoints=forward.checkpointed.detached,
         **of_plan,
     )
-    return TracedModel(
-        built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None, built.keeps_double
-    )
+    return TracedModel(built.blueprint, analysis, plan.proof if plan else None, built.keeps_double)
 
 
 # -- further forwards of the whole model -----------------------------------------------------------

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.building.families import facts_of
+from samestep.building.families import is_transposed
 from samestep.building.loss import cross_entropy
+from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
@@ -103,8 +104,7 @@ def with_plan(
 def find_plan(built: BuiltModel) -> Cuts:
     """Return the plan of tensor parallelism of a model; where it has none, the one that its data flow shows."""
     module, counts = built.module, built.experts.counts
-    planned = tensor_plan.cuts_of(module, counts)
-    if not planned.is_open:
+    if (planned := tensor_plan.cuts_of(module)) is not None:
         return planned
     for keeps_all in (False, True):
         recorder = Recorder()
@@ -115,8 +115,10 @@ def find_plan(built: BuiltModel) -> Cuts:
                 return Cuts(styles, may_shrink=True, looking=looking)
             if looking and (styles := planning()):  # which the code that looks leaves nothing of
                 return tensor_plan.without_looking(module, Cuts(styles, may_shrink=True), looking)
-            return planned
-    return planned
+            break
+    return Cuts(
+        refusal="its blocks have no pair of linear layers, one that reads the outputs of the others and nothing else"
+    )
 
 
 def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan | Cuts:
@@ -277,16 +279,17 @@ def structural_plan(
 ) -> dict[str, str]:
     """Return the cut style of each module of a plan, by its path; empty where nothing in the blocks can be cut.
 
-    `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`.
+    `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`. A layer
+    with adapters is one layer.
     """
-    facts, computed = facts_of(model), _by_module(operations)
-    linears = {
-        path: part
-        for path, part in model.named_modules()
-        if (_adds_nothing_else(part, computed.get(path, ())) or facts.is_transposed(part))
-        and not any(is_below(path, expert) for expert in experts)
-        and path not in whole
-    }
+    computed, linears = _by_module(operations), dict[str, nn.Module]()
+    for path, part in model.named_modules():
+        if (
+            (_adds_nothing_else(part, computed.get(path, ())) or is_transposed(part))
+            and not any(is_below(path, expert) for expert in experts)
+            and path not in whole
+        ):
+            linears.setdefault(path_without_adapters(path), part)
     blocks = containers_of(model)
     flow = _flow(model, operations, linears, blocks)
     inside = [path for path in flow.reaching if not blocks or block_of(path, blocks)]
@@ -303,7 +306,8 @@ def structural_plan(
     if not rows:
         return {}
     plan = {path: "column" for path in inside if path in columns} | {path: "row" for path in inside if path in rows}
-    return plan | {path: "vocab" for path in _vocabulary(model, linears, inside, flow) if path not in whole}
+    plan |= {path: "vocab" for path in _vocabulary(model, linears, inside, flow) if path not in whole}
+    return {part: cut for path, style in plan.items() for part, cut in cuts_of_parts(model, path, style).items()}
 
 
 def _by_module(operations: list[Operation]) -> dict[str, list[Operation]]:
@@ -334,7 +338,7 @@ def _vocabulary(
 ) -> list[str]:
     """Return the paths of the head and of the embedding of the same vocabulary; the largest embedding without a head."""
     outside = ((path, part) for path, part in model.named_modules() if not block_of(path, containers_of(model)))
-    tables = {path: part for path, part in outside if isinstance(part, nn.Embedding)}
+    tables = {path_without_adapters(path): part for path, part in outside if isinstance(part, nn.Embedding)}
     heads = [path for path in flow.prediction if path in linears and path not in inside]
     if len(heads) == 1 and flow.prediction == {heads[0]} and isinstance(head := linears[heads[0]], nn.Linear):
         return [*(path for path, table in tables.items() if table.num_embeddings == head.out_features), heads[0]]
@@ -362,9 +366,9 @@ def _flow(
         if op.func == "left":
             continue
         sources: frozenset[str] = frozenset().union(*(reached.get(view.storage, frozenset()) for view in op.given))
-        if op.where in linears:
-            flow.reaching.setdefault(op.where, set()).update(sources - {op.where})
-            sources = frozenset({op.where})
+        if (path := path_without_adapters(op.where)) in linears:
+            flow.reaching.setdefault(path, set()).update(sources - {path})
+            sources = frozenset({path})
         elif not sources and any(view.storage in outside for view in op.given):
             sources = frozenset({OUTSIDE})
         for view in op.results:

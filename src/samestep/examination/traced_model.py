@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from samestep.building.families import FamilyFacts
 from samestep.building.initial_values import Blueprint
 from samestep.independence.cut_proof import CutProof
 from samestep.models.spec import ModelAnalysis, ModelSpec
@@ -23,8 +22,6 @@ class TracedModel:
 
     blueprint: Blueprint
     analysis: ModelAnalysis
-    facts: FamilyFacts
-    """Facts about the model's family."""
     cuts: CutProof | None
     """The cuts of a tensor plan, and what is proven of them; None where no plan was looked for."""
     keeps_double: bool = True

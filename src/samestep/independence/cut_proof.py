@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from samestep.building.families import facts_of
+from samestep.building.families import is_transposed
 from samestep.errors import InputError
 from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
@@ -92,14 +92,14 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
     Raises:
         MixesError: a weight has not the dimension that is cut, such as a gain of the whole layer.
     """
-    facts, cuts = facts_of(model), {}
+    cuts = {}
     for name, param in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         style = styles.get(path)
         if style in (None, "sum") or (style == "row" and leaf == "bias"):
             continue
         module = model.get_submodule(path)
-        across = 0 if (facts.is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
+        across = 0 if (is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
         dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
         fused = FUSED if style == "qkv" else parts.get(path, 1)
         if dim >= param.dim():

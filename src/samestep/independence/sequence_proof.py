@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.slice_prover import SliceProver, compare_forwards
 from samestep.independence.value_numbers import Table
@@ -57,7 +56,7 @@ class _TokenProver(SliceProver):
     def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int, table: Table) -> None:
         spec = analysis.spec
         super().__init__(module, list(analysis.sequence_parts), size, spec.sequence, table, spec.looks_in)
-        self._facts, self._parts = facts_of(module), tuple(chain(*analysis.sequence_parts.values()))
+        self._parts = tuple(chain(*analysis.sequence_parts.values()))
         boundaries = chain(*(layer.sequence_boundaries for layer in analysis.spec.layers))
         self._ends = [boundary.owner for boundary in boundaries if boundary.kind in ("scatter", "split")]
         self._is_whole = False
@@ -130,18 +129,18 @@ class _TokenProver(SliceProver):
             self.refuse(f"{self.where} uses a weight that is used between the cut parts too")
 
     def _split(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        arguments = with_given(args, kwargs, self.slice_of, self._facts)
+        arguments = with_given(args, kwargs, self.slice_of)
         self.is_following = not self.refusal
         return arguments
 
     def _gather(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = first_input_of(args, kwargs, self._facts)
+        hidden = first_input_of(args, kwargs)
         self.is_following = not self.refusal
         self._check(hidden, f"{path} is not given a row for each token")
         if any(is_below(inner, path) for inner in self.looking):
             self._check_unseen(path, [tensor for tensor in tensors_in((args, kwargs)) if tensor is not hidden])
         self._is_whole = self.is_following = False
-        gathered = with_given(args, kwargs, self._whole, self._facts)
+        gathered = with_given(args, kwargs, self._whole)
         self._is_whole = True
         return gathered
 

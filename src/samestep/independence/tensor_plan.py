@@ -1,8 +1,7 @@
 """The modules that tensor parallelism cuts, and the cost of each cut, seen in a forward on the meta device.
 
 A plan names modules by patterns and gives the style of each cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It
-comes from the user (`module.tensor_plan`), from the facts about the model's family (`building/families.py`), or from the
-data flow of the forward (`structural_plan.py`). The forward also shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
+comes from the user (`module.tensor_plan`), or from the data flow of the forward (`examination/plan_search.py`). The forward also shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
 and which whole weights are used on cut tensors. `runtime/axes/tensor.py` carries the cuts out.
 """
 
@@ -15,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from samestep.building.families import PLAN_STYLES, SPLIT_STYLE, FamilyFacts, facts_of, vocabulary_parts
+from samestep.building.families import heads_of, is_transposed, repeats_of
 from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.errors import ModelError
 from samestep.independence import cut_proof
@@ -50,8 +49,6 @@ class Cuts:
     """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
     looking: tuple[str, ...] = ()
     """Modules whose code looks at values, and which therefore stay whole."""
-    is_open: bool = False
-    """Whether neither the model nor transformers has a plan, so that one is looked for in the forward."""
 
     def gather(self, paths: Collection[str], reason: str) -> None:
         """Gather the outputs of modules, since the code after them needs them whole; or leave gathered modules
@@ -59,45 +56,6 @@ class Cuts:
         styles = {path: style for path, style in self.styles.items() if path not in paths or style != "gather"}
         self.styles = styles | dict.fromkeys((path for path in paths if path in styles), "gather")
         self.gathered |= dict.fromkeys(sorted(paths), reason)
-
-
-def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
-    """Return how a model may be cut: by the model's `tensor_plan`, or by the plan of transformers for its family.
-
-    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. Where there is no
-    plan, or it leaves the blocks whole, the cuts are open.
-
-    Raises:
-        ModelError: the model's own plan has an unknown style.
-    """
-    model_plan = getattr(model, "tensor_plan", None)
-    if model_plan is not None:
-        return _match_plan(model, dict(model_plan))
-    family_plan = facts_of(model).plan_of(model) or {}
-    plan = {pattern: style for pattern, style in family_plan.items() if not _is_of_experts(model, experts, pattern)}
-    names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
-    unknown = sorted({style for style in plan.values() if style not in PLAN_STYLES})
-    plan = {pattern: style for pattern, style in plan.items() if style in PLAN_STYLES}
-    # What is gathered, and split again for a row cut beside it, may stay cut in between.
-    split = {owner_of(pattern) for pattern, style in plan.items() if style == SPLIT_STYLE}
-    styles = {pattern: PLAN_STYLES[style] for pattern, style in plan.items()}
-    rejoined = [pattern for pattern, style in styles.items() if style == "gather" and owner_of(pattern) in split]
-    styles |= dict.fromkeys(rejoined, "column")
-    styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
-    if "row" not in styles.values():
-        reason = "its blocks have no pair of linear layers, one that reads the outputs of the others and nothing else"
-        if unknown:
-            reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
-        elif family_plan:
-            reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
-        return Cuts(refusal=reason, is_open=True)
-    cuts = replace(_match_plan(model, styles), may_shrink=True)
-    for part in vocabulary_parts(model):
-        path = next((path for path, module in model.named_modules() if module is part), None)
-        if path is not None:
-            cuts.styles |= cuts_of_parts(model, path, "vocab")
-    return cuts
 
 
 def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
@@ -136,21 +94,16 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     return replace(cuts, styles=styles, looking=looking, refusal=refusal)
 
 
-def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
-    """Return whether a pattern names experts, which tensor parallelism leaves whole: `ep` distributes them."""
-    names = [
-        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
-    ]
-    return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
-
-
-def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
-    """Return the modules of the model that the plan's patterns match.
+def cuts_of(model: nn.Module) -> Cuts | None:
+    """Return the modules that the patterns of the model's own `tensor_plan` match; None of a model without one.
 
     Raises:
         ModelError: the plan has an unknown style.
     """
-    cuts, facts = Cuts(), facts_of(model)
+    plan: Plan | None = getattr(model, "tensor_plan", None)
+    if plan is None:
+        return None
+    cuts = Cuts()
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -162,7 +115,7 @@ def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
         parts = [part for path in matches for part in cuts_of_parts(model, path, style)]
         for path in parts:
             module = model.get_submodule(path)
-            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module):
                 cuts.styles[path] = style
             else:
                 cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
@@ -271,12 +224,11 @@ def _separable(spec: ModelSpec, model: nn.Module, cuts: Cuts) -> set[str]:
 
     A head is none of them: it would hold the gradient of the logits for longer.
     """
-    facts = facts_of(model)
     used_once = {p.name for p in spec.params if p.calls == 1 and not (p.shared or p.read_outside or p.is_replaced)}
     return {
         path
         for path, style in cuts.styles.items()
-        if style in ("column", "qkv") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path), facts)
+        if style in ("column", "qkv") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path))
     }
 
 
@@ -342,20 +294,19 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     The attention's code repeats these heads for its queries; a rank with fewer queries is given a smaller number of
     repeats.
     """
-    facts = facts_of(model)
     shareable: dict[str, int] = {}
     projections: dict[str, dict[str, int]] = {}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "column" and isinstance(module, nn.Linear):
             parent = owner_of(path_without_adapters(path))
-            heads = facts.heads_of(model.get_submodule(parent), module.out_features)
+            heads = heads_of(model.get_submodule(parent), module.out_features)
             projections.setdefault(parent, {})[path] = heads
-    for parent, heads_of in projections.items():
-        times = facts.repeats_of(model.get_submodule(parent))
+    for parent, heads_by_path in projections.items():
+        times = repeats_of(model.get_submodule(parent))
         if times > 1:
-            queries = max(heads_of.values())
-            shareable |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
+            queries = max(heads_by_path.values())
+            shareable |= {path: heads for path, heads in heads_by_path.items() if heads * times == queries}
     return shareable
 
 
@@ -374,9 +325,9 @@ def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: C
     return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
 
 
-def is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
-    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
+    return type(module).forward is nn.Linear.forward or is_transposed(module)
 
 
 def is_head(module: nn.Module, style: str | None) -> bool:

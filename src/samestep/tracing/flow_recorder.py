@@ -20,7 +20,6 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
 from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
@@ -135,13 +134,12 @@ class FlowRecorder(TorchFunctionMode):
     @contextmanager
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
         """Record a forward of `module` inside; modules that are outside (they hold the blocks) make no calls."""
-        facts = facts_of(module)
         for name, param in module.named_parameters(remove_duplicate=False):
             self._weights.setdefault(self._key(param), _Weight(param)).names.append(name)
         with ExitStack() as hooks:
             for path, part in module.named_modules():
                 if not is_outside(path) and makes_event(part):
-                    enter, leave = self._enter(path), self._leave(path, facts)
+                    enter, leave = self._enter(path), self._leave(path)
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
             hooks.enter_context(backward_hooks_pass_on())
@@ -334,11 +332,11 @@ class FlowRecorder(TorchFunctionMode):
 
         return hook
 
-    def _leave(self, path: str, facts: FamilyFacts) -> Callable[..., None]:
+    def _leave(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and self._running is not None and self._running.is_call:
-                self._append(self._running, outcome, first_input_of(args, kwargs, facts))
+                self._append(self._running, outcome, first_input_of(args, kwargs))
                 self._running, self._last_call = None, path
 
         return hook

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
-from samestep.building.families import facts_of
+from samestep.building.families import is_norm
 from samestep.building.named_tensors import tensors_of
 from samestep.building.torch_seams import DisableTorchFunction, DispatchMode
 from samestep.errors import ModelError, module_name
@@ -77,12 +77,12 @@ class ModelFacts:
     @classmethod
     def of(cls, module: nn.Module, key: Callable[[Tensor], int]) -> ModelFacts:
         """Return the facts of a model."""
-        facts, params = facts_of(module), [*module.parameters()]
+        params = [*module.parameters()]
         return cls(
             weights=frozenset(map(key, (*params, *module.buffers()))),
             params=frozenset(map(key, params)),
             frozen=frozenset(key(param) for param in params if not param.requires_grad),
-            norms=frozenset(path for path, part in module.named_modules() if facts.is_norm(part)),
+            norms=frozenset(path for path, part in module.named_modules() if is_norm(part)),
         )
 
 
@@ -114,7 +114,7 @@ class ForwardTracer(DispatchMode):
         """With a list for its costs, these are recorded too."""
         self.places = self.events.places
         self.cut = CutStorages(styles)
-        self.modules = self.events.modules = ForwardCalls(self.key, facts_of(module), self.places)
+        self.modules = self.events.modules = ForwardCalls(self.key, self.places)
         self.inputs = ModuleInputs(module, self.key)
         self.picked = PickedRows(self.key)
         self.values = values_of(module, keeps_all=keeps_all)

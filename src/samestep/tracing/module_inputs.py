@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.building.families import FamilyFacts
+from samestep.building.families import name_of_hidden
 from samestep.building.torch_seams import autograd_sequence_number
 from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.flow import makes_event
@@ -77,9 +77,9 @@ def state_of(tensor: Tensor) -> tuple[int, bool]:
     return tensor._version, torch.is_grad_enabled()
 
 
-def first_input_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+def first_input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the first tensor that a module is given."""
-    value = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+    value = args[0] if args else kwargs[name_of_hidden(kwargs)] if kwargs else None
     return value if isinstance(value, Tensor) else None
 
 
@@ -89,13 +89,11 @@ def first_of(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
-def with_given(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
-) -> Any:
+def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
     """Return a module's arguments with its first tensor changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = facts.name_of_hidden(kwargs)
+    name = name_of_hidden(kwargs)
     return args, {**kwargs, name: change(kwargs[name])}
 
 
@@ -143,8 +141,8 @@ class ModuleCall:
 class ForwardCalls:
     """The calls of the modules of a forward, and its regions: the operations from one call of a top-most module with weights to the next."""
 
-    def __init__(self, key: Callable[[Tensor], int], facts: FamilyFacts, places: TracedPlaces) -> None:
-        self._key, self._facts, self.places = key, facts, places
+    def __init__(self, key: Callable[[Tensor], int], places: TracedPlaces) -> None:
+        self._key, self.places = key, places
         self._numbers = WeakIdKeyDictionary()
         self._num_seen = 0
         self.of: dict[str, list[ModuleCall]] = {}
@@ -203,7 +201,7 @@ class ForwardCalls:
         call = ModuleCall(
             path=path,
             given=self._shapes(tensors),
-            input=self._seen(first_input_of(args, kwargs, self._facts)),
+            input=self._seen(first_input_of(args, kwargs)),
             is_positional=bool(args),
             entered_at=point,
             left_at=point,

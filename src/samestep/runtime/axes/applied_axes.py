@@ -134,7 +134,7 @@ class AppliedAxes:
         """Let the axes work on the modules, from the inside out."""
         model = traced.module
         precision.apply(traced, program, mesh.device)
-        multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
+        multiply_all_packed(model, traced.blueprint.rounded)
         for twin in TWINS:
             twin.apply(traced, program, mesh)
         slicing = context.slicing_of(model, program, mesh)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from samestep.building.families import is_norm
 from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
@@ -163,7 +164,7 @@ def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
     Raises:
         ModelError: a parameter is not a floating-point number, so it cannot be held in another dtype.
     """
-    model, facts = traced.module, traced.facts
+    model = traced.module
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             dtype = str(param.dtype).removeprefix("torch.")
@@ -180,11 +181,11 @@ def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
         for path in layer.modules:
             for module in model.get_submodule(path).modules():
                 is_block = layer.is_block and module is model.get_submodule(path)
-                if (is_block or any(True for _ in module.parameters(recurse=False))) and not facts.is_norm(module):
+                if (is_block or any(True for _ in module.parameters(recurse=False))) and not is_norm(module):
                     _cast_inputs(module, compute)
     shared = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
     for path, module in model.named_modules():
-        if facts.is_norm(module):
+        if is_norm(module):
             call = fused_norms.fused_call(module, compute, master, device)
             if call is None:
                 _compute_in(module, master, cast_inputs=True)

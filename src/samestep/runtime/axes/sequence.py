@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.examination.traced_model import TracedModel
 from samestep.models.spec import is_below
@@ -43,24 +42,24 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     step = program.step
     if not step.layout.sequence_parallel:
         return
-    model, group, facts = traced.module, mesh.groups["tp"], traced.facts
+    model, group = traced.module, mesh.groups["tp"]
     blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
-    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
+    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
     whole_parts = {part for layer in step.model.layers for part in layer.whole_parts}
     for path in blocks:
         gathered, joined = Shared(gather, group), Shared(lambda x, group, owner, _: _join(x, group, owner), group)
         parts = [part for part in traced.analysis.sequence_parts[path] if part not in whole_parts]
         for linear in separable(step):
             if any(is_below(linear, part) for part in parts):
-                postpone_weights(model.get_submodule(linear), gathered.postponed_gradients_of, facts)
+                postpone_weights(model.get_submodule(linear), gathered.postponed_gradients_of)
         for part in traced.analysis.sequence_parts[path]:
             module = model.get_submodule(part)
             is_whole = part in whole_parts
             once = functools.partial(joined if is_whole else gathered, part)
             crossing = RankCrossing(part, group, "gather", "own" if is_whole else "scatter", once, is_shared=True)
-            before_forward(module, functools.partial(_gather_given, crossing, facts), prepend=True)
+            before_forward(module, functools.partial(_gather_given, crossing), prepend=True)
             if is_whole:
                 cut = functools.partial(_split, group=group, owner=part)
                 after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", cut)))
@@ -69,8 +68,8 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
-def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return with_given(args, kwargs, gather, facts)
+def _gather_given(gather: Callable[[Tensor], Tensor], _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_given(args, kwargs, gather)
 
 
 def _forget(moves: tuple[Shared, ...], *_: Any) -> None:

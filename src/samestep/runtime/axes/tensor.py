@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts
+from samestep.building.families import is_transposed
 from samestep.building.loss import (
     IGNORED_LABEL,
     RunFunction,
@@ -53,7 +53,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """
     if program.step.layout.tp == 1:
         return
-    model, analysis, facts = traced.module, traced.analysis, traced.facts
+    model, analysis = traced.module, traced.analysis
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
@@ -79,12 +79,12 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             if path in shared:
                 _around_shared(module, path, mesh, boundaries, shared[path])
             else:
-                _AROUND[style](module, path, mesh, boundaries, facts)
+                _AROUND[style](module, path, mesh, boundaries)
     for path in sorted(analysis.copied - by_columns):
         _enter(model.get_submodule(path), path, within if cuts_sequence(path) else parts)
     for path in separable(program.step):
         if not cuts_sequence(path):
-            postpone_weights(model.get_submodule(path), copies.postponed_gradients_of, facts)
+            postpone_weights(model.get_submodule(path), copies.postponed_gradients_of)
     for path, name, divisor in analysis.counts[mesh.size("tp")]:
         module = model.get_submodule(path)
         setattr(module, name, getattr(module, name) // divisor)
@@ -122,7 +122,7 @@ def _sum_of_output(module: nn.Module) -> Callable[..., Tensor]:
     return reduce_product if is_product else reduce
 
 
-def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
+def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
     _enter(module, path, boundaries)
 
 
@@ -134,14 +134,14 @@ def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
     _replace_weights(module, lambda param: param.chunk(heads)[index])
 
 
-def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
-    _around_column(module, path, mesh, boundaries, facts)
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
+    _around_column(module, path, mesh, boundaries)
     group = mesh.groups["tp"]
     gathered = RankCrossing(path, group, "gather_last", "own_last", lambda x: gather_last(x, group, path))
     after_forward(module, lambda _, args, output: gathered(output), prepend=True)
 
 
-def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
+def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
     tensors: list[Tensor | None] = []
     leave = boundaries.leaving(module, path)
@@ -150,7 +150,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
         after_forward(module, lambda _, args, output: leave(output), prepend=True)
         return
     # GPT-2's linear layers need a bias, and code of the user's own may.
-    may_lack = is_linear and not facts.is_transposed(module)
+    may_lack = is_linear and not is_transposed(module)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         bias = module._parameters.get("bias")
@@ -170,10 +170,10 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
     after_forward(module, after, always_call=True, prepend=True)
 
 
-def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
     """Make an embedding look up the tokens of this rank, and a head compute this rank's logits."""
     if isinstance(module, nn.Linear):
-        _around_column(module, path, mesh, boundaries, facts)
+        _around_column(module, path, mesh, boundaries)
         return
     assert isinstance(module, nn.Embedding)
     size = module.num_embeddings // mesh.size("tp")
@@ -215,7 +215,7 @@ def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) 
     after_forward(module, after, always_call=True, prepend=True)
 
 
-_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], None]] = {
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries], None]] = {
     "column": _around_column,
     "qkv": _around_column,
     "gather": _around_gather,

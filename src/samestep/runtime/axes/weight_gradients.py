@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts
+from samestep.building.families import is_transposed
 from samestep.building.torch_seams import run_backward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_linear
@@ -93,7 +93,6 @@ class Deferred:
         self._postponed: dict[int, Postponed] = {}
         if not program.step.splits_backward:
             return
-        facts = traced.facts
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
         head = program.step.model.layers[-1].head
         if (
@@ -103,8 +102,8 @@ class Deferred:
         apart = chunked_owners(program.step.model)  # whose backward makes all gradients of a chunk at once
         for path, module in traced.module.named_modules():
             is_apart = any(is_below(path, path_apart) for path_apart in apart)
-            if is_linear(module, facts) and f"{path}.weight" not in shared and not is_apart:
-                postpone_weights(module, lambda _: self, facts)
+            if is_linear(module) and f"{path}.weight" not in shared and not is_apart:
+                postpone_weights(module, lambda _: self)
                 vars(module.forward)[_MARK] = True
 
     def add_up(self, microbatch: int) -> None:
@@ -116,12 +115,10 @@ class Deferred:
         self._postponed.setdefault(self.microbatch, Postponed()).postpone(weight, inputs, gradient, is_transposed)
 
 
-def postpone_weights(
-    module: nn.Module, until: Callable[[Tensor], Postponed | Deferred | None], facts: FamilyFacts
-) -> None:
+def postpone_weights(module: nn.Module, until: Callable[[Tensor], Postponed | Deferred | None]) -> None:
     """Make a linear module's backward compute the gradient of its input alone, and postpone that of its weight to
     the list that `until` returns for the input; where that is None, the backward is autograd's."""
-    forward, is_transposed = forward_of(module), facts.is_transposed(module)
+    forward, is_turned = forward_of(module), is_transposed(module)
     is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
     def call(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
@@ -143,7 +140,7 @@ def postpone_weights(
             return result
         computes = F.linear if is_plain else lambda x, *_: forward(module, x)
         # Inside a tuple autograd does not see the weight, and so computes no gradient for it.
-        return _SplitBackward.apply(x, bias, (weight, computes, postponed, is_transposed))
+        return _SplitBackward.apply(x, bias, (weight, computes, postponed, is_turned))
 
     module.forward = MethodType(call, module)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.building.families import facts_of, head_of, untied_fields
+from samestep.building.families import head_of, is_transposed, untied_fields
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.model_changes import hold_as
@@ -135,10 +135,10 @@ def _round_base(model: nn.Module, held_as: str) -> None:
 def _bases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose weights are rounded, with their paths: all linear ones but the head and those trained whole, and
     embeddings with adapters."""
-    facts, bases = facts_of(model), {}
+    bases = {}
     for path, part in model.named_modules():
         parts = path.split(".")
-        is_linear = type(part) is nn.Linear or facts.is_transposed(part)
+        is_linear = type(part) is nn.Linear or is_transposed(part)
         if not {_DOWN, _UP, _SAVED, _ORIGINAL, *_OF_EMBEDDINGS}.isdisjoint(parts):
             continue
         if is_linear or parts[-1] == _BASE:
@@ -148,7 +148,7 @@ def _bases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _takes_adapter(model: nn.Module, part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear | nn.Embedding) or facts_of(model).is_transposed(part)
+    return isinstance(part, nn.Linear | nn.Embedding) or is_transposed(part)
 
 
 def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
@@ -286,7 +286,7 @@ def merge_adapters(model: nn.Module, names: Collection[str], value: Value, lora:
 
     `names` are those of the tensors of the model with adapters, whose values `value` returns.
     """
-    made_of, name_set, facts = origins(names), set(names), facts_of(model)
+    made_of, name_set = origins(names), set(names)
 
     def made(name: str) -> Tensor:
         source, is_adapted = made_of[name]
@@ -297,7 +297,7 @@ def merge_adapters(model: nn.Module, names: Collection[str], value: Value, lora:
         down, up = factors
         change = (lora.alpha / lora.r) * (value(up) @ value(down))
         layer = model.get_submodule(source.removesuffix(".weight"))
-        is_turned = facts.is_transposed(layer) or isinstance(layer, nn.Embedding)
+        is_turned = is_transposed(layer) or isinstance(layer, nn.Embedding)
         return value(source) + (change.T if is_turned else change)
 
     return made

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.families import name_of_hidden
 from samestep.building.model import call_model
 from samestep.building.torch_seams import distributions_unchecked
 from samestep.errors import LayoutError, ModelError
@@ -64,7 +65,7 @@ class Stage(PartOfStep):
     ) -> None:
         self._running, self._deferred = running, deferred
         self._program, self._mesh, self._slicing, self._flows = program, mesh, slicing, flows
-        self._model, self._facts = traced.module, traced.facts
+        self._model = traced.module
         self.num_chunks = len(program.chunks)
         self._layers = program.step.model.layers
         self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
@@ -301,7 +302,7 @@ class Stage(PartOfStep):
         """Return the hook that replaces a stand-in's output by the received activation."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = "" if args else self._facts.name_of_hidden(kwargs)
+            name = "" if args else name_of_hidden(kwargs)
             shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
             (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
             dropout.begin_after(self._model, self._entered[action.chunk])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.families import name_of_hidden
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -65,7 +66,7 @@ class StageLayers:
     """
 
     def __init__(self, traced: TracedModel, step: StepSpec, device: torch.device) -> None:
-        self._facts, self._device = traced.facts, device
+        self._device = device
         value = math.nan if step.model.varies_at and not step.model.varies_within else 0.0
         paths = [(path, index) for index, layer in enumerate(step.model.layers) for path in layer.modules if path]
         self._by_path = {path: traced.module.get_submodule(path) for path, _ in paths}
@@ -118,7 +119,7 @@ class StageLayers:
     def _passed(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        hidden = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
+        hidden = args[0] if args else kwargs[name_of_hidden(kwargs)]
         if not isinstance(hidden, Tensor):  # it is given a shape, say
             return self._result_of(module, call, args, kwargs)
         if not isinstance(module, nn.Embedding):
