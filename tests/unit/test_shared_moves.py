@@ -10,25 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from samestep.runtime.axes.differentiable import apply_move_overlapping
+from samestep.runtime.axes import rank_crossings
 from samestep.runtime.axes.sequence import Shared
 
 
-def _view(x: Tensor, *_: Any) -> Tensor:
-    return x.view_as(x)
-
-
-def _copy(x: Tensor, *_: Any) -> Tensor:
-    return x.clone()
-
-
-@pytest.mark.parametrize("there", [_view, _copy])
+@pytest.mark.parametrize("there", ["keep", "copy"])
 @pytest.mark.parametrize("is_repeated", [True, False])
-def test_what_was_moved_is_free_once_its_backward_is_over(there: Any, is_repeated: bool) -> None:
-    def move(x: Tensor, group: Any, owner: str, meanwhile: Any) -> Tensor:
-        return apply_move_overlapping(x, group, owner, there, lambda grad, *_: (grad, lambda: None), meanwhile)
+def test_what_was_moved_is_free_once_its_backward_is_over(
+    there: Any, is_repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def awaited(gradient: Tensor, line: Any) -> Tensor:
+        line.meanwhile()
+        return gradient
 
-    shared: Any = Shared(move, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(rank_crossings._MOVES, "copy", lambda x, _: x.clone())
+    monkeypatch.setitem(rank_crossings._MOVES, "sum", awaited)
+    shared = Shared(None, there, "sum")  # type: ignore[arg-type]
     made: list[weakref.ref[Any]] = []
 
     def block(x: Tensor) -> Tensor:

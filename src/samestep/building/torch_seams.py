@@ -15,7 +15,6 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     current_backward_id             _C._current_graph_task_id                 none
     call_after_backward             Variable._execution_engine                none; FSDP2 calls it too
     run_backward                    Variable._execution_engine                torch.autograd.backward, slower
-    storage_use_count               _C._storage_Use_Count                     none; None where torch has none
     set_versions                    _C._autograd._unsafe_set_version_counter  none
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
@@ -63,7 +62,6 @@ is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 profiler_runs = torch._C._autograd._profiler_enabled
 set_versions = torch._C._autograd._unsafe_set_version_counter
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
-storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ have computed the same from what they have gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from samestep.independence.roundings import limit_of_values
 from samestep.runtime.axes.context.whole_parts import DIM as TOKENS
 from samestep.runtime.axes.context.whole_parts import TokenRanks
 from samestep.runtime.axes.data_ranks import DataRanks
+from samestep.runtime.axes.differentiable import through
 from samestep.runtime.ledger import outside_step
 from samestep.strategies.whole_batch import SIZES
 
@@ -163,19 +164,17 @@ class AllSamples:
         def own_rows(gradient: Tensor) -> Tensor:
             return self._summed(gradient, tensor)[self.own_places(gradient.device)]
 
-        rows = _from_numbers(_through(_as_numbers(rows), all_rows, own_rows), tensor.parts[0])
+        rows = _from_numbers(through(_as_numbers(rows), all_rows, own_rows), tensor.parts[0])
         tensor_of_all = rows.transpose(0, 1).flatten(0, 2).movedim(0, tensor.place.dim)
         if not tensor.is_sliced:
             return tensor_of_all
-        return _through(
-            tensor_of_all, lambda x: self.tokens.whole(x, tensor.name), lambda g: self.tokens.own(g, TOKENS)
-        )
+        return through(tensor_of_all, lambda x: self.tokens.whole(x, tensor.name), lambda g: self.tokens.own(g, TOKENS))
 
     def _of_one(self, tensor: StepTensor) -> Tensor:
         """Return a tensor that is the same on all ranks; one that is not read has the shape of that of all samples, and no values."""
         first, place = tensor.parts[0], tensor.place
         if tensor.is_read:
-            return _through(first, lambda x: x, lambda gradient: self._summed(gradient, tensor))
+            return through(first, lambda x: x, lambda gradient: self._summed(gradient, tensor))
         shape = list(first.shape)
         if place.dim >= 0:
             shape[place.dim] = shape[place.dim] // max(1, self.mine[0]) * self.number
@@ -231,24 +230,6 @@ class AllSamples:
             return part
         missing = [length for old, new in zip(part.shape[:0:-1], sizes[::-1], strict=True) for length in (0, new - old)]
         return F.pad(part, missing, value=self.pad)
-
-
-class _Through(torch.autograd.Function):
-    """A function of a tensor with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.back(gradients[0]), None, None
-
-
-def _through(x: Tensor, function: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _Through.apply(x, function, back)
-    return result
 
 
 def _by_sample(tensor: Tensor, place: RowsPlace, num_samples: int) -> Tensor:

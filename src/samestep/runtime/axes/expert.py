@@ -41,7 +41,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
-from samestep.runtime.axes.differentiable import apply_move
+from samestep.runtime.axes.differentiable import through
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.checkpointed import ContextFn, Contexts
@@ -92,14 +92,17 @@ def _dispatch_and_combine(
     picks = chosen.flatten()
     order = picks.argsort(stable=True)
     sent, received, received_sizes = _kept_or_counted(picks, num_experts, group, path)
-    dispatch, combine = (functools.partial(_exchange_rows, *split) for split in ((sent, received), (received, sent)))
-    rows = apply_move(x[order // chosen.shape[1]], group, path, dispatch, combine)
+    dispatch, combine = (
+        functools.partial(_exchange_rows, *split, group=group, owner=path)
+        for split in ((sent, received), (received, sent))
+    )
+    rows = through(x[order // chosen.shape[1]], dispatch, combine)
     index = (
         torch.arange(received_sizes.shape[1], device=x.device)
         .repeat(len(received_sizes))
         .repeat_interleave(received_sizes.flatten(), output_size=sum(received))
     )
-    back = apply_move(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
+    back = through(_own(again, module, rows, index, chosen, weights.dtype), combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
 

@@ -1,7 +1,7 @@
 """Crossings: where a tensor of one rank becomes one of its group, with another move for its gradient.
 
-Uncompiled, a crossing calls the functions it is given. In a graph of `torch.compile` it is a function of torch's autograd around
-operations of this file, each one collective, which compilers neither look into nor compute twice:
+A crossing is a move there, and another one back for its gradient. Each is made of one collective, or of none. In a graph of
+`torch.compile` the collectives are operations of this file, which compilers neither look into nor compute twice:
 
     move        [B, T/N, D] of each rank to                         operations
     sum         the sum over ranks, of the same shape               all_reduce
@@ -21,6 +21,7 @@ Crossings of one tensor that share a move become one in the graph (`share`), as 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime import ledger
+from samestep.runtime.axes.differentiable import through
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 
 MoveName = Literal[
@@ -38,11 +40,85 @@ MoveName = Literal[
 ]
 
 
+class Line(NamedTuple):
+    """The collectives of a group of ranks under the name of their owner, outside of graphs. Each is collective over the group."""
+
+    group: dist.ProcessGroup
+    owner: str
+    meanwhile: Callable[[], object] | None = None
+    """What the host does while a sum is under way."""
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among them."""
+        return dist.get_rank(self.group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        with ledger.owned(self.owner) as issue:
+            work = issue.sent(dist.all_reduce(total, group=self.group, async_op=True))
+        return self._awaited(total, work)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, one behind the other along dimension 0."""
+        parts = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
+        with ledger.owned(self.owner):
+            all_gather(parts, x.contiguous(), group=self.group)
+        return parts
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's part along dimension 0 of the sum over all ranks."""
+        part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
+        with ledger.owned(self.owner) as issue:
+            work = issue.sent(reduce_scatter(part, x.contiguous(), group=self.group, async_op=True))
+        return self._awaited(part, work)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Send each rank its part along dimension 0; return those of all ranks."""
+        sent = x.contiguous()
+        received = torch.empty_like(sent)
+        with ledger.owned(self.owner):
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def _awaited(self, tensor: Tensor, work: Any) -> Tensor:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        work.wait()
+        return tensor
+
+
+def moved(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    owner: str,
+    there: MoveName,
+    back: MoveName,
+    meanwhile: Callable[[], object] | None = None,
+) -> Tensor:
+    """Return x after the move there; its gradient takes the move back, beside which `meanwhile` is called if that is a sum.
+
+    Collective over `group` where the moves are, see [Note: collective calls].
+    """
+    line, home = Line(group, owner), Line(group, owner, meanwhile)
+    return through(
+        x,
+        lambda x: x.view_as(x) if there == "keep" else _MOVES[there](x, line),
+        lambda gradient: gradient if back == "keep" else _MOVES[back](gradient, home),
+    )
+
+
 class GraphPlace:
     """A place in this process that sends something within graphs, whose operations are given its number and look it up when they run."""
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
-        self.owner, self.group = owner, group
+        self.line = Line(group, owner)
         number = len(_NUMBERED)
         self.place = torch.tensor(number)
         """The number, int64, as the operations of a graph are given it."""
@@ -56,7 +132,7 @@ _PLACES: WeakValueDictionary[int, GraphPlace] = WeakValueDictionary()
 
 
 class RankCrossing(GraphPlace):
-    """One crossing of a module: `uncompiled(x)`, and in a graph the moves `there` and, for the gradient, `back`.
+    """One crossing of a module: the move `there` and, for the gradient, the move `back`; outside of graphs `uncompiled`, if it is given.
 
     Collective over `group` where its moves are, see [Note: collective calls].
     """
@@ -67,13 +143,14 @@ class RankCrossing(GraphPlace):
         group: dist.ProcessGroup,
         there: MoveName,
         back: MoveName,
-        uncompiled: Callable[[Tensor], Tensor],
+        uncompiled: Callable[[Tensor], Tensor] | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
         super().__init__(owner, group)
-        self.degree, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self._there, self._back, self._uncompiled, self._is_shared = there, back, uncompiled, is_shared
+        self.degree, self.index = self.line.degree, self.line.rank
+        self._there, self._back, self._is_shared = there, back, is_shared
+        self._uncompiled = uncompiled or functools.partial(moved, group=group, owner=owner, there=there, back=back)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x after the move there."""
@@ -95,11 +172,23 @@ _NOWHERE = torch.tensor(-1)
 
 
 class _At(NamedTuple):
-    """The arguments of the operations of one crossing, besides the tensor."""
+    """The collectives of one crossing as operations of a graph."""
 
     place: Tensor
     degree: int
     rank: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.ops.samestep.all_reduce(x, self.place)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.ops.samestep.all_gather(x, self.degree, self.place)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.ops.samestep.reduce_scatter(x, self.degree, self.place)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.ops.samestep.all_to_all(x, self.place)
 
 
 def cross(x: Tensor, place: Tensor, degree: int, index: int, there: str, back: str, is_shared: bool) -> Tensor:
@@ -121,49 +210,48 @@ class _Crossed(torch.autograd.Function):
         return _MOVES[ctx.back](gradients[0], _At(place, ctx.degree, ctx.index)), None, None, None, None, None
 
 
-def _gather(x: Tensor, at: _At) -> Tensor:
-    parts = torch.ops.samestep.all_gather(x, at.degree, at.place)
-    return parts.view(at.degree, *x.shape).transpose(0, 1).flatten(1, 2)
+# -- the moves -------------------------------------------------------------------------------------
+
+Wire = Line | _At
+"""The collectives of a group, of which moves are made."""
 
 
-def _scatter(x: Tensor, at: _At) -> Tensor:
-    parts = x.unflatten(1, (at.degree, -1)).transpose(0, 1)
-    tensor: Tensor = torch.ops.samestep.reduce_scatter(parts.flatten(0, 1), at.degree, at.place)
-    return tensor
+def _gather(x: Tensor, wire: Wire) -> Tensor:
+    return wire.all_gather(x).view(wire.degree, *x.shape).transpose(0, 1).flatten(1, 2)
 
 
-def _gather_last(x: Tensor, at: _At) -> Tensor:
-    return torch.cat(torch.ops.samestep.all_gather(x, at.degree, at.place).split(x.shape[0]), dim=-1)
+def _scatter(x: Tensor, wire: Wire) -> Tensor:
+    return wire.reduce_scatter(x.unflatten(1, (wire.degree, -1)).transpose(0, 1).flatten(0, 1))
 
 
-def to_heads(part: Tensor, degree: int, swap: Callable[[Tensor], Tensor]) -> Tensor:
-    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D], where `swap` sends each rank its part along dimension 0."""
-    return swap(torch.unflatten(part, 1, (degree, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+def _gather_last(x: Tensor, wire: Wire) -> Tensor:
+    return torch.cat(wire.all_gather(x).split(x.shape[0]), dim=-1)
 
 
-def to_tokens(part: Tensor, degree: int, swap: Callable[[Tensor], Tensor]) -> Tensor:
-    """Exchange heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D], where `swap` sends each rank its part along dimension 0."""
-    received = swap(torch.unflatten(part, 2, (degree, -1)).movedim(2, 0))
+def _to_heads(part: Tensor, wire: Wire) -> Tensor:
+    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D]."""
+    return wire.all_to_all(torch.unflatten(part, 1, (wire.degree, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+
+
+def _to_tokens(part: Tensor, wire: Wire) -> Tensor:
+    """Exchange heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D]."""
+    received = wire.all_to_all(torch.unflatten(part, 2, (wire.degree, -1)).movedim(2, 0))
     # The heads of a token side by side, as the kernels write them: code may view the output so.
     return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _swap(x: Tensor, at: _At) -> Tensor:
-    received: Tensor = torch.ops.samestep.all_to_all(x, at.place)
-    return received
-
-
-_MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
-    "sum": lambda x, at: torch.ops.samestep.all_reduce(x, at.place),
+_MOVES: dict[str, Callable[[Tensor, Wire], Tensor]] = {
+    "sum": lambda x, wire: wire.all_reduce(x),
     "gather": _gather,
     "scatter": _scatter,
-    "own": lambda x, at: x.chunk(at.degree, dim=1)[at.rank].clone(memory_format=torch.contiguous_format),
+    # Of one sample a rank's tokens are a view, with which autograd would keep all tokens.
+    "own": lambda x, wire: x.chunk(wire.degree, dim=1)[wire.rank].clone(memory_format=torch.contiguous_format),
     "gather_last": _gather_last,
-    "own_last": lambda x, at: x.chunk(at.degree, dim=-1)[at.rank].contiguous(),
-    "swap": _swap,
-    "to_heads": lambda x, at: to_heads(x, at.degree, lambda sent: _swap(sent, at)),
-    "to_tokens": lambda x, at: to_tokens(x, at.degree, lambda sent: _swap(sent, at)),
-    "keep": lambda x, at: x.view_as(x),
+    "own_last": lambda x, wire: x.chunk(wire.degree, dim=-1)[wire.rank].contiguous(),
+    "swap": lambda x, wire: wire.all_to_all(x),
+    "to_heads": _to_heads,
+    "to_tokens": _to_tokens,
+    "keep": lambda x, wire: x.view_as(x),
 }
 
 
@@ -216,47 +304,24 @@ def sending(place: Tensor) -> Any:
 
 
 def _all_reduce(x: Tensor, place: Tensor) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    if (crossing := sending(place)) is not None:
-        with ledger.owned(crossing.owner):
-            dist.all_reduce(total, group=crossing.group)
-    return total
+    crossing = sending(place)
+    return x.clone(memory_format=torch.contiguous_format) if crossing is None else crossing.line.all_reduce(x)
 
 
 def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    if (crossing := sending(place)) is None:
-        return torch.cat([x] * degree)
-    parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
-    with ledger.owned(crossing.owner):
-        all_gather(parts, x.contiguous(), group=crossing.group)
-    return parts
+    crossing = sending(place)
+    return torch.cat([x] * degree) if crossing is None else crossing.line.all_gather(x)
 
 
 def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
     if (crossing := sending(place)) is None:
         return x[: x.shape[0] // degree].clone(memory_format=torch.contiguous_format)
-    part = x.new_empty(x.shape[0] // degree, *x.shape[1:])
-    with ledger.owned(crossing.owner):
-        reduce_scatter(part, x.contiguous(), group=crossing.group)
-    return part
+    return crossing.line.reduce_scatter(x)
 
 
 def _all_to_all(x: Tensor, place: Tensor) -> Tensor:
-    if (crossing := sending(place)) is None:
-        return x.clone(memory_format=torch.contiguous_format)
-    return swap(x, crossing.group, crossing.owner)
-
-
-def swap(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Send each rank its part along dimension 0; return those of all ranks.
-
-    Collective over `group`, see [Note: collective calls].
-    """
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    with ledger.owned(owner):
-        dist.all_to_all_single(received, sent, group=group)
-    return received
+    crossing = sending(place)
+    return x.clone(memory_format=torch.contiguous_format) if crossing is None else crossing.line.all_to_all(x)
 
 
 _LIBRARY = torch.library.Library("samestep", "FRAGMENT")

@@ -23,12 +23,10 @@ from samestep.errors import LayoutError
 from samestep.examination.traced_model import TracedModel
 from samestep.models.spec import is_below
 from samestep.program.program import Program
-from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
 from samestep.runtime.axes.folded_hooks import after_forward, before_forward
-from samestep.runtime.axes.rank_crossings import RankCrossing
+from samestep.runtime.axes.rank_crossings import MoveName, RankCrossing, moved
 from samestep.runtime.axes.weight_gradients import LayerInput, Postponed, postpone_weights, separable
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.module_inputs import state_of, with_first, with_given
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
     whole_parts = {part for layer in step.model.layers for part in layer.whole_parts}
     for path in blocks:
-        gathered, joined = Shared(gather, group), Shared(lambda x, group, owner, _: _join(x, group, owner), group)
+        gathered, joined = Shared(group, "gather", "scatter"), Shared(group, "gather", "own")
         parts = [part for part in traced.analysis.sequence_parts[path] if part not in whole_parts]
         for linear in separable(step):
             if any(is_below(linear, part) for part in parts):
@@ -64,7 +62,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
                 cut = functools.partial(_split, group=group, owner=part)
                 after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", cut)))
         after_forward(model.get_submodule(path), functools.partial(_forget, (gathered, joined)))
-    join = functools.partial(_join, group=group, owner=blocks[-1])
+    join = functools.partial(moved, group=group, owner=blocks[-1], there="gather", back="own")
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
@@ -82,10 +80,6 @@ def _leave(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: 
     return with_first(output, change)
 
 
-SharedMove = Callable[[Tensor, dist.ProcessGroup, str, Callable[[], object]], Tensor]
-"""A `Move` with what is called in its backward, while the gradient is summed."""
-
-
 class Shared:
     """A move that runs once for all modules that get one tensor in turn, such as q, k and v.
 
@@ -94,8 +88,8 @@ class Shared:
     view the tensor that was moved, which would live as long as it does, and of a repeated forward its graph holds all that this has kept.
     """
 
-    def __init__(self, move: SharedMove, group: dist.ProcessGroup) -> None:
-        self._move, self._group = move, group
+    def __init__(self, group: dist.ProcessGroup, there: MoveName, back: MoveName) -> None:
+        self._how: dict[str, Any] = {"group": group, "there": there, "back": back}
         self._input = LayerInput()
         self._postponed = Postponed()
         self._given: weakref.ref[Tensor] | None = None
@@ -103,15 +97,15 @@ class Shared:
 
     def __call__(self, path: str, x: Tensor) -> Tensor:
         """Return x after the move, which the first module that is given x makes under its path."""
-        moved, is_given = self._input.moved, self._given is not None and self._given() is x
-        if moved is not None and is_given and self._state == state_of(x):
-            return moved
+        result, is_given = self._input.moved, self._given is not None and self._given() is x
+        if result is not None and is_given and self._state == state_of(x):
+            return result
         self._postponed = Postponed(self._input)
-        moved = self._move(x, self._group, path, self._postponed.add_up)
+        result = moved(x, owner=path, meanwhile=self._postponed.add_up, **self._how)
         # In this order: the tensor that was moved before may be freed with what it was moved to.
         self._given, self._state = weakref.ref(x, self._is_freed), state_of(x)
-        self._input.moved = moved
-        return moved
+        self._input.moved = result
+        return result
 
     def postponed_gradients_of(self, inputs: Tensor) -> Postponed | None:
         """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
@@ -130,25 +124,9 @@ class Shared:
 # -- the boundaries --------------------------------------------------------------------------------
 
 
-def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object]) -> Tensor:
-    """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward reduce_scatters its gradient.
-
-    Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too, see [Note: collective calls].
-    """
-    return apply_move_overlapping(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
-
-
 def scattering(group: dist.ProcessGroup, owner: str) -> RankCrossing:
     """Return the crossing of a row-cut module's output."""
-    return RankCrossing(owner, group, "scatter", "gather", functools.partial(scatter, group=group, owner=owner))
-
-
-def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return this rank's tokens of the sum of x, [B, T, D] -> [B, T/N, D]; the backward gathers the gradient.
-
-    Collective over `group`, in the backward too, see [Note: collective calls].
-    """
-    return apply_move(x, group, owner, _reduce_scattered, _all_gathered)
+    return RankCrossing(owner, group, "scatter", "gather")
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -160,46 +138,4 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch. Use "
             f"{x.shape[1] // degree * degree} tokens, or tp={degree} alone",
         )
-    return apply_move(x, group, owner, _own, _all_gathered)
-
-
-def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient."""
-    return apply_move(x, group, owner, _all_gathered, _own)
-
-
-def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return this rank's [B, T/N, D] of a sequence [B, T, D] that all ranks hold."""
-    part = x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
-    return part.clone(
-        memory_format=torch.contiguous_format
-    )  # of one sample a view, with which autograd would keep all tokens
-
-
-def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return [B, T, D] from the [B, T/N, D] of each rank."""
-    degree = dist.get_world_size(group)
-    parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
-    with owned(owner):
-        all_gather(parts, x.contiguous(), group=group)
-    return parts.view(degree, *x.shape).transpose(0, 1).flatten(1, 2)
-
-
-def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
-    part, wait = _reduce_scattering(x, group, owner, False)
-    wait()
-    return part
-
-
-def _reduce_scattering(
-    x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool
-) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to compute the same; return the result, and a function that waits for it."""
-    degree = dist.get_world_size(group)
-    parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
-    part = torch.empty_like(parts[0])
-    with owned(owner) as issue:
-        work = issue.sent(reduce_scatter(part, parts.flatten(0, 1), group=group, async_op=True))
-    assert work is not None
-    return part, work.wait
+    return moved(x, group, owner, "own", "gather")

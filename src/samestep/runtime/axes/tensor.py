@@ -38,12 +38,11 @@ from samestep.independence.tensor_plan import is_head
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
-from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
 from samestep.runtime.axes.folded_hooks import after_forward, before_forward
-from samestep.runtime.axes.rank_crossings import RankCrossing
+from samestep.runtime.axes.rank_crossings import RankCrossing, moved
 from samestep.runtime.axes.weight_gradients import postpone_weights, separable
 from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.runtime.processes.mesh import Mesh
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
@@ -57,12 +56,10 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
-    copies = sequence.Shared(copy, group)
+    copies = sequence.Shared(group, "keep", "sum")
     parts = _Boundaries(
         lambda path: RankCrossing(path, group, "keep", "sum", functools.partial(copies, path), is_shared=True),
-        lambda module, path: RankCrossing(
-            path, group, "sum", "keep", functools.partial(_sum_of_output(module), group=group, owner=path)
-        ),
+        lambda module, path: RankCrossing(path, group, "sum", "keep", _sum_of_product(module, group, path)),
     )
     within = _Boundaries(None, lambda _, path: sequence.scattering(group, path))
     by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
@@ -116,10 +113,10 @@ def _enter(module: nn.Module, path: str, boundaries: _Boundaries) -> None:
         before_forward(module, lambda _, args, kwargs: ((crossing(args[0]), *args[1:]), kwargs))
 
 
-def _sum_of_output(module: nn.Module) -> Callable[..., Tensor]:
-    """Return how the output of a module whose hooks are not folded yet is summed: in its place if it is a product."""
+def _sum_of_product(module: nn.Module, group: dist.ProcessGroup, path: str) -> Callable[[Tensor], Tensor] | None:
+    """Return how the output of a module whose hooks are not folded yet is summed in its place; None if it is no product."""
     is_product = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    return reduce_product if is_product else reduce
+    return functools.partial(reduce_product, group=group, owner=path) if is_product else None
 
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
@@ -137,7 +134,7 @@ def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
 def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries) -> None:
     _around_column(module, path, mesh, boundaries)
     group = mesh.groups["tp"]
-    gathered = RankCrossing(path, group, "gather_last", "own_last", lambda x: gather_last(x, group, path))
+    gathered = RankCrossing(path, group, "gather_last", "own_last")
     after_forward(module, lambda _, args, output: gathered(output), prepend=True)
 
 
@@ -227,26 +224,6 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries], None]] = {
 # -- the boundaries, and the loss on cut logits ----------------------------------------------------
 
 
-def _nothing() -> None:
-    """Do nothing while a gradient is summed."""
-
-
-def copy(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object] = _nothing) -> Tensor:
-    """Return x; sum its gradient over the group, and meanwhile call `meanwhile`.
-
-    Collective over `group` in the backward, see [Note: collective calls].
-    """
-    return apply_move_overlapping(x, group, owner, lambda x, group, owner: x.view_as(x), _summing, meanwhile)
-
-
-def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return the sum of x over the group; pass its gradient on unchanged.
-
-    Collective over `group`, see [Note: collective calls].
-    """
-    return apply_move(x, group, owner, _sum_over_ranks, lambda gradient, group, owner: gradient)
-
-
 def reduce_product(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return x, a product of matrices that nothing else reads, with the sum over the group in its place.
 
@@ -255,45 +232,10 @@ def reduce_product(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     or of the model's code does, so x stays as it is there. Collective over `group`, see [Note: collective calls].
     """
     if num_dispatch_modes() or not x.is_contiguous():
-        return reduce(x, group, owner)
+        return moved(x, group, owner, "sum", "keep")
     with owned(owner):
         dist.all_reduce(x.detach(), group=group)
     return x
-
-
-def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return x gathered along its last dimension, [..., D/N] -> [..., D]; each rank keeps its part of the gradient.
-
-    Collective over `group`, see [Note: collective calls].
-    """
-    return apply_move(x, group, owner, _gather_last, _own_last)
-
-
-def _gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    parts = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    with owned(owner):
-        all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts.split(x.shape[0]), dim=-1)
-
-
-def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    return gradient.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
-
-
-def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool = False) -> Tensor:
-    total, wait = _summing(x, group, owner, is_alone)
-    wait()
-    return total
-
-
-def _summing(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to sum x over the group; return the sum, and a function that waits for it. Where others may hold x, it
-    is copied."""
-    total = x if is_alone else x.clone(memory_format=torch.contiguous_format)
-    with owned(owner) as issue:
-        work = issue.sent(dist.all_reduce(total, group=group, async_op=True))
-    assert work is not None
-    return total, work.wait
 
 
 class _CutCrossEntropy(torch.autograd.Function):
@@ -308,8 +250,9 @@ class _CutCrossEntropy(torch.autograd.Function):
         largest = at_least_float32(logits.amax(dim=-1))
         with owned("loss.largest"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        powers, own_sums = run(_powers_of, logits, largest, column, elsewhere)
-        sums = _sum_over_ranks(own_sums, group, "loss.sums", is_alone=True)
+        powers, sums = run(_powers_of, logits, largest, column, elsewhere)
+        with owned("loss.sums"):
+            dist.all_reduce(sums, group=group)
         ignored = labels == IGNORED_LABEL
         ctx.save_for_backward(powers, sums[0], column, elsewhere, ignored)
         ctx.run, ctx.dtype = run, logits.dtype
@@ -390,4 +333,6 @@ def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
     """
     if not cuts_logits(program):
         return outputs
-    return with_prediction(outputs, gather_last(prediction_of(outputs), mesh.groups["tp"], "logits"))
+    return with_prediction(
+        outputs, moved(prediction_of(outputs), mesh.groups["tp"], "logits", "gather_last", "own_last")
+    )

@@ -11,7 +11,6 @@ rank in a ring; K heads of keys.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +24,7 @@ from samestep.building.attention import AttentionSpec, DocumentMask, DroppedWeig
 from samestep.building.attention.head_products import wide
 from samestep.randomness.graph_draws import drop_weights
 from samestep.runtime.axes.context.ring_attention import Ring, RingForm, ring_backward, ring_forward
-from samestep.runtime.axes.differentiable import apply_move
-from samestep.runtime.axes.rank_crossings import GraphPlace, RankCrossing, define, sending, swap, to_heads, to_tokens
+from samestep.runtime.axes.rank_crossings import GraphPlace, RankCrossing, define, sending
 from samestep.strategies.context import GIVEN, KEYS_VALUES, AttentionRanks, num_sent_heads
 
 
@@ -190,10 +188,8 @@ class BlockExchanges:
         self._of_heads, self._of_ring = tuple(range(ranks.heads)), tuple(range(ranks.ring))
         self._mine = index % ranks.heads
         gathered, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
-        parts = functools.partial(apply_move, group=of_heads, owner=gathered, there=swap, back=swap)
-        self._given = RankCrossing(gathered, of_heads, "swap", "swap", parts)
-        home = functools.partial(apply_move, group=of_heads, owner=output, there=_to_tokens, back=_to_heads)
-        self.output = RankCrossing(output, of_heads, "to_tokens", "to_heads", home)
+        self._given = RankCrossing(gathered, of_heads, "swap", "swap")
+        self.output = RankCrossing(output, of_heads, "to_tokens", "to_heads")
         """Exchanges heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D]."""
         self.ring: Callable[[int], Ring] = lambda tokens: ring_of(tokens, passed)
         """Returns the ring of ranks that have so many tokens."""
@@ -268,11 +264,3 @@ def _all_to_heads(parts: list[Tensor], degree: int, swap: Callable[[Tensor], Ten
         torch.unflatten(part, -1, size).permute(1, 3, 0, 2, 4).flatten(2, 3)
         for part, size in zip(swapped, sizes, strict=True)
     ]
-
-
-def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    return to_heads(part, dist.get_world_size(group), lambda sent: swap(sent, group, owner))
-
-
-def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    return to_tokens(part, dist.get_world_size(group), lambda sent: swap(sent, group, owner))

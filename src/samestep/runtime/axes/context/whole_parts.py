@@ -26,7 +26,7 @@ from samestep.models.layer_parts import GatheredPart
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.differentiable import apply_move
+from samestep.runtime.axes.differentiable import through
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.state.writes import version_of
@@ -97,9 +97,13 @@ class _GatheredCalls:
                 f"{self._part.owner} is given {place} of shape {list(leaf.shape)}, and in the traced forward a row for each of a "
                 f"rank's {placement.size} tokens along dimension {argument.dim}. Use cp=1",
             )
-        there = functools.partial(gather_tokens, placement=placement, dim=argument.dim)
-        back = functools.partial(_summed, placement=placement, dim=argument.dim)
-        return apply_move(leaf, self._slicing.group, self._part.owner, there, back)
+        how: dict[str, Any] = {
+            "group": self._slicing.group,
+            "owner": self._part.owner,
+            "placement": placement,
+            "dim": argument.dim,
+        }
+        return through(leaf, functools.partial(gather_tokens, **how), functools.partial(_summed, **how))
 
     def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return this rank's tokens of what a call has returned."""
