@@ -22,7 +22,7 @@ from samestep.building.torch_seams import current_backward_id
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.program.ops import BYTES_OF, OpKind
-from samestep.runtime.axes import sequence
+from samestep.runtime.axes import rank_crossings
 from samestep.runtime.ledger import _owners
 from samestep.schedules import TaskKind
 from tests.laboratory import (
@@ -67,7 +67,7 @@ def order_in_backward(rank: int, world: int, layout: str, kind: str) -> list[str
 
         return call
 
-    module = sequence if kind == "reduce_scatter" else dist
+    module = rank_crossings if kind == "reduce_scatter" else dist
     with patch.object(module, kind, noted(getattr(module, kind))):
         run.step(next(batches(Tokens(), run.job)))
     return seen

@@ -7,7 +7,7 @@ from torch import nn
 
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
-from samestep.runtime.axes.tensor import copy, reduce
+from samestep.runtime.axes.rank_crossings import moved
 from samestep.runtime.processes.mesh import Mesh
 from tests.seams.rows_strategy import AXIS
 
@@ -25,7 +25,7 @@ def _divide(module: nn.Module, path: str, mesh: Mesh) -> None:
 
     def put_together(_: nn.Module, args: object, output):
         size = output.shape[-1]
-        return reduce(F.pad(output, (index * size, (degree - 1 - index) * size)), group, path)
+        return moved(F.pad(output, (index * size, (degree - 1 - index) * size)), group, path, "sum", "keep")
 
-    module.register_forward_pre_hook(lambda _, args: (copy(args[0], group, path),))
+    module.register_forward_pre_hook(lambda _, args: (moved(args[0], group, path, "keep", "sum"),))
     module.register_forward_hook(put_together)

@@ -290,9 +290,12 @@ def structural_plan(
             and path not in whole
         ):
             linears.setdefault(path_without_adapters(path), part)
-    blocks = containers_of(model)
+    # A model of several kinds of data has blocks that the traced forward does not run.
+    containers = containers_of(model)
+    blocks = tuple(path for path in containers if any(is_below(op.where, path) for op in operations))
     flow = _flow(model, operations, linears, blocks)
-    inside = [path for path in flow.reaching if not blocks or block_of(path, blocks)]
+    heads = flow.prediction if containers else ()
+    inside = [path for path in flow.reaching if (block_of(path, blocks) if blocks else path not in heads)]
     rows: set[str] = set()
     columns: set[str] = set()
     for path in reversed(inside):
