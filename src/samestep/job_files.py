@@ -132,8 +132,6 @@ def set_key(tables: dict[str, Any], setting: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise JobError("set-syntax", f"--set {setting}: write key=value, as in --set train.steps=50")
-    if len(parts) == 1 and parts[0] not in Job.model_fields and (keys := keys_named(parts[0])):
-        raise JobError("set-syntax", f"--set {setting}: a key has the name of its table. Use --set {keys[0]}={text}.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
