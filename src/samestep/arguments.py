@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from samestep import job_files as jobs
-from samestep.errors import InputError, did_you_mean, is_layout, word_of_others
+from samestep.errors import InputError, did_you_mean, is_layout, keys_named, word_of_others
+from samestep.job import Job
 from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
 from samestep.layout import MOST_RANKS
 
@@ -50,10 +50,10 @@ class Parser(ArgumentParser):
             return flag, ". Use samestep layouts --why-not LAYOUT to check one"
         known = self._option_string_actions.keys() - {"-h", "--help"}
         if not difflib.get_close_matches(flag, known, n=1, cutoff=0.8):
-            keys = jobs.keys_named(flag.lstrip("-").replace("-", "_")) or [word_of_others(flag)]
-            meant = {"--set": f"--set {keys[0]}=VALUE", "--layout": f'--layout "{keys[0]}"'}
-            use = "--layout" if is_layout(keys[0]) else "--set" if "." in keys[0] else keys[0]
-            if keys[0] and use in known:
+            name = next(keys_named(flag.lstrip("-").replace("-", "_"), Job), "") or word_of_others(flag)
+            meant = {"--set": f"--set {name}=VALUE", "--layout": f'--layout "{name}"'}
+            use = "--layout" if is_layout(name) else "--set" if "." in name else name
+            if name and use in known:
                 return flag, f": use {meant.get(use, use)}"
         of_script = f". Use -- before arguments of the script: SCRIPT.py -- {word}" * self.prog.endswith(" launch")
         return flag, did_you_mean(flag, known) + of_script

@@ -217,9 +217,7 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
             code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
         elif mistake["type"] == "extra_forbidden":
             known = _keys_of(path[:-1], table)
-            tables = {field: _keys_of([field], table) for field in table.model_fields}
-            elsewhere = next((f"{field}.{path[-1]}" for field, keys in tables.items() if path[-1] in keys), "")
-            meant = elsewhere or word_of_others(path[-1])
+            meant = next(keys_named(path[-1], table), "") or word_of_others(path[-1])
             hint = f": use {'the layout ' * is_layout(meant)}{meant}" if meant else did_you_mean(path[-1], known)
             code, text = "job-key-unknown", f"unknown key{hint}; the keys here are {', '.join(known)}"
         elif mistake["type"] == "value_error":
@@ -232,6 +230,11 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
         codes.append(code)
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return codes[0], "\n".join(lines)
+
+
+def keys_named(name: str, root: type[BaseModel]) -> Iterator[str]:
+    """Yield the keys of the tables of a job, such as `optimizer.lr`, that have a name."""
+    return (f"{field}.{name}" for field in root.model_fields if name in _keys_of([field], root))
 
 
 def _keys_of(path: Sequence[str], root: type[BaseModel]) -> list[str]:

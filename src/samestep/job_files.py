@@ -160,12 +160,6 @@ def settings() -> tuple[str, ...]:
     return tuple(written)
 
 
-def keys_named(name: str) -> list[str]:
-    """Return the keys of a job, such as `optimizer.lr`, that end with a name."""
-    keys = dict.fromkeys(setting.partition("=")[0] for setting in settings())
-    return [key for key in keys if key.rpartition(".")[2] == name]
-
-
 def model_folder(job: Job) -> Path | None:
     """Return the folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
     name = job.model.source.removeprefix("hf:")

@@ -109,11 +109,11 @@ def test_there_are_more_than_fifty_faults():
     ],
 )
 def test_the_layout_of_the_job_is_proven_by_default(words, layout, monkeypatch, capsys):
-    class Asked(InputError):
+    class AskedError(InputError):
         pass
 
     def ask(job, where, *_):
-        raise Asked("asked", f"layout {where!s}")
+        raise AskedError("asked", f"layout {where!s}")
 
     monkeypatch.setattr(verify, "_subject", ask)
     assert main("verify", *settings(), *words) == 2
