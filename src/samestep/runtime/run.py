@@ -186,7 +186,7 @@ class Run(RunInParts):
             raise DataError(
                 "stream-position",
                 f"run.{method} was given the batch of step {read.step + 1} after step {self.steps_taken}: each call of samestep.batches begins "
-                "anew. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
+                "again. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
             )
         batch = self.labelled(read)
         for ask in self.before_steps:
