@@ -140,7 +140,7 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
     In a network namespace, if one is given, and with variables of its environment. A test that calls it ends with `end_background`, whatever happens.
     """
 
-    if words[0] == "train" and set(settings()[:2]) <= set(words):
+    if words[0] in ("train", "verify") and set(settings()[:2]) <= set(words):
         _trace_small()
 
     def command() -> int:
