@@ -117,7 +117,10 @@ def _smaller(words: list[str]) -> list[str]:
     """Return the words that make the default job small if a command trains it; `make train` and the README's commands train it whole."""
     if words[0] not in ("train", "verify") or any(word.startswith("model.source=") for word in words):
         return []
-    return [*small.settings(train__steps=20), *["--set", "run.compile_backend=aot_eager"] * ("run.compile=blocks" in words)]
+    return [
+        *small.settings(train__steps=20),
+        *["--set", "run.compile_backend=aot_eager"] * ("run.compile=blocks" in words),
+    ]
 
 
 @pytest.mark.parametrize("block", RUN, ids=_name)
