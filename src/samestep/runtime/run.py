@@ -41,7 +41,7 @@ from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
-from samestep.errors import JobError, LayoutError, ModelError
+from samestep.errors import DataError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -182,6 +182,12 @@ class Run(RunInParts):
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
         read = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._note_values(values, step)
+        if read.step + 1 < self.steps_taken:
+            raise DataError(
+                "stream-position",
+                f"run.{method} was given the batch of step {read.step + 1} after step {self.steps_taken}: each call of samestep.batches begins "
+                "again. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
+            )
         batch = self.labelled(read)
         for ask in self.before_steps:
             if (ended := ask(read)) is not None:
