@@ -188,7 +188,6 @@ def _all_unseen(heard: Heard, last: int) -> dict[str, Any]:
     }
 
 
-
 def _duplicated(case: Case) -> Case:
     return _on_last("identity", rank=0)(case)
 
