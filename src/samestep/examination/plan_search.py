@@ -36,7 +36,7 @@ from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import block_of, spread_over_calls
 from samestep.tracing.containers import containers_of
-from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -147,7 +147,7 @@ def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | Non
 
     try:
         outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
-        with preserve_function(loss), torch.enable_grad(), FollowedCalls(ran):
+        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
             loss(outputs, batch)
     except Exception:  # of the user's own code, which may look at values
         return None

@@ -38,7 +38,7 @@ from samestep.randomness.row_hashes import OF_NO_SAMPLE
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
-from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Analysis, Events, Recorder
 from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
@@ -143,7 +143,7 @@ def _keeps_double(module: nn.Module, sample: Any, dtype: torch.dtype) -> bool:
 
     if dtype is not torch.float64 and any(leaf.dtype is torch.float64 for leaf in tensors_in(sample)):
         try:
-            with snapshot.preserve_modules(module), FollowedCalls(ran):
+            with snapshot.preserve_modules(module), follow_calls(ran):
                 outputs_on_meta(module, sample, 1, None, keeps_all=False)
         except Exception:  # as of a convolution of several dtypes; the trace will raise any other error too
             return False

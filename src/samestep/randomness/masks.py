@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DroppedWeights
 from samestep.building.families import CONFIGURATIONS, HEAD_DROPOUTS
@@ -321,8 +320,8 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
     return source.drop_weights(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
 
 
-class MaskSource(TorchFunctionMode):
-    """A function mode that computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
+class MaskSource:
+    """Computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
 
     sees_all = False
     """Whether it must see every function of the model, those of compiled blocks too."""

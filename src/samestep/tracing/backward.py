@@ -39,7 +39,7 @@ from samestep.models.spec import LossNames, is_below
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import Layer
 from samestep.tracing.costs import Costs
-from samestep.tracing.custom_functions import FollowedCalls, Ran
+from samestep.tracing.custom_functions import Ran, follow_calls
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.module_inputs import ModuleCall
 from samestep.trees import map_tensors, operands, tensors_in
@@ -76,7 +76,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     ]
     earlier_storages = set(watch.storages.sizes)
     try:
-        with FollowedCalls(_operation_recorder(backward, watch)):
+        with follow_calls(_operation_recorder(backward, watch)):
             gradients = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, gradients, allow_unused=True)
     except Exception:  # an operator without a meta kernel: nothing is known of the operations after it
