@@ -34,8 +34,7 @@ from samestep.independence.rank_trial import DiffersError
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import preserve_function
-from samestep.tracing.arranged_layers import block_of, spread_over_calls
-from samestep.tracing.containers import containers_of
+from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
 from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View

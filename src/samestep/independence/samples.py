@@ -41,10 +41,10 @@ from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.batch_norms import OPERATIONS
-from samestep.tracing.called_again import Groups, groups_of
 from samestep.tracing.custom_functions import Hook, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
+from samestep.tracing.module_inputs import Groups, groups_of
 from samestep.tracing.operations import Executed
 from samestep.tracing.watched_forward import TracedValues, watch_forward
 from samestep.trees import map_tensors, operands, tensors_in, tree_map_only

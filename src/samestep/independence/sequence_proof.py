@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.slice_prover import SliceProver, compare_forwards
@@ -89,12 +90,12 @@ class _TokenProver(SliceProver):
         hooks.enter_context(last.register_forward_hook(self._join))
         return hooks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Refuse an attention between the cut parts, which would be given a rank's tokens alone."""
-        self.number_attention(output)
+        self.number_attention(call, output)
         if self._is_whole:
-            self._check_whole([query, key, value, *([] if mask is None else [mask])])
-        if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
+            self._check_whole(operands(*call[:4]))
+        if self.is_following and any(self.known.of(tensor) is not None for tensor in call[:3]):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
     def ran(self, op: Executed) -> Any:

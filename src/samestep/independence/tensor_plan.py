@@ -24,8 +24,8 @@ from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
+from samestep.tracing.arranged_layers import containers_of
 from samestep.tracing.checkpointed import Point, TracedPlaces
-from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Recorder

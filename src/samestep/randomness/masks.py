@@ -367,60 +367,28 @@ class MaskSource:
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
 
-DRAWING_NOTHING: frozenset[type[nn.Module]] = frozenset(
-    {
-        nn.Linear,
-        nn.Bilinear,
-        nn.Identity,
-        nn.Embedding,
-        nn.EmbeddingBag,
-        nn.LayerNorm,
-        nn.RMSNorm,
-        nn.GroupNorm,
-        nn.BatchNorm1d,
-        nn.BatchNorm2d,
-        nn.BatchNorm3d,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.ReLU,
-        nn.ReLU6,
-        nn.LeakyReLU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Mish,
-        nn.ELU,
-        nn.SELU,
-        nn.CELU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Softplus,
-        nn.Softmax,
-        nn.LogSoftmax,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.PReLU,
-        nn.GLU,
-        nn.MaxPool1d,
-        nn.MaxPool2d,
-        nn.MaxPool3d,
-        nn.AvgPool1d,
-        nn.AvgPool2d,
-        nn.AvgPool3d,
-        nn.AdaptiveAvgPool1d,
-        nn.AdaptiveAvgPool2d,
-        nn.AdaptiveAvgPool3d,
-        nn.Flatten,
-        nn.Unflatten,
-        nn.Upsample,
-        nn.ZeroPad2d,
-        nn.PixelShuffle,
-    }
+_QUIET = (
+    "activation",
+    "batchnorm",
+    "conv",
+    "flatten",
+    "linear",
+    "normalization",
+    "padding",
+    "pixelshuffle",
+    "pooling",
+    "sparse",
+    "upsampling",
 )
-"""Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
+"""Files of torch.nn whose modules draw nothing and call no other module."""
+_OTHERS = (nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+"""The modules in these files that do."""
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Return whether a module is one of torch's whose code draws nothing, and calls no other module: a hook would make each call longer."""
+    package, _, file = type(module).__module__.rpartition(".")
+    return package == "torch.nn.modules" and file in _QUIET and type(module) not in _OTHERS
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

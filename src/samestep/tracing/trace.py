@@ -47,7 +47,14 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import Snapshot, holding
-from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
+from samestep.tracing.arranged_layers import (
+    Layer,
+    UsesOfWeights,
+    arrange,
+    containers_of,
+    modules_entered_again,
+    opened_modules,
+)
 from samestep.tracing.backward import (
     Backward,
     idle_weights,
@@ -58,7 +65,6 @@ from samestep.tracing.backward import (
     watch_backward,
     working_sets,
 )
-from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf

@@ -37,9 +37,9 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.context import slicing as context
 from samestep.tracing import experts
+from samestep.tracing.arranged_layers import containers_of, opened_modules
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.flow import (
     Container,
     Event,
