@@ -1,7 +1,6 @@
 """Proof that the samples of a batch do not influence each other, so that ranks and micro-batches may split the batch.
 
-A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is followed on which samples each value depends
-(`dependence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
+A forward runs on the meta device on NUM_SAMPLES copies of a sample. The batch may be split if every output that the loss reads has the samples in their order along one
 dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
 and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
 
