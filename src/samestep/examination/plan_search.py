@@ -28,7 +28,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
-from samestep.independence import cut_proof, sequence_boundaries, tensor_plan
+from samestep.independence import cut_proof, sequence_proof, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.tensor_plan import Cuts
@@ -86,7 +86,7 @@ def with_plan(
             replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
         ), {}
     spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, plan.proof)
-    spec, parts = sequence_boundaries.with_sequence(
+    spec, parts = sequence_proof.with_sequence(
         spread_over_calls(spec), module, plan.cuts.styles, plan.proof, calls, recorder.operations
     )
     return spec, {

@@ -37,7 +37,7 @@ rank with its part of the whole's view (`rank_trial.py`).
 
     samples     samples.py          row_prover.py, row_rules.py, dependence.py; sample_decisions.py: numbers of all samples on which code acts
     tokens      token_slices.py     slice_prover.py, value_numbers.py; gathered_parts.py, token_moves.py, traced_moves.py: what needs other tokens
-                sequence_proof.py   the same between the cut parts of `tp`, at the boundaries of sequence_boundaries.py
+                sequence_proof.py   the same between the cut parts of `tp`
     units       cut_proof.py        unit_walk.py, unit_rules.py, feature_units.py; rank_trial.py; tensor_plan.py: the plan and what its cuts send
     state       kept_state.py       what a later forward reads of an earlier one
 """
