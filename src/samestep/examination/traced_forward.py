@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.attention import DroppedWeights
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss_result import Loss
 from samestep.building.named_tensors import cast_batch
@@ -32,6 +31,7 @@ from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ExpertModules, MaskSpec, ModelSpec
 from samestep.randomness.distributions import DRAWS
+from samestep.randomness.masks import MaskSource
 from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE
@@ -123,8 +123,7 @@ class BuiltModel:
         with (
             snapshot.preserve_modules(self.module),
             record_checkpointed(self.module),
-            record_masks(self.module, self.num_samples),
-            experts_module.record_dispatches(self.module, self.experts),
+            experts_module.compute_by_groups(self.module, self.experts),
         ):
             yield
 
@@ -200,7 +199,7 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: s
                 built.trace, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking)
             )
         masks = observe(record_masks(module, built.num_samples))
-        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events))
+        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events.places))
         checkpointed = observe(record_checkpointed(module))
         spec = run(events=events)
     assert events.modules is not None, "it has run"
@@ -271,14 +270,8 @@ class MaskRecorder(DropoutMode):
         self._record(self._next_draw(), x, shape)
         return torch.empty(shape, dtype=torch.bool, device=x.device)
 
-    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
-        """Let the mask be asked of `drop`."""
-        return None
-
-    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
-        """Record a mask, and return one whose parts have no values."""
-        drop = self.drop(x, shape, p, what)
-        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
+    drop_elements, drop_weights = MaskSource.drop_elements, MaskSource.drop_weights
+    """What asks `drop` for a mask."""
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

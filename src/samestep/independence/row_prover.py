@@ -97,7 +97,7 @@ class Prover(Analysis):
                 part = module.get_submodule(path)
                 stack.enter_context(part.register_forward_pre_hook(self._enter_experts, with_kwargs=True))
                 stack.enter_context(part.register_forward_hook(self._leave_experts))
-            stack.enter_context(experts_module.record_dispatches(module, experts))
+            stack.enter_context(experts_module.compute_by_groups(module, experts))
             yield
 
     def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:

@@ -337,8 +337,9 @@ class MaskSource:
         return None
 
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
-        """Return such a mask of the weights of an attention, which is drawn in parts, or by a kernel, at any time."""
-        raise NotImplementedError
+        """Return such a mask of the weights of an attention, of which parts are asked at any time."""
+        drop = self.drop(x, shape, p, what)
+        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: tuple[str, int, int], entries: dict[str, int]
