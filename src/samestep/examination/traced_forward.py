@@ -8,7 +8,6 @@ So has a global variable that holds a module of another call of the build functi
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -192,16 +191,12 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: s
     with ExitStack() as observers:
         observe = observers.enter_context
         observe(refused_reads(built.blueprint))
-        recorder = None if planned is None else Recorder(planned.styles, planned.looking)
-        run = built.trace
-        if planned is not None:
-            run = functools.partial(
-                built.trace, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking)
-            )
+        plan = planned or tensor_plan.Cuts()
+        recorder = None if planned is None else Recorder(plan.styles, plan.looking)
         masks = observe(record_masks(module, built.num_samples))
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events.places))
         checkpointed = observe(record_checkpointed(module))
-        spec = run(events=events)
+        spec = built.trace(plan.styles, recorder, keeps_all=bool(plan.looking), events=events)
     assert events.modules is not None, "it has run"
     checkpointed.entered |= events.places.covered
     keeps = kept_state.has_changed(state, module, events)

@@ -107,11 +107,6 @@ def _operation_recorder(backward: Backward, watch: ForwardTracer) -> Ran:
     return ran
 
 
-def nodes_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> set[Node]:
-    """Return the nodes of autograd's graph on which the loss, or if it cannot run on meta any output, depends."""
-    return nodes_of(roots_of_loss(outputs, sample, loss)[0])
-
-
 def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None, num_samples: int = 1) -> tuple[list[Tensor], LossNames]:
     """Return the loss, or if it cannot run on meta all outputs that take a gradient, and the names of what it returns.
 
@@ -162,17 +157,12 @@ def unlike_weights(roots: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _weights_of(roots: Iterable[Tensor]) -> set[int]:
-    return {id(tensor_of(node)) for node in nodes_of(roots) if is_end(node)}
-
-
-def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
-    """Return all nodes of the graph of some tensors."""
-    return set(nodes_from(root.grad_fn for root in roots))
+    return {id(tensor_of(node)) for node in nodes_from(root.grad_fn for root in roots) if is_end(node)}
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
-    seen = nodes_of(roots)
+    seen = set(nodes_from(root.grad_fn for root in roots))
     views: dict[Node, int] = {}
     for node in sorted(seen, key=lambda node: (not is_end(node), node._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]

@@ -58,7 +58,6 @@ from samestep.tracing.arranged_layers import (
 from samestep.tracing.backward import (
     Backward,
     idle_weights,
-    nodes_of,
     roots_of_loss,
     token_parts_of,
     unlike_weights,
@@ -152,7 +151,7 @@ def _spec_of(
     unused = idle_weights(module, outputs, roots)
     idle = _never_read(module, watch) & unused if looks.varies else frozenset[int]() if has_looked else unused
     if not has_looked:
-        recorded.take_idle(nodes_of(roots))
+        recorded.take_idle(roots)
     unused |= unlike_weights(roots if loss is not None and len(roots) > 1 else [])
     if looks.varies:  # other values may leave any weight unused
         unused |= {id(param) for param in module.parameters() if param.requires_grad}
