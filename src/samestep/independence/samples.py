@@ -182,7 +182,6 @@ class _SampleProver(Prover):
         self.decisions = decisions
         for tensor in (*module.parameters(), *module.buffers()):
             decisions.number(self.key(tensor))
-        self.tracer.values.keeps_constants = True
         self.mixed_gradient = ""
         self.hooks_scale = False
         """Where a custom backward mixes samples, as text."""

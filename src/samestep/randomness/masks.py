@@ -381,15 +381,11 @@ _QUIET = (
     "sparse",
     "upsampling",
 )
-"""Files of torch.nn whose modules draw nothing and call no other module."""
-_OTHERS = (nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-"""The modules in these files that do."""
-
-
-def draws_nothing(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's whose code draws nothing, and calls no other module: a hook would make each call longer."""
-    package, _, file = type(module).__module__.rpartition(".")
-    return package == "torch.nn.modules" and file in _QUIET and type(module) not in _OTHERS
+_FILES = frozenset(f"torch.nn.modules.{name}" for name in _QUIET)
+DRAWING_NOTHING: frozenset[Any] = frozenset(
+    kind for kind in vars(nn).values() if getattr(kind, "__module__", "") in _FILES
+) - {nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
+"""Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

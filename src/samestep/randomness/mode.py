@@ -39,11 +39,11 @@ from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
 from samestep.randomness.graph_draws import report_uncompiled
 from samestep.randomness.masks import (
+    DRAWING_NOTHING,
     HashedPositions,
     MaskCuts,
     MaskSlice,
     MaskSource,
-    draws_nothing,
     hash_positions,
     mix,
     named_modules,
@@ -141,7 +141,7 @@ def track_modules(model: nn.Module) -> None:
     """
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for name, module in named_modules(model).items():
-        if draws_nothing(module) or module in tracker.in_graph:
+        if type(module) in DRAWING_NOTHING or module in tracker.in_graph:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
@@ -158,7 +158,7 @@ def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     tracker.in_graph = in_graph
     for name, module in named_modules(model).items():
-        if module in in_graph and not draws_nothing(module):
+        if module in in_graph and type(module) not in DRAWING_NOTHING:
             report_uncompiled(module, *_reports(name, tracker, None))
 
 
