@@ -197,6 +197,8 @@ def _prove(
         for cuts_logits in (True, False):
             counts: Counts = {}
             proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, recorder, cuts_logits)
+            if proof.refusal and proof.cuts_logits:  # the code behind the head may need them whole
+                continue
             if degree := cut_proof.smallest_degree(proof):
                 proof, counts = try_degree(built, proof, shareable, degree)
             proof = _with_whole_outputs(proof, reads)
@@ -207,7 +209,7 @@ def _prove(
             if not proof.refusal:
                 return ProvenPlan(planned, proof, counts, shareable)
             proofs.append(proof)
-            if not proof.cuts_logits:  # else the code behind the head may need them whole
+            if not proof.cuts_logits:
                 break
         if unlike:
             if planned.styles:
