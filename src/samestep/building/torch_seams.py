@@ -167,19 +167,14 @@ def abandon_groups() -> None:
         dist.destroy_process_group()
 
 
-CarryOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Is given a function or an operation of torch with its arguments, and returns what the code gets."""
-
-
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch calls directly. A function carries out each operation inside, or the method of a subclass."""
+    """A dispatch mode that torch calls directly. `carry_out(func, args, kwargs)` runs each operation inside, or the method of a subclass."""
 
-    def __init__(self, carry_out: CarryOut | None = None) -> None:
+    def __init__(self, carry_out: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs)) -> None:
         super().__init__()
         self._carry_out = carry_out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert self._carry_out is not None, "a subclass has its own method"
         return self._carry_out(func, args, kwargs or {})
 
     @classmethod
@@ -189,9 +184,9 @@ class DispatchMode(TorchDispatchMode):
 
 
 class FunctionMode(TorchFunctionMode):
-    """A function mode in which a function carries out each function of torch that code calls."""
+    """A function mode in which `carry_out(func, args, kwargs)` runs each function of torch that code calls."""
 
-    def __init__(self, carry_out: CarryOut) -> None:
+    def __init__(self, carry_out: Callable[..., Any]) -> None:
         super().__init__()
         self._carry_out = carry_out
 
