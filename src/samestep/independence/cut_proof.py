@@ -135,7 +135,7 @@ def prove(
     except MixesError as reason:
         return replace(refused, refusal=str(reason), refused_at=reason.where, refused=reason.cut)
     if cuts_logits and not _are_logits(flow, model, heads):
-        return replace(refused, refusal="its prediction is not what the head computes")
+        return replace(refused, refusal="its prediction is another tensor than the output of the head")
     uses = _uses(recorder.operations, flow, partial)
     tried = tuple(dict.fromkeys(flow.tried))
     storages = frozenset(
