@@ -188,8 +188,8 @@ def _timelines(explained: Explained, ranks: list[int], most: int, *, small: bool
         lanes = [lane for rank in ranks for lane in _lanes(explained, timeline, rank)]
         figure = TimelineFigure(lanes, max(timeline.step_s, longest_s), MOST_BOXES // len(shown))
         figures[step] = (steps[step], figure.to_html(small=small))
-    caption = f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank. One lane for each rank and stream."
-    caption += " The thin lane above each lane is the prediction." if explained.predicted else ""
+    caption = f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank. One track for each rank and stream."
+    caption += " The thin track above each track is the prediction." if explained.predicted else ""
     return Section("The step", of_steps(figures), caption + left_out(ranks, [*explained.found.records], "ranks"))
 
 

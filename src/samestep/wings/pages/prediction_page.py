@@ -83,7 +83,7 @@ def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     yield Section(
         "The step",
         figure.to_html(small=small),
-        f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{charts.left_out(drawn, stages, 'stages')}",
+        f"One track for each pipeline stage and stream; all ranks of a stage are equal.{charts.left_out(drawn, stages, 'stages')}",
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in step.parts]
     if step.exchange_s:
