@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from html import escape
 from typing import Any, cast
 
@@ -56,7 +57,7 @@ def page_of(explained: Explained, *, small: bool = False) -> Page:
     return Page(
         verb="explain",
         title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
-        subject=f'{_run_name(explained)} · "{explained.layout}" · {which(steps)}',
+        subject=" · ".join([*_model(explained), f'"{explained.layout}"', _run_name(explained), which(steps)]),
         answers=_answers(explained, series),
         verdict=explained.verdict.line,
         reasons=explained.verdict.reasons,
@@ -75,7 +76,15 @@ def _machine(explained: Explained) -> str:
     """Return the hosts and devices of the run."""
     heads = [record.head for record in explained.found.records.values()]
     hosts, devices = (sorted({*names}) for names in ([head.host for head in heads], [head.device for head in heads]))
-    return f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}."
+    when = datetime.fromtimestamp(max(path.stat().st_mtime for path in explained.folder.glob("*.jsonl"))).astimezone()
+    machine = f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}"
+    return f"{machine}, recorded on {when:%Y-%m-%d %H:%M %Z}."
+
+
+def _model(explained: Explained) -> list[str]:
+    """Return the model of the run; nothing if the folder has no job."""
+    path = explained.folder / recorded.JOB
+    return [jobs.load(path).model.source] if path.is_file() else []
 
 
 def which(steps: Sequence[int]) -> str:
@@ -172,7 +181,7 @@ def _bytes(explained: Explained) -> Iterator[Section]:
         for row in sent
     ]
     if rows:
-        head = ("axis", "predicted", *(["sent"] if is_counted else []))
+        head = ("mesh dimension", "predicted", *(["sent"] if is_counted else []))
         caption = f"Bytes of the buffers of rank {explained.found.busiest} in one step, with padding."
         yield Section("Communication", table(head, rows), caption)
 
@@ -221,7 +230,7 @@ def _each_rank(explained: Explained) -> Section:
         parts, rest_s = parts_of(explained.found, rank, None)
         parts = (*parts, StepPart("rest", None, rest_s, None))
         shown[rank] = [(part.label, row_kind(part.name, part.axis), part.measured_s) for part in parts]
-    caption = "The step of every rank. The others wait for the slowest rank."
+    caption = "The step of every rank. The others wait for the slowest rank. Compute includes waiting for a CPU."
     return Section("Each rank", each_rank(shown, max(explained.found.lasted_s.values())), caption)
 
 
