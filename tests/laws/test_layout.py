@@ -117,13 +117,3 @@ def test_a_keyword_that_cannot_be_used_is_rejected(options: dict[str, Any]) -> N
         Layout(**options)
     with pytest.raises(LayoutError, match="given twice"):
         Layout("dp=2", dp=2)
-
-
-@pytest.mark.parametrize(
-    ("word", "option"),
-    [("fsdp=2", "dp=N zero=3"), ("DDP=2", "dp=N"), ("ulysses=2", "cp=N cp_method=ulysses"), ("sp", "sequence_parallel"),
-     ("micro_batch=2", "microbatch=N"), ("zero3", "zero=3"), ("gradient-checkpointing", "recompute=full")],
-)  # fmt: skip
-def test_words_of_other_frameworks_are_known(word: str, option: str) -> None:
-    with pytest.raises(LayoutError, match=f"use {option}"):
-        Layout(word)

@@ -176,6 +176,34 @@ def test_a_finished_loop_that_starts_again_has_the_same_weights(layout: str, tmp
     assert all(not held for _, held, _ in start(everywhere=False)[1:])
 
 
+@pytest.mark.parametrize(
+    "source", [Points(), torch.utils.data.DataLoader(Points(), batch_size=4)], ids=["data", "loader"]
+)
+@pytest.mark.parametrize("makes_batches_anew", [False, True])
+def test_a_loop_over_epochs_is_refused_where_train_steps_are_taken(source: Any, makes_batches_anew: bool) -> None:
+    """A second epoch would take no step, or the first steps once more under their old numbers."""
+    run, steps = run_of(), samestep.batches(source, JOB)
+    for batch in steps:
+        run.step(batch)
+        run.step(batch)  # as often as a loop likes
+    again = samestep.batches(source, JOB) if makes_batches_anew else steps
+    with pytest.raises(
+        DataError, match=r"Set train.steps to the steps of all epochs, and use one loop over samestep.batches"
+    ):
+        any(run.step(batch) is None for batch in again)
+    assert run.steps_taken == 3
+
+
+def test_a_run_that_goes_on_and_a_stopped_loop_are_no_second_epoch() -> None:
+    run, steps = run_of(), samestep.batches(Points(), JOB)
+    run.step(next(steps))
+    for batch in samestep.batches(Points(), JOB, first_step=run.steps_taken):
+        run.step(batch)
+    assert [*samestep.batches(Points(), JOB, first_step=run.steps_taken)] == []
+    steps.stop()
+    assert [*steps] == [*steps] == []
+
+
 def test_a_loaded_run_that_takes_no_step_saves_elsewhere_what_it_was_given(tmp_path: Path) -> None:
     _loop(0, 1, "dp=1", str(tmp_path / "one"), False)
     run = run_of()
