@@ -40,7 +40,7 @@ def _patterns(surface: str) -> list[tuple[re.Pattern[str], str, str]]:
 
 PATTERNS = {surface: _patterns(surface) for surface in ("", "errors", "messages")}
 """The patterns of errors and of other messages, and the ones of every other surface."""
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md", "tests/README.md", "docs")
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
 OF_SENTENCES = ("R1", "R2")
