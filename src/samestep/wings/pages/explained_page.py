@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from samestep import hardware
 from samestep import job_files as jobs
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import REST
 from samestep.output.text import count, duration, share, size
@@ -54,10 +55,11 @@ def page_of(explained: Explained, *, small: bool = False) -> Page:
     keys = ("loss", "tokens_per_s", "samples_per_s", "mfu") if explained.folder.name == recorded.FOLDER else ()
     series = logged(explained.folder.parent, *keys)
     steps = explained.found.steps
+    mean = f", mean of {which(steps)}" if len(steps) > 1 else ""
     return Page(
         verb="explain",
-        title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
-        subject=" · ".join([*_model(explained), f'"{explained.layout}"', _run_name(explained), which(steps)]),
+        title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{mean}",
+        subject=" · ".join([*_jobs(explained), f'"{explained.layout}"', _run_name(explained), which(steps)]),
         answers=_answers(explained, series),
         verdict=explained.verdict.line,
         reasons=explained.verdict.reasons,
@@ -77,24 +79,18 @@ def _machine(explained: Explained) -> str:
     heads = [record.head for record in explained.found.records.values()]
     hosts, devices = (sorted({*names}) for names in ([head.host for head in heads], [head.device for head in heads]))
     when = datetime.fromtimestamp(max(path.stat().st_mtime for path in explained.folder.glob("*.jsonl"))).astimezone()
-    machine = f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}"
-    return f"{machine}, recorded on {when:%Y-%m-%d %H:%M %Z}."
+    return f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}, recorded on {when:%Y-%m-%d %H:%M %Z}."
 
 
-def _model(explained: Explained) -> list[str]:
-    """Return the model of the run; nothing if the folder has no job."""
+def _jobs(explained: Explained) -> dict[str, Job]:
+    """Return the job of the run by its model; nothing if the folder has no job."""
     path = explained.folder / recorded.JOB
-    return [jobs.load(path).model.source] if path.is_file() else []
+    return {job.model.source: job for job in (jobs.load(path),)} if path.is_file() else {}
 
 
 def which(steps: Sequence[int]) -> str:
     """Return some steps in words."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _averaged(steps: Sequence[int]) -> str:
-    """Return that the time is a mean, if it is of several steps."""
-    return "" if len(steps) == 1 else f", mean of {which(steps)}"
 
 
 def _record(explained: Explained) -> dict[str, object]:
@@ -318,7 +314,6 @@ def _kernels(explained: Explained) -> Iterator[Section]:
 
 
 def _described(explained: Explained) -> Iterator[Section]:
-    path = explained.folder / recorded.JOB
-    if path.is_file():
+    for job in _jobs(explained).values():
         machine = explained.predicted.hardware if explained.predicted else hardware.own()
-        yield prediction_page.described(jobs.load(path), Layout(explained.layout), machine)
+        yield prediction_page.described(job, Layout(explained.layout), machine)
