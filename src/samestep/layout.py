@@ -120,6 +120,13 @@ class Layout:
             )
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that are not the default, and `dp_replicate`, which is in every table of a layout."""
+        defaults = {option.name: option.default for option in fields(self)}
+        values = ((name, getattr(self, name)) for name in defaults)
+        return {name: value for name, value in values if name == "dp_replicate" or value != defaults[name]}
+
+    @property
     def dp(self) -> int:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
@@ -221,7 +228,7 @@ def _options_in(text: Any) -> dict[str, Any]:
     """Return the options of a line of text with their values as text, and True for a switch."""
     if not isinstance(text, str):
         raise LayoutError(
-            "layout-option-value", f"{short_repr(text)} is not a line of text; a layout is one, such as 'dp=2 tp=2'"
+            "layout-option-value", f"{short_repr(text)} is not a layout. Use one line of text, such as 'dp=2 tp=2'"
         )
     options: dict[str, Any] = {}
     for word in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*=\s*", "=", text))):
