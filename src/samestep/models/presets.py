@@ -392,26 +392,30 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
             inner=part.given * part.kernel**2,
             columns=part.made,
             taps=part.kernel**2,
+            channels_first=True,
             owner=f"{path}.{part.name}",
         )
         for part in parts
     )
-    touched = 3 * sum(part.elements for part in parts)  # the norm reads them twice and writes its result once
+    results = sum(part.elements for part in parts)
     elements = parts[2].elements if is_block else parts[-1].elements
-    # A ReLU reads and writes what it is given; the sum of a block reads two and writes one, and a pooling reads once more.
-    bent = 2 * sum(part.elements for part in parts[:2]) + (5 if is_block else 1) * elements
+    # A norm keeps what it is given and a ReLU its result. The sum of a block keeps nothing.
+    bent = sum(part.elements for part in parts[:2]) + elements * is_block
+    # A norm reads its input twice, a ReLU reads and writes, the sum of a block reads two and writes one, a pooling reads once more.
+    moved = 3 * results + 2 * bent + (3 if is_block else 1) * elements
     return LayerSpec(
         name=path,
         modules=(path,),
         is_block=is_block,
         forward_flops=sum(product.flops for product in products),
         output_elements=elements,
-        saved_elements=touched,
+        saved_elements=results + bent,
         working=WorkingSet(2 * max(given_elements, elements)),
-        saved_selective_elements=sum(part.elements for part in parts),
+        saved_selective_elements=results + given_elements * is_block,
         input_elements=given_elements,
         products=products,
-        moved=OtherWork(touched + bent, kernels=3 * len(products) + 1),
+        moved=OtherWork(moved, kernels=3 * len(products) + 1),
+        backward_reads_weights=is_block,  # images have no gradient
     )
 
 

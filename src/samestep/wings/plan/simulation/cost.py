@@ -28,6 +28,7 @@ code around gathers and scatters of units is added to the update.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -71,6 +72,12 @@ ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
 products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 WINOGRAD_TAPS, WINOGRAD = 9, 2.25
 """Taps of a convolution that float32 computes with fewer products, and how many times fewer: 36 for 16 (Lavin and Gray 2015, arXiv:1509.09308)."""
+REORDERED = 2
+"""Times that a convolution's tensors are read or written more where their channels come first: tensor cores compute with channels last, so
+cuDNN copies each tensor before or after (NVIDIA, Convolutional Layers User's Guide, tensor layouts). Timm's ResNet-50 in AMP on an RTX
+3090 takes 0.39 ms an image longer so; these copies alone take 0.33 (`tests/laws/test_convolution_rate.py`)."""
+DIRECT = 0.25
+"""Part of float32's rate that a convolution in groups reaches without tensor cores, for which few channels of a group leave a tile empty."""
 ISSUED = 8
 """Instructions that an elementwise kernel issues for each element that it reads or writes: conversion, index, arithmetic. They bound kernels in
 16 bits on devices whose memory is fast for their clock: 11 are issued in the time of an element on A100 and B200, 49 on RTX A6000. Fitted on
@@ -310,15 +317,19 @@ def _product_s(
     if product.chunk_rows:
         m, count = min(m, product.chunk_rows), count * _chunks(product, samples)
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
+    taps = product.taps
+    matrix_s = functools.partial(
+        _matrix_s, count=count, dtype=dtype, dtypes=dtypes, hardware=hardware, taps=taps, reorders=product.channels_first
+    )
     if not backward:
-        return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
+        return matrix_s(m, k, n)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps) if product.chunk_rows else 0.0
-    total += _matrix_s(m, n, k, count, dtype, dtypes, hardware, folds=product.taps) if has_inputs else 0.0
+    total = matrix_s(m, k, n) if product.chunk_rows else 0.0
+    total += matrix_s(m, n * taps, k // taps) if has_inputs else 0.0  # a convolution back: the same taps of the result
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
-        total += _matrix_s(k, m, n, count, dtype, dtypes, hardware, product.taps)
+        total += matrix_s(k, m, n)
     if product.factors == "weight":
         total += 2 * k * n * count * BYTES_OF[dtypes.sums] / _bandwidth(hardware)
     return total
@@ -359,11 +370,12 @@ def _kept_scores_s(product: Product, samples: int, backward: bool, dtypes: _Dtyp
 
 @lru_cache(maxsize=2**16)
 def _matrix_s(
-    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, folds: int = 1
-) -> float:
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, reorders: bool = False
+) -> float:  # fmt: skip
     """Return the seconds of `count` equal products [m, k] x [k, n].
 
-    In memory `taps` elements of the first factor are one element, and so are `folds` elements of the result.
+    In memory `taps` elements of the first factor are one element. With `reorders` the activations have their channels first, and a
+    kernel on tensor cores reads and writes them in the other order (`REORDERED`).
     """
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     element_bytes = BYTES_OF[dtypes.values]
@@ -372,7 +384,7 @@ def _matrix_s(
         aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
         rate *= REACHED * hardware.efficiency[dtype] * aligned
     rate *= _product_efficiency(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
-    if dtype == "float32" and WINOGRAD_TAPS in (taps, folds):
+    if dtype == "float32" and taps == WINOGRAD_TAPS:
         rate *= WINOGRAD
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
@@ -380,10 +392,14 @@ def _matrix_s(
             waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
-    moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n / folds)
+    if taps > 1 and count > 1 and "float32" in hardware.flops_per_s and hardware.num_units:
+        direct_s = 2.0 * m * k * n * count / (DIRECT * hardware.flops_per_s["float32"])
+        compute_s, reorders = min((compute_s, reorders), (direct_s, False))
+    moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n)
     # The kernel before it writes its result once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < element_bytes else 0.0
-    return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
+    reordered_s = REORDERED * moved / _bandwidth(hardware) if reorders and hardware.num_units and dtype != "float32" else 0.0
+    return max(compute_s, moved / _bandwidth(hardware)) + cast_s + reordered_s + hardware.kernel_s
 
 
 def _product_efficiency(side: int, known: Mapping[int, float]) -> float:
