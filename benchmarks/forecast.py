@@ -177,7 +177,7 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
     programs: tuple[Program, ...] = ()
     for recompute, tried in choices:
         programs = programs_for(tried, recompute)
-        if len(choices) == 1 or _fits(case, _peak(case, programs) / FILLED):
+        if len(choices) == 1 or _fits(case, _peak(case, programs) * (RAN if not case.recompute else 1 / FILLED)):
             return programs
     # Some other way was found as well: by one device the host's memory, by many the least memory.
     return programs if programs[0].step.layout.world_size > 1 or not case.is_lean else programs_for(case, choices[0][0])
@@ -274,6 +274,9 @@ class _ModelKey:
 
 FULL_ROUNDS, LEAST_ROUND = 2, 2
 """Rounds of micro-batches, each as many as there are stages or this number, after which all rounds are alike."""
+RAN = 0.8
+"""Part of the predicted memory that a run may well have needed: with nothing said of recompute, a run that took place is taken to have
+had none unless even this is more than the device has. Nine rows of ten need more (the record's interval of memory)."""
 FILLED = 0.95
 """Part of the memory that is filled by choice: nobody plans to the last byte."""
 WORKSPACE_BYTES = 128 * 2**20
