@@ -19,7 +19,6 @@ VGG = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and convolutions of 3 x 3 before each pooling of VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556, table 1, D)."""
 
 
-
 def vision_of(row: Row) -> str:
     """Return the network of convolutions that a row names; nothing for another model, or for one that has it as a part."""
     name = (row.get("model") or "").lower()
@@ -81,7 +80,14 @@ def _vgg(size: int = 224, classes: int = 1000) -> ModelSpec:
     channels, side, given = 3, size, 3 * size**2
     for stage, (width, count) in enumerate(VGG):
         for index in range(count):
-            product = Product(rows=side**2, inner=9 * channels, columns=width, taps=9, channels_first=True, owner=f"conv{stage}_{index}")
+            product = Product(
+                rows=side**2,
+                inner=9 * channels,
+                columns=width,
+                taps=9,
+                channels_first=True,
+                owner=f"conv{stage}_{index}",
+            )
             kept = width * (side // 2 if index == count - 1 else side) ** 2
             add(product, given, kept, (width, channels, 3, 3), is_block=True)
             channels, given = width, kept

@@ -31,7 +31,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -50,7 +49,7 @@ from samestep.program.repeated_products import repeated_products
 from samestep.program.step import StepSpec
 from samestep.wings.plan.simulation import attention
 from samestep.wings.plan.simulation.collectives import collective_s, group_of
-from samestep.wings.plan.simulation.tiles import TILES, waves
+from samestep.wings.plan.simulation.tiles import aligned, by_shortest_side, tiled_s
 
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
@@ -67,9 +66,6 @@ REACHED = 0.88
 """Fraction of the best shape's rate that products of a training step reach. Fitted once, on the published record."""
 ATTENTION_REACHED = 0.9
 """The same fraction for fused attention, of what its kernels reach alone. Fitted once, on the published record."""
-ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
-"""Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that
-products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 WINOGRAD_TAPS, WINOGRAD = 9, 2.25
 """Taps of a convolution that float32 computes with fewer products, and how many times fewer: 36 for 16 (Lavin and Gray 2015, arXiv:1509.09308)."""
 REORDERED = 2
@@ -319,7 +315,13 @@ def _product_s(
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     taps = product.taps
     matrix_s = functools.partial(
-        _matrix_s, count=count, dtype=dtype, dtypes=dtypes, hardware=hardware, taps=taps, reorders=product.channels_first
+        _matrix_s,
+        count=count,
+        dtype=dtype,
+        dtypes=dtypes,
+        hardware=hardware,
+        taps=taps,
+        reorders=product.channels_first,
     )
     if not backward:
         return matrix_s(m, k, n)
@@ -381,35 +383,23 @@ def _matrix_s(
     element_bytes = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
     if dtype in hardware.efficiency:
-        aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
-        rate *= REACHED * hardware.efficiency[dtype] * aligned
-    rate *= _product_efficiency(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
+        rate *= REACHED * hardware.efficiency[dtype] * aligned(k, n)
+    rate *= by_shortest_side(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
     if dtype == "float32" and taps == WINOGRAD_TAPS:
         rate *= WINOGRAD
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
-        compute_s = min(
-            waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
-            for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
-        )
+        compute_s = tiled_s(m, k, n, count, rate, hardware.num_units)
     if taps > 1 and count > 1 and "float32" in hardware.flops_per_s and hardware.num_units:
         direct_s = 2.0 * m * k * n * count / (DIRECT * hardware.flops_per_s["float32"])
         compute_s, reorders = min((compute_s, reorders), (direct_s, False))
     moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n)
     # The kernel before it writes its result once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < element_bytes else 0.0
-    reordered_s = REORDERED * moved / _bandwidth(hardware) if reorders and hardware.num_units and dtype != "float32" else 0.0
-    return max(compute_s, moved / _bandwidth(hardware)) + cast_s + reordered_s + hardware.kernel_s
-
-
-def _product_efficiency(side: int, known: Mapping[int, float]) -> float:
-    """Return the fraction of the best rate that a product with a shortest side of this length reaches."""
-    below = max((edge for edge in known if edge <= side), default=0)
-    above = min((edge for edge in known if edge >= side), default=0)
-    if not above:
-        return known[below] if below else 1.0
-    low = known.get(below, 0.0)  # 0 for a side of length 0
-    return low + (known[above] - low) * (side - below) / max(above - below, 1)
+    if reorders and hardware.num_units and dtype != "float32":
+        elements = count * (m * k / taps + k * n + m * n)
+        cast_s += _elementwise_s(REORDERED * elements, dtypes.values, hardware)
+    return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
@@ -483,7 +473,7 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
 
 def _factoring_s(op: Op, rank: int, hardware: Hardware) -> float:
     """Return the seconds of products of matrices with factors, for each of which a matrix is read or written."""
-    reached = _product_efficiency(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
+    reached = by_shortest_side(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
     moved = FACTOR_PASSES * op.flops / (2 * rank) * BYTES_OF[op.dtype]
     return max(op.flops / (_peak(hardware, op.dtype) * reached), moved / _bandwidth(hardware))
 
