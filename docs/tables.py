@@ -217,7 +217,7 @@ TECHNIQUES = (
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
         "DiLoCo, local SGD (local replicas)",
-        "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/weight_store.py",
+        "wings/slow_links/local_replicas.py program/contributions.py runtime/weights/weight_store.py",
     ),
     (
         "optimizers over the whole matrix (Muon, Shampoo)",

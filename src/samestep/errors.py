@@ -201,6 +201,10 @@ _REMOVED = {
     'compile = "model"': 'compile = "blocks"',
     'compile_mode = "reduce-overhead"': 'compile_mode = "default"',
     'compile_mode = "max-autotune"': 'compile_mode = "max-autotune-no-cudagraphs"',
+    'optimizer_states = "bf16"': 'optimizer_states = "8bit"',
+    "exchange_parts": "exchange_every, which exchanges all weights",
+    "exchange_delay": "exchange_every, which exchanges all weights after one step",
+    "exchange_mix": "exchange_every, which exchanges all weights after one step",
 }
 """Words that jobs of earlier versions may have, and what to use in their place."""
 
@@ -212,8 +216,8 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
         path = [str(part) for part in mistake["loc"]]
         key = ".".join(path)
         word = f'{path[-1]} = "{mistake["input"]}"' if path and isinstance(mistake["input"], str) else ""
-        if (instead := _REMOVED.get(word)) is not None:
-            code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
+        if (instead := _REMOVED.get(word) or _REMOVED.get(path[-1] if path else "")) is not None:
+            code, text = "job-value-removed", f"{word or path[-1]} was removed in this version; use {instead}"
         elif mistake["type"] == "extra_forbidden":
             known = _keys_of(path[:-1], table)
             hint = did_you_mean(path[-1], known)
