@@ -13,7 +13,8 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; the whole batch in MaxText and on TPUs; 1 in a pipeline, in torchtitan's as many as stages; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0; in MaxText and on TPUs 3 within a slice or node, whose weights others hold too; with experts at most 1 |
-| recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
+| recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits within the error of memory, and full where nothing does; none of convolutions |
+| order of an image's elements | torch's default, channels first; last in entries to MLPerf                              |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |

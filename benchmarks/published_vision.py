@@ -71,7 +71,6 @@ def _vgg(size: int = 224, classes: int = 1000) -> ModelSpec:
                 working=WorkingSet(2 * max(given, made)),
                 input_elements=given,
                 products=(product,),
-                backward_reads_weights=channels > 3 or not is_block,
                 moved=OtherWork(4 * made + (made + kept) * (kept < made), kernels=4),
                 loss_elements=0 if is_block or product.columns != classes else classes,
             )

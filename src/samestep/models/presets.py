@@ -297,6 +297,7 @@ def gpt_of_size(num_params: float, sequence: int, vocab: int = 50257) -> Decoder
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
+_IMAGE, _CLASSES = 224, 1000
 _WIDTHS = (64, 128, 256, 512)
 """Channels inside the blocks of each stage."""
 
@@ -326,8 +327,6 @@ class _Convolution(NamedTuple):
 
 def resnet(
     name: str = "resnet50",
-    size: int = 224,
-    classes: int = 1000,
     *,
     normed: bool = False,
     stages: Sequence[int] = (3, 4, 6, 3),
@@ -338,10 +337,10 @@ def resnet(
     With `normed` its batch norms take the statistics of groups of samples, as a job's do; without, those of each rank alone, as
     in most published runs.
     """
-    stem = [_Convolution("conv", 7, 3, 64, size // 2)]
-    layers = [_convolution_layer("conv1", stem, size * size * 3, is_block=False)]
+    stem = [_Convolution("conv", 7, 3, 64, _IMAGE // 2)]
+    layers = [_convolution_layer("conv1", stem, 3 * _IMAGE**2, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
-    channels, side = 64, size // 4
+    channels, side = 64, _IMAGE // 4
     for stage, (width, count) in enumerate(zip(_WIDTHS, stages, strict=True)):
         for block in range(count):
             path, half = f"layer{stage + 1}.{block}", 2 if block == 0 and stage > 0 else 1
@@ -355,8 +354,8 @@ def resnet(
             shapes += [(f"{path}.{part}", shape, len(layers)) for part, shape in _shapes(parts)]
             layers.append(_convolution_layer(path, parts, layers[-1].output_elements, is_block=True))
             channels, side = 4 * width, side // half
-    shapes += [("fc.weight", (classes, channels), len(layers)), ("fc.bias", (classes,), len(layers))]
-    layers.append(_classifier_layer(channels, side, classes))
+    shapes += [("fc.weight", (_CLASSES, channels), len(layers)), ("fc.bias", (_CLASSES,), len(layers))]
+    layers.append(_classifier_layer(channels, side, _CLASSES))
     channels_of = [
         (path.removesuffix(".weight"), shape[0]) for path, shape, _ in shapes if path.endswith("_norm.weight")
     ]
@@ -409,13 +408,14 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
         is_block=is_block,
         forward_flops=sum(product.flops for product in products),
         output_elements=elements,
-        saved_elements=results + bent,
+        saved_elements=results
+        + bent
+        + (0 if is_block else given_elements + elements // 2),  # images, and where maxima are
         working=WorkingSet(2 * max(given_elements, elements)),
         saved_selective_elements=results + given_elements * is_block,
         input_elements=given_elements,
         products=products,
         moved=OtherWork(moved, kernels=3 * len(products) + 1),
-        backward_reads_weights=is_block,  # images have no gradient
     )
 
 

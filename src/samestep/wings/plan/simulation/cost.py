@@ -28,7 +28,6 @@ code around gathers and scatters of units is added to the update.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -69,9 +68,11 @@ ATTENTION_REACHED = 0.9
 WINOGRAD_TAPS, WINOGRAD = 9, 2.25
 """Taps of a convolution that float32 computes with fewer products, and how many times fewer: 36 for 16 (Lavin and Gray 2015, arXiv:1509.09308)."""
 REORDERED = 2
-"""Times that a convolution's tensors are read or written more where their channels come first: tensor cores compute with channels last, so
-cuDNN copies each tensor before or after (NVIDIA, Convolutional Layers User's Guide, tensor layouts). Timm's ResNet-50 in AMP on an RTX
-3090 takes 0.39 ms an image longer so; these copies alone take 0.33 (`tests/laws/test_convolution_rate.py`)."""
+"""Times that a convolution's tensors are read or written more where their channels come first: tensor cores compute with channels last
+(NVIDIA, Convolutional Layers User's Guide), so cuDNN copies each before or after. Timm's ResNet-50 in AMP on an RTX 3090 takes 0.39 ms an
+image longer so; these copies alone take 0.33."""
+IMAGE_CHANNELS = 4
+"""Channels up to which the input of a convolution is an image, which has no gradient."""
 DIRECT = 0.25
 """Part of float32's rate that a convolution in groups reaches without tensor cores, for which few channels of a group leave a tile empty."""
 ISSUED = 8
@@ -314,24 +315,19 @@ def _product_s(
         m, count = min(m, product.chunk_rows), count * _chunks(product, samples)
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     taps = product.taps
-    matrix_s = functools.partial(
-        _matrix_s,
-        count=count,
-        dtype=dtype,
-        dtypes=dtypes,
-        hardware=hardware,
-        taps=taps,
-        reorders=product.channels_first,
-    )
+    alike = count, dtype, dtypes, hardware, taps, product.channels_first
     if not backward:
-        return matrix_s(m, k, n)
+        return _matrix_s(m, k, n, *alike)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = matrix_s(m, k, n) if product.chunk_rows else 0.0
-    total += matrix_s(m, n * taps, k // taps) if has_inputs else 0.0  # a convolution back: the same taps of the result
+    has_inputs = has_inputs and (taps == 1 or product.count > 1 or k // taps > IMAGE_CHANNELS)
+    total = _matrix_s(m, k, n, *alike) if product.chunk_rows else 0.0
+    total += (
+        _matrix_s(m, n * taps, k // taps, *alike) if has_inputs else 0.0
+    )  # a convolution back: the same taps of the result
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
-        total += matrix_s(k, m, n)
+        total += _matrix_s(k, m, n, *alike)
     if product.factors == "weight":
         total += 2 * k * n * count * BYTES_OF[dtypes.sums] / _bandwidth(hardware)
     return total
