@@ -96,6 +96,19 @@ class Table(BaseModel):
         return value
 
 
+def _range_of_steps(text: str, works: str) -> str:
+    """Return the text of a range of steps, which may be empty.
+
+    Raises:
+        JobError: it is not of the form FIRST:LAST, or ends before it begins.
+    """
+    first, _, last = text.partition(":")
+    if text and (not _STEPS.fullmatch(text) or int(last) < int(first)):
+        wrong = "ends before it begins" if _STEPS.fullmatch(text) else "names no steps"
+        raise JobError("steps-range", f"{text!r} {wrong}. Use FIRST:LAST, such as {works}")
+    return text
+
+
 ALL_LINEAR = "all-linear"
 """The word among the targets of adapters for all linear layers but the head."""
 
@@ -304,14 +317,7 @@ class TrainTable(Table):
     @field_validator("record")
     @classmethod
     def _record_is_steps(cls, text: str) -> str:
-        if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
-            raise JobError(
-                "steps-range",
-                f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps",
-            )
-        if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
-            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 100:104")
-        return text
+        return text if re.fullmatch("[1-9][0-9]{0,5}", text) else _range_of_steps(text, "100:104, or a number of steps")
 
 
 _REMOVED = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
@@ -443,14 +449,7 @@ class RunTable(Table):
     @field_validator("profile")
     @classmethod
     def _profile_is_a_range(cls, text: str) -> str:
-        if text and not _STEPS.fullmatch(text):
-            raise JobError(
-                "steps-range",
-                f"{text!r} names no steps. Use FIRST:LAST, such as 10:12, counted from 1",
-            )
-        if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
-            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 10:12")
-        return text
+        return _range_of_steps(text, "10:12, counted from 1")
 
     def __eq__(self, other: object) -> bool:
         """Return whether the settings are equal, wherever the job file is."""

@@ -73,6 +73,20 @@ class Steps(Iterator[Any]):
         self.has_lanes = False
         """Whether sample i of a step goes on with sample i of the step before."""
 
+    def __iter__(self) -> Steps:
+        """Return the batches that remain.
+
+        Raises:
+            DataError: a loop has taken all of them, and another one, as of the next epoch, would take none.
+        """
+        if self.is_over and self._next >= self._job.train.steps:
+            raise DataError(
+                "stream-position",
+                f"the batches have ended with step {self._next}, the last of train.steps = {self._job.train.steps}. Set train.steps to "
+                "the steps of all epochs, and use one loop over samestep.batches",
+            )
+        return self
+
     def begins_lanes(self, step: int) -> bool:
         """Return whether the lanes of a step go on with nothing."""
         return False
@@ -255,14 +269,14 @@ class Batch(OfStream):
     indices: Integers
     """The dataset indices of the global batch, in order."""
     dataset: Dataset | None
-    """None where the samples are those of a stream."""
+    """None if a stream yielded the samples."""
     stream: Steps | None = None
-    """What yielded it."""
+    """The stream that yielded it."""
     by_microbatch: bool = False
     """Whether micro-batch i of all ranks together is one contiguous range of the global batch, as grouped batch norm
     needs."""
     seed: int | None = None
-    """Seed of the random changes of a training step's samples; None where they are read unchanged."""
+    """Seed of the random changes of a training step's samples; None if samples are read unchanged."""
 
     @property
     def num_samples(self) -> int:

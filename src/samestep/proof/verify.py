@@ -36,7 +36,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.building.over_samples import scoped
 from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.enumeration import legality
-from samestep.errors import InputError, JobError, ModelError, WorkerError
+from samestep.errors import InputError, JobError, LayoutError, ModelError, WorkerError
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import RunTable
@@ -63,7 +63,7 @@ Precision = Literal["job", "float64"]
 def verify(
     job: Job | None = None,
     *,
-    layout: str | Layout,
+    layout: str | Layout | None = None,
     model: Callable[[], nn.Module] | nn.Module | None = None,
     loss: Loss | str | None = None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None = None,
@@ -77,7 +77,7 @@ def verify(
 
     Args:
         job: the computation; by default the default job.
-        layout: the layout to prove.
+        layout: the layout to prove; by default the job's own.
         model: a function that builds the model, or an instance; by default the job's model.
         loss: as for `parallelize`; by default the loss of the job.
         optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
@@ -96,7 +96,13 @@ def verify(
     job = (job or Job()).with_modules(stages=stages)
     loss = None if loss is None else scoped(loss_from(loss), job)
     job, notes = _on_device(job, device, steps)
-    where = Layout(layout) if isinstance(layout, str) else layout
+    if layout is None and not job.layout:
+        raise LayoutError(
+            "command-options",
+            'verify compares a layout with one device, and the job has none. Use --layout "dp=2 tp=2", or --all --devices 4 for all '
+            "layouts of 4 devices",
+        )
+    where = Layout(**job.layout) if layout is None else Layout(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
     inputs = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()

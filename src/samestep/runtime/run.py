@@ -41,7 +41,7 @@ from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
-from samestep.errors import JobError, LayoutError, ModelError
+from samestep.errors import DataError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -119,7 +119,7 @@ class Run(RunInParts):
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
     def all_waived(self) -> tuple[str, ...]:
-        """Return the rejections that any rank met and `run.allow` skipped; `job.run.waived` notes each."""
+        """Return the failed checks of all ranks that `run.allow` skips; `job.run.waived` lists each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
@@ -143,7 +143,7 @@ class Run(RunInParts):
         self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
-        """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
+        """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.
 
         The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses:
         equal on all ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
@@ -182,6 +182,12 @@ class Run(RunInParts):
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
         read = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._note_values(values, step)
+        if read.step + 1 < self.steps_taken:
+            raise DataError(
+                "stream-position",
+                f"run.{method} was given the batch of step {read.step + 1} after step {self.steps_taken}: each call of samestep.batches begins "
+                "again. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
+            )
         batch = self.labelled(read)
         for ask in self.before_steps:
             if (ended := ask(read)) is not None:
@@ -230,7 +236,7 @@ class Run(RunInParts):
         return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
-        """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
+        """Return the batch of the loss: labels that are aligned with the inputs are shifted by one token.
 
         Raises:
             DataError: the samples of a causal model do not show which token their labels are, or contradict `data.labels`.
