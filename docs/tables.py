@@ -196,12 +196,12 @@ TECHNIQUES = (
     ),
     ("offload of the optimizer", "runtime/optimizers/optimizer_step.py runtime/host_copies.py"),
     (
-        "parameter offloading of frozen models (weights on the host)",
+        "parameter offloading of frozen models (weights in CPU memory)",
         "strategies/host_weights.py runtime/axes/host_weights.py program/program.py",
     ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
-    ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_boundaries.py"),
+    ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_proof.py"),
     ("context parallelism", "strategies/context.py runtime/axes/context/slicing.py independence/token_slices.py"),
     (
         "ring attention",

@@ -60,11 +60,14 @@ class Job(Table):
             )
         super().__init__(source, **dict[str, Any](tables))
 
-    @field_validator("layout")
+    @field_validator("layout", mode="before")
     @classmethod
-    def _layout_is_one(cls, words: dict[str, Any]) -> dict[str, Any]:
-        Layout(**words)
-        return words
+    def _layout_is_one(cls, layout: Any) -> Any:
+        """Return the table of a layout, which may be a line of text or a `Layout`, such as `layout = "dp=2 zero=3"`."""
+        if isinstance(layout, dict):
+            Layout(**layout)
+            return layout
+        return (layout if isinstance(layout, Layout) else Layout(layout)).options
 
     @model_validator(mode="after")
     def _values_agree(self) -> Job:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, Required, TypedDict
 
 from samestep.job_tables import CheckpointTable, DataTable, LoraTable, ModelTable, NumericsTable, RunTable, TrainTable
+from samestep.layout import Layout
 from samestep.optimizer_tables import GroupTable, OptimizerTable, ScheduleTable
 
 class LoraKeys(TypedDict, total=False):
@@ -347,6 +348,6 @@ class JobKeys(TypedDict, total=False):
     optimizer: OptimizerKeys | OptimizerTable
     schedule: ScheduleKeys | ScheduleTable
     numerics: NumericsKeys | NumericsTable
-    layout: LayoutKeys
+    layout: LayoutKeys | Layout | str
     checkpoint: CheckpointKeys | CheckpointTable
     run: RunKeys | RunTable

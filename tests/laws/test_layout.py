@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.step import StepSpec
 from tests.laws.models import LAW, Case, cases, layouts
@@ -93,6 +95,15 @@ def test_text_commas_and_keywords_are_one(dp: int, zero: int, tp: int) -> None:
     layout = Layout(f"dp={dp} zero={zero} tp={tp}")
     assert layout == Layout(f"dp={dp},zero={zero}, tp={tp}") == Layout(dp=dp, zero=zero, tp=tp)
     assert layout == Layout(f"dp={dp}", zero=zero, tp=tp) == replace(layout)
+
+
+@LAW
+@given(st.integers(1, 8), st.integers(0, 3), st.integers(1, 4), st.booleans())
+def test_a_job_takes_a_layout_in_each_of_its_forms(dp: int, zero: int, tp: int, offload: bool) -> None:
+    layout = Layout(dp=dp, zero=zero, tp=tp, offload=offload)
+    forms: list[Any] = [str(layout), layout, layout.options, {"dp": dp, "zero": zero, "tp": tp, "offload": offload}]
+    assert all(Layout(**Job(layout=form).layout) == layout for form in forms)
+    assert all(Job(**tomllib.loads(Job(layout=form).to_toml())) == Job(layout=form) for form in forms)
 
 
 @pytest.mark.parametrize(

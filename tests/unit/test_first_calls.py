@@ -288,7 +288,18 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
         (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
-        (lambda: samestep.Layout(3), "3 is not a line of text"),  # type: ignore[arg-type]
+        (lambda: samestep.Layout(3), "3 is not a layout. Use one line of text"),  # type: ignore[arg-type]
+        (
+            lambda: samestep.train(Job(), lay="dp=2"),
+            r"train has no argument lay \(did you mean 'layout'\?\). Use job, layout",
+        ),  # type: ignore[call-arg]
+        (lambda: samestep.launch(print, nproc=2), "launch has no argument nproc. Use main, args, ranks, layout"),  # type: ignore[call-arg]
+        (lambda: _parallelized(fsdp=True), "parallelize has no argument fsdp. Use model, loss, optimizer"),
+        (lambda: samestep.plan(Job(), 2, hardware=3), "hardware = 3 is an int. Use the name of a profile"),  # type: ignore[arg-type]
+        (lambda: samestep.simulate(Job(), "dp=1", {"name": "mine"}), "is a dict. Use the name of a profile"),  # type: ignore[arg-type]
+        (lambda: samestep.explain(3), "run = 3 is an int. Use the path of a file or a folder"),  # type: ignore[arg-type]
+        (lambda: Job(layout=3), "layout: 3 is not a layout. Use one line of text"),  # type: ignore[typeddict-item]
+        (lambda: Job(layout="fsdp=2"), "layout: unknown layout option 'fsdp': use dp=N zero=3"),
         (lambda: _parallelized(job={"train": {}}), r"is a dict. Use a samestep\.Job: "),
         (lambda: samestep.train("job.toml"), r"is a str. Use a samestep\.Job: .*samestep\.load"),
         (lambda: samestep.batches(JOB, Points()), r"Use a samestep\.Job: "),
@@ -329,7 +340,13 @@ def test_arguments_of_their_kind_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda: samestep.export(None, "out"), lambda: samestep.sample(None), lambda: samestep.evaluate(None)],
+    [
+        lambda: samestep.export(None, "out"),
+        lambda: samestep.sample(None),
+        lambda: samestep.evaluate(None),
+        lambda: samestep.explain(None),
+        samestep.explain,
+    ],
 )
 def test_none_stands_for_the_newest_run(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from samestep.building.recurrences import functions_of, intercepting
+from samestep.building.torch_seams import FunctionMode
 from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
 from samestep.independence.slice_prover import WHOLE, SliceProver, compare_forwards
@@ -60,7 +61,7 @@ def prove(
             "its samples are not sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
         return _refuse_slices(spec, length, reason)
-    sample = _shorten_sample(sample, length, size * parts)
+    sample = map_tensors(sample, lambda t: t[:, : size * parts] if t.dim() > 1 and t.shape[1] == length else t)
 
     def run(wider: frozenset[str]) -> tuple[tuple[_BlockProver, _BlockProver], str, str]:
         """Return the two forwards, why they do not prove that blocks work on slices, and the module where that shows."""
@@ -123,7 +124,7 @@ class _BlockProver(SliceProver):
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
         hooks = super().placed(module)
-        hooks.enter_context(TracedMoves(self))
+        hooks.enter_context(FunctionMode(TracedMoves(self)))
         hooks.enter_context(intercepting(functions_of(module), TracedStates(self)))
         return hooks
 
@@ -139,7 +140,3 @@ def _length(sample: Any) -> int:
     except InputError:
         return 0
     return tokens.shape[1] if tokens.dim() == (3 if tokens.is_floating_point() else 2) else 0
-
-
-def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
-    return map_tensors(sample, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t)

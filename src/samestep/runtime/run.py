@@ -119,7 +119,7 @@ class Run(RunInParts):
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
     def all_waived(self) -> tuple[str, ...]:
-        """Return the rejections that any rank met and `run.allow` skipped; `job.run.waived` notes each."""
+        """Return the failed checks of all ranks that `run.allow` skips; `job.run.waived` lists each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
@@ -143,7 +143,7 @@ class Run(RunInParts):
         self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
-        """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
+        """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.
 
         The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses:
         equal on all ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
@@ -236,7 +236,7 @@ class Run(RunInParts):
         return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
-        """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
+        """Return the batch of the loss: labels that are aligned with the inputs are shifted by one token.
 
         Raises:
             DataError: the samples of a causal model do not show which token their labels are, or contradict `data.labels`.

@@ -279,7 +279,7 @@ def _warn(checked: Checked, place: RankInfo | None, hosts: RunHosts | None) -> N
     if checked.layout.recompute == "offload":
         moved["recompute=offload"] = "the inputs of blocks"
     for word, what in moved.items() if on_cpu else ():
-        moves = f"{word} moves {what} to the host; on a CPU it is there already, so nothing is saved"
+        moves = f"{word} moves {what} to CPU memory; on a CPU it is there already, so nothing is saved"
         warnings.warn(moves, stacklevel=3)
     here = checked.layout.world_size // (hosts.num_hosts if hosts else 1)
     if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import fused
 from samestep.building.attention.attention_spec import AttentionSpec, DroppedWeights
@@ -215,7 +215,7 @@ def _in_heads(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
     return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded[(None,) * (4 - expanded.dim())]
 
 
-def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:
+def multi_head_attention(mode: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
     """Run `torch.nn.functional.multi_head_attention_forward` with a function mode that sees the calls in it."""
     with mode:
         return _MULTI_HEAD_ATTENTION(*args, **kwargs)
