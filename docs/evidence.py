@@ -89,14 +89,10 @@ def intervals() -> str:
     """Return the table of docs/foresight.md: measured over predicted by class of machines, from past predictions."""
     record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
     names = {"all": "all", "cards": "cards on PCIe", "few": "part of a node", "nodes": "whole nodes"}
-    lines = [
-        "| machines | measured time / predicted | measurements | measured memory / predicted | measurements |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for key, name in names.items():
-        time, memory = record[key]["time"], record[key]["memory"]
-        cells = [f"{one['low']:.2f} to {one['high']:.2f} | {one['rows']:,}" for one in (time, memory)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    figures = [(f"time, {name}", record[key]["time"]) for key, name in names.items()]
+    lines = ["| prediction | measured / predicted | measurements |", "| --- | ---: | ---: |"]
+    for name, one in (*figures, ("memory", record["all"]["memory"])):
+        lines.append(f"| {name} | {one['low']:.2f} to {one['high']:.2f} | {one['rows']:,} |")
     return "\n".join(lines)
 
 

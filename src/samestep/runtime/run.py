@@ -311,6 +311,11 @@ class Run(RunInParts):
 
 _READ_IN_A_LOOP = {"model.stages", "model.offload", "optimizer.clip_norm"}
 """The keys among those of model, loss and optimizer that a run in a loop of one's own reads."""
+_OF_TRAIN = (
+    "train.evaluate_every", "train.patience", "train.monitor", "train.evaluate_ema", "train.prompt", "train.sample_tokens",
+    "train.sample_temperature", "checkpoint.keep_best", "checkpoint.keep_every", "run.report", "run.restarts",
+)  # fmt: skip
+"""Keys that `samestep train` alone reads."""
 
 
 @calls.checked
@@ -388,6 +393,12 @@ def _check_keys(job: Job) -> None:
             "job-key-unread",
             f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
             "them. Remove these keys, or use samestep.train(job), which reads them.",
+        )
+    if unread := job.set_keys(*_OF_TRAIN):
+        raise JobError(
+            "job-key-unread",
+            f"samestep.train alone reads {', '.join(sorted(unread))} of the job. Remove these keys, and use samestep.track with loggers "
+            "and a samestep.EarlyStopping",
         )
 
 

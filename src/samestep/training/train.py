@@ -316,7 +316,7 @@ def _run_share(
     """
     run, ranks = job.run, arguments["ranks"] or job.run.ranks
     if arguments["layout"] != AUTO and (arguments["layout"] or job.layout):
-        ranks = resolve_layout(job, arguments["layout"], ranks, info.num_hosts)[1]
+        ranks = resolve_layout(job, arguments["layout"], ranks, info.num_hosts).world_size
     ranks = ranks or (info.ranks_per_node or workers.default_ranks(run.device)) * info.num_hosts
     result, number = workers.run_workers(
         work,
