@@ -138,8 +138,7 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
         taken[-1] += ", with set_epoch(0) and so on"
     if not by_batch:
         taken.append(
-            "the last batch of an epoch "
-            + ("only if it is full" if _drops_last(loader) else "also if it is smaller")
+            "the last batch of an epoch " + ("only if it is full" if _drops_last(loader) else "also if it is smaller")
         )
     if workers:
         taken.append(f"{workers} reader processes")

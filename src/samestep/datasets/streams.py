@@ -105,9 +105,7 @@ def _of_loader(loader: DataLoader[Any]) -> Stream | None:
             draw_base_seed(loader.generator)
             return (dataset[index] for index in sampler)
 
-        remark = (
-            f"used from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a full batch"
-        )
+        remark = f"used from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a full batch"
         return Stream(type(dataset).__name__, items, again=True, batched=True, drawing=sampler, remark=remark + left)
     if loader.batch_size is None:
         remark = f"used from the DataLoader without batch_size: each item of the stream {type(dataset).__name__}, a full batch"
