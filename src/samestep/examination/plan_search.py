@@ -281,7 +281,7 @@ def structural_plan(
     """Return the cut style of each module of a plan, by its path; empty where nothing in the blocks can be cut.
 
     `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`. A layer
-    with adapters is one layer.
+    with adapters is one layer. Blocks that the forward does not run, as of another kind of data, are left out.
     """
     computed, linears = _by_module(operations), dict[str, nn.Module]()
     for path, part in model.named_modules():
@@ -291,7 +291,6 @@ def structural_plan(
             and path not in whole
         ):
             linears.setdefault(path_without_adapters(path), part)
-    # A model of several kinds of data has blocks that the traced forward does not run.
     containers = containers_of(model)
     blocks = tuple(path for path in containers if any(is_below(op.where, path) for op in operations))
     flow = _flow(model, operations, linears, blocks)
