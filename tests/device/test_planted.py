@@ -16,7 +16,7 @@ from samestep.job import Job
 from samestep.runtime import device_decides, microbatches
 from samestep.runtime.axes.host_inputs import HostLanes
 from samestep.runtime.axes.pipeline.stage_messages import Messages
-from samestep.runtime.axes.rank_crossings import Line
+from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -58,12 +58,12 @@ def messages_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_a_cut_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def unawaited(self: Line, tensor: Tensor, work: Any) -> Tensor:
+    def unawaited(self: GroupLine, tensor: Tensor, work: Any) -> Tensor:
         if self.meanwhile is not None:
             self.meanwhile()
         return tensor
 
-    patch.setattr(Line, "_awaited", unawaited)
+    patch.setattr(GroupLine, "_awaited", unawaited)
 
 
 def update_runs_aside(patch: pytest.MonkeyPatch) -> None:

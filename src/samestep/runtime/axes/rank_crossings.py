@@ -40,7 +40,7 @@ MoveName = Literal[
 ]
 
 
-class Line(NamedTuple):
+class GroupLine(NamedTuple):
     """The collectives of a group of ranks under the name of their owner, outside of graphs. Each is collective over the group."""
 
     group: dist.ProcessGroup
@@ -106,7 +106,7 @@ def moved(
 
     Collective over `group` where the moves are, see [Note: collective calls].
     """
-    line, home = Line(group, owner), Line(group, owner, meanwhile)
+    line, home = GroupLine(group, owner), GroupLine(group, owner, meanwhile)
     return through(
         x,
         lambda x: x.view_as(x) if there == "keep" else _MOVES[there](x, line),
@@ -118,7 +118,7 @@ class GraphPlace:
     """A place in this process that sends something within graphs, whose operations are given its number and look it up when they run."""
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
-        self.line = Line(group, owner)
+        self.line = GroupLine(group, owner)
         number = len(_NUMBERED)
         self.place = torch.tensor(number)
         """The number, int64, as the operations of a graph are given it."""
@@ -212,7 +212,7 @@ class _Crossed(torch.autograd.Function):
 
 # -- the moves -------------------------------------------------------------------------------------
 
-Wire = Line | _At
+Wire = GroupLine | _At
 """The collectives of a group, of which moves are made."""
 
 
