@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from samestep.program.codecs import CODECS, CodedPart, Matrix
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
 from samestep.wings.slow_links.powersgd import FactoredExchange
 

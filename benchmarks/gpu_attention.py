@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def forward(self, call: AttentionCall) -> Tensor:
         """Return the output."""
         dropped = dropped_weights(call, None, call.key.shape[2])
-        asked = Asked(*call[:3], call.spec(dropped), needs_lse=False)
+        asked = Asked(*call[:3], call.spec(dropped))
         self.carrier = carrier_of(asked).name
         return call.attend(dropped)
 

@@ -33,7 +33,6 @@ STEPS = 3
 WAYS = {
     "masters whole, states float32": (False, "float32"),
     "masters in halves, states float32": (True, "float32"),
-    "masters in halves, states bf16": (True, "bf16"),
     "masters in halves, states 8bit": (True, "8bit"),
 }
 """Whether masters are split, and `numerics.optimizer_states`."""

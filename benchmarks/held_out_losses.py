@@ -70,7 +70,6 @@ CODED: Mapping[str, Way] = {
     **{name: Way(("numerics.replicas=2", f"numerics.compression={name}")) for name in CODECS},
 }
 """What is compared at an exchange in every step."""
-PARTS = "numerics.exchange_parts=5"
 APART: Mapping[str, Way] = {
     **{f"synchronous, warm-up {steps}": Way(_warmed(steps), beside="") for steps in (50, 150, 300)},
     **{
@@ -81,9 +80,6 @@ APART: Mapping[str, Way] = {
     },
     "warm-up 300": _apart(300),
     "warm-up 300, int8": _apart(300, "numerics.compression=int8"),
-    "warm-up 300, int8, 5 parts, 2 steps later": _apart(
-        300, "numerics.compression=int8", PARTS, "numerics.exchange_delay=2"
-    ),
     "warm-up 300, outer_lr 0.5": _apart(300, "numerics.outer_lr=0.5"),
     "warm-up 300, outer_momentum 0.3": _apart(300, "numerics.outer_momentum=0.3"),
     "warm-up 300, outer_lr 1, outer_momentum 0 (local SGD)": _apart(
@@ -97,12 +93,7 @@ APART: Mapping[str, Way] = {
     ),
     **{f"warm-up 300, lr {lr}": _apart(300, f"optimizer.lr={lr}") for lr in ("4e-3", "9e-3")},
     "warm-up 150": _apart(150),
-    "warm-up 150, 5 parts": _apart(150, PARTS),
-    "warm-up 150, 5 parts, 1 step later": _apart(150, PARTS, "numerics.exchange_delay=1"),
     "warm-up 150, outer_lr 1, outer_momentum 0.3": _apart(150, "numerics.outer_lr=1.0", "numerics.outer_momentum=0.3"),
-    "warm-up 150, outer_lr 0.8, outer_momentum 0.3, 5 parts": _apart(
-        150, "numerics.outer_lr=0.8", "numerics.outer_momentum=0.3", PARTS
-    ),
     "warm-up 50": _apart(50),
     "warm-up 50, outer_momentum 0.9 (the paper's)": _apart(50, "numerics.outer_momentum=0.9"),
     "warm-up 50, outer_lr 1": _apart(50, "numerics.outer_lr=1.0"),

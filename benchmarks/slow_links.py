@@ -55,9 +55,7 @@ PORT = 29400
 PAYLOAD = 1448 / 1514
 """Bytes of a packet that are data, over all of them: Ethernet, IP and TCP with timestamps take 66 bytes of 1,514."""
 EVERY = 20
-PARTS, DELAY = 5, 2
 APART = (f"numerics.exchange_every={EVERY}",)
-STREAMED = (*APART, f"numerics.exchange_parts={PARTS}", f"numerics.exchange_delay={DELAY}")
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "bf16": ("numerics.compression=bf16",),
@@ -65,8 +63,6 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "powersgd": ("numerics.compression=powersgd",),
     f"every {EVERY}": APART,
     f"every {EVERY}, int8": (*APART, "numerics.compression=int8"),
-    f"every {EVERY}, {PARTS} parts, {DELAY} steps later": STREAMED,
-    f"every {EVERY}, {PARTS} parts, {DELAY} steps later, int8": (*STREAMED, "numerics.compression=int8"),
 }
 """What is compared, as settings of a job."""
 JOBS: Mapping[str, tuple[str, ...]] = {

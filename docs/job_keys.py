@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Any, Literal, Required, TypedDict
 
 from samestep.job_tables import CheckpointTable, DataTable, LoraTable, ModelTable, NumericsTable, RunTable, TrainTable
+from samestep.layout import Layout
 from samestep.optimizer_tables import GroupTable, OptimizerTable, ScheduleTable
 '''
 ALSO = {"record": " | int", "report": " | str"}
@@ -69,7 +70,7 @@ def _job() -> str:
     lines = ["class JobKeys(TypedDict, total=False):", '    """Tables of `Job`."""\n']
     for key, field in Job.model_fields.items():
         kind = field.annotation
-        named = "LayoutKeys" if key == "layout" else _type(kind)
+        named = "LayoutKeys | Layout | str" if key == "layout" else _type(kind)
         lines.append(f"    {key}: {f'{_name(kind)} | {kind.__name__}' if _is_table(kind) else named}")
     return "\n".join(lines) + "\n"
 

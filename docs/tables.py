@@ -201,7 +201,7 @@ TECHNIQUES = (
     ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
-    ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_boundaries.py"),
+    ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_proof.py"),
     ("context parallelism", "strategies/context.py runtime/axes/context/slicing.py independence/token_slices.py"),
     (
         "ring attention",
@@ -217,7 +217,7 @@ TECHNIQUES = (
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
         "DiLoCo, local SGD (local replicas)",
-        "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/weight_store.py",
+        "wings/slow_links/local_replicas.py program/contributions.py runtime/weights/weight_store.py",
     ),
     (
         "optimizers over the whole matrix (Muon, Shampoo)",

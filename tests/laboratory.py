@@ -29,12 +29,13 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.param_spec import Cut
-from samestep.program.program import LedgerRow
+from samestep.program.program import LedgerRow, Program
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.pieces import Piece
+from samestep.strategies import program_of
 from tests import traced
 from tests.device import real_gpu
 from tests.models import MODELS, Tokens
@@ -157,6 +158,13 @@ def source_of(model: str, layout: Layout, job: Job, dataset: Callable[[], Any] |
     key = (model if code.is_cut else code.build, dataset, code.loss)
     for_any = code.is_cut and model not in _uncut
     return replace(source, prepared=traced.prepared(key, source, job, example, layout, for_any=for_any))
+
+
+def program_in(layout: str, model: str) -> Program:
+    """The program of a rank in a layout that cuts tensors; whichever test comes first, the model's plan of tensor parallelism is proven."""
+    source = source_of(model, Layout("tp=2"), clipped())
+    assert source.prepared is not None
+    return program_of(source.prepared.spec, clipped(), Layout(layout))
 
 
 _ahead: dict[tuple[str, str], None] = {}

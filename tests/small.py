@@ -13,7 +13,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,7 +139,7 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
     In a network namespace, if one is given, and with variables of its environment. A test that calls it ends with `end_background`, whatever happens.
     """
 
-    if words[0] == "train" and set(settings()[:2]) <= set(words):
+    if words[0] in ("train", "verify") and set(settings()[:2]) <= set(words):
         _trace_small()
 
     def command() -> int:
@@ -163,18 +162,21 @@ def _trace_small() -> None:
 def script(path: Path, words: Sequence[str], folder: Path) -> tuple[int, str, str]:
     """Run a script in a fork of this process, which has imported what a new one would take 3 s of processor time for.
 
-    It runs where this process is. Return its exit status, and what it says on its standard output and errors.
+    It runs where this process is, and an error is printed as the interpreter does. Return its exit status, and what it says on its standard output and errors.
     """
 
     def run() -> int:
         warnings.resetwarnings()
-        sys.argv, sys.path[:0] = [str(path), *words], [str(path.parent)]
+        sys.argv, sys.path[:0], sys.excepthook = [str(path), *words], [str(path.parent)], sys.__excepthook__
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as end:
             return int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+                trace = trace.tb_next
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
             return 1
         return 0
 

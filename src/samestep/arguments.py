@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from samestep import job_files as jobs
-from samestep.errors import InputError, did_you_mean
+from samestep.errors import InputError, did_you_mean, is_layout, keys_named, word_of_others
+from samestep.job import Job
 from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
 from samestep.layout import MOST_RANKS
 
@@ -48,11 +48,20 @@ class Parser(ArgumentParser):
         flag = word.partition("=")[0]
         if flag == "--layout":
             return flag, ". Use samestep layouts --why-not LAYOUT to check one"
-        is_misspelt = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.8)
-        if "--set" in self._option_string_actions and not is_misspelt:
-            for key in jobs.keys_named(flag.lstrip("-").replace("-", "_"))[:1]:
-                return flag, f": use --set {key}=VALUE"
-        return flag, did_you_mean(flag, self._option_string_actions.keys() - {"-h", "--help"})
+        known = self._option_string_actions.keys() - {"-h", "--help"}
+        if not difflib.get_close_matches(flag, known, n=1, cutoff=0.8):
+            name = next(keys_named(flag.lstrip("-").replace("-", "_"), Job), "") or word_of_others(flag)
+            meant = {"--set": f"--set {name}=VALUE", "--layout": f'--layout "{name}"'}
+            use = "--layout" if is_layout(name) else "--set" if "." in name else name
+            if name and use in known:
+                return flag, f": use {meant.get(use, use)}"
+        of_script = f". Use -- before arguments of the script: SCRIPT.py -- {word}" * self.prog.endswith(" launch")
+        return flag, did_you_mean(flag, known) + of_script
+
+    def _check_value(self, action: Any, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = f"must be one of {', '.join(map(str, action.choices))}, got {value!r}"
+            raise ArgumentError(action, words + did_you_mean(str(value), map(str, action.choices)))
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake; where a flag is missing, an unknown one that may stand for it is named.

@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from samestep.errors import InputError, JobError, LayoutError, ModelError, short_repr
+from samestep.errors import InputError, JobError, LayoutError, ModelError, did_you_mean, short_repr
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 
@@ -27,6 +28,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     parameters = inspect.signature(function).parameters
     known = {name: _KINDS[name] for name in parameters if name in _KINDS}
     optional = {name for name, parameter in parameters.items() if _is_optional(parameter)}
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     defaults = {
         name: parameter.default
         for name, parameter in parameters.items()
@@ -36,6 +38,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+            if name not in parameters and not takes_others:
+                others = ", ".join(parameters)
+                hint = did_you_mean(name, parameters)
+                raise InputError("argument-type", f"{function.__name__} has no argument {name}{hint}. Use {others}")
             if name in known and not (value is None and name in optional):
                 known[name](name, value)
         values: Any = [
@@ -81,6 +87,11 @@ def _count(name: str, value: Any) -> None:
 def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
         _refuse(name, value, "the path of a file or a folder")
+
+
+def _hardware(name: str, value: Any) -> None:
+    if not isinstance(value, (str, os.PathLike, Hardware)):
+        _refuse(name, value, "the name of a profile, its file, or a samestep.Hardware")
 
 
 def _model(name: str, value: Any) -> None:
@@ -151,6 +162,6 @@ def _kind(value: Any) -> str:
 _KINDS: dict[str, Callable[[str, Any], None]] = {
     "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "metrics": _measure, "main": _main,
     "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,
-    "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
+    "hardware": _hardware, "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
 }  # fmt: skip
 """The arguments that public functions share, by name, and the function that refuses another kind of value."""

@@ -27,6 +27,7 @@ of our own code is an `assert`, never one of these.
 from __future__ import annotations
 
 import difflib
+import re
 import site
 import sys
 import sysconfig
@@ -201,6 +202,10 @@ _REMOVED = {
     'compile = "model"': 'compile = "blocks"',
     'compile_mode = "reduce-overhead"': 'compile_mode = "default"',
     'compile_mode = "max-autotune"': 'compile_mode = "max-autotune-no-cudagraphs"',
+    'optimizer_states = "bf16"': 'optimizer_states = "8bit"',
+    "exchange_parts": "exchange_every, which exchanges all weights",
+    "exchange_delay": "exchange_every, which exchanges all weights after one step",
+    "exchange_mix": "exchange_every, which exchanges all weights after one step",
 }
 """Words that jobs of earlier versions may have, and what to use in their place."""
 
@@ -212,11 +217,12 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
         path = [str(part) for part in mistake["loc"]]
         key = ".".join(path)
         word = f'{path[-1]} = "{mistake["input"]}"' if path and isinstance(mistake["input"], str) else ""
-        if (instead := _REMOVED.get(word)) is not None:
-            code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
+        if (instead := _REMOVED.get(word) or _REMOVED.get(path[-1] if path else "")) is not None:
+            code, text = "job-value-removed", f"{word or path[-1]} was removed in this version; use {instead}"
         elif mistake["type"] == "extra_forbidden":
             known = _keys_of(path[:-1], table)
-            hint = did_you_mean(path[-1], known)
+            meant = next(keys_named(path[-1], table), "") or word_of_others(path[-1])
+            hint = f": use {'the layout ' * is_layout(meant)}{meant}" if meant else did_you_mean(path[-1], known)
             code, text = "job-key-unknown", f"unknown key{hint}; the keys here are {', '.join(known)}"
         elif mistake["type"] == "value_error":
             code, text = mistake["ctx"]["error"].code, str(mistake["ctx"]["error"])
@@ -228,6 +234,11 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
         codes.append(code)
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return codes[0], "\n".join(lines)
+
+
+def keys_named(name: str, root: type[BaseModel]) -> Iterator[str]:
+    """Yield the keys of the tables of a job, such as `optimizer.lr`, that have a name."""
+    return (f"{field}.{name}" for field in root.model_fields if name in _keys_of([field], root))
 
 
 def _keys_of(path: Sequence[str], root: type[BaseModel]) -> list[str]:
@@ -252,6 +263,62 @@ def types_in(kind: Any) -> Iterator[Any]:
 def module_name(path: str) -> str:
     """Return the path of a module for a text: in quotes where it would read as a number, as `0.1` does."""
     return f"'{path}'" if path and path.replace(".", "").isdecimal() else path
+
+
+_WORDS_OF_OTHERS = {
+    r"(?:dp|data_parallel)_(shard|replicate)_\w+": r"dp_\1=N",
+    r"([dtpce])p_(?:size|degree)|([dtpce])(?:ata|ensor|ipeline|ontext|xpert)_(?:model_)?parallel\w*": r"\1\2p=N",
+    r"ddp|no_shard|world_size|(?:n_?|num_)?(?:gpus|devices|ranks|processes)|nproc\w*|num_workers_per_node": "dp=N",
+    r"fsdp\w*|full_shard|sharding_strategy|reshard_after_forward|deepspeed\w*": "dp=N zero=3",
+    r"(dp|tp|pp|cp|ep|zero|microbatch)": r"\1=N",
+    r"hsdp|hybrid_shard": "dp_replicate=N dp_shard=N zero=3",
+    r"zero_?(?:stage_?)?([0-3])": r"zero=\1",
+    r"zero_stage|zero_optimization|stage|shard_grad_op|(?:use_)?distributed_optimizer": "zero=1, zero=2 or zero=3",
+    r"mp|mp_size": "tp=N",
+    r"sp|sp_(?:size|degree)|sequence_parallel_(?:size|degree)": "tp=N sequence_parallel, or cp=N for Ulysses and rings",
+    r"(ulysses|ring|usp)(?:_\w+)?": r"cp=N cp_method=\1",
+    r"cp_comm_type|context_parallel_\w+": "cp_method=ulysses, cp_method=ring or cp_method=usp",
+    r"micro_?batch_?(?:size)?|mbs|per_(?:device|gpu)_\w*batch_size": "microbatch=N",
+    r"(?:grad\w*_)?accum\w*|gas|(?:n_|num_)?micro_?batches|chunks": "microbatch=N, the samples that a rank computes at once",
+    r"(?:activation_|gradient_)?checkpointing|activation_checkpoint|ac": "recompute=full",
+    r"cpu_offload\w*|offload_(?:optimizer|params?)\w*": "offload",
+    r"vpp|virtual_pipeline\w*|num_layers_per_virtual\w*": "schedule=interleaved virtual_stages=N",
+    r"bf16|bfloat16|fp16|float16|half|amp|mixed_precision|precision|(?:torch_)?dtype": "numerics.precision",
+    r"(?:global_|train_)?batch_?size|gbs": "train.global_batch",
+    r"learning_rate|(?:base|max|peak)_lr": "optimizer.lr",
+    r"(?:max_|num_|n_)?(?:train_)?(?:steps|iters|iterations|epochs)": "train.steps",
+    r"(?:max_)?grad(?:ient)?_(?:norm|clip\w*)|clip_grad\w*": "optimizer.clip_norm",
+    r"warmup\w*|num_warmup_steps": "schedule.warmup_steps",
+    r"(?:lr_)?scheduler(?:_type)?|lr_schedule": "schedule.name",
+    r"optim|optimizer": "optimizer.name",
+    r"model|model_(?:name|path)\w*|pretrained\w*": "model.source",
+    r"data|dataset\w*|data_(?:path|dir)|train_file": "data.source",
+    r"(?:max_)?seq(?:uence)?_?len\w*|max_length|(?:block|context)_(?:size|length)": "data.sequence_length",
+    r"save_(?:steps|interval|every)": "checkpoint.every",
+    r"save_total_limit": "checkpoint.keep",
+    r"eval_(?:steps|interval|every)|val_check_interval": "train.evaluate_every",
+    r"report_to|log_with|logger": "run.report",
+    r"logging_steps|log_interval": "run.log_every",
+    r"torch_compile|compile": "run.compile",
+    r"(?:dataloader_)?num_workers": "run.data_workers",
+    r"output(?:_dir)?|out_dir|save_dir|default_root_dir": "--out",
+    r"resume\w+|load_checkpoint": "--resume",
+    r"rdzv\w*|master_(?:addr|port)": "--rendezvous",
+    r"nnodes|num_nodes|num_machines": "--nodes",
+}
+"""Names that other frameworks have for an option of a layout, a key of a job or a flag of `train`, and what to use here."""
+
+
+def word_of_others(word: str) -> str:
+    """Return the option of a layout, the key of a job or the flag that other frameworks call by this word; nothing if none does."""
+    word = word.lstrip("-").lower().replace("-", "_")
+    matches = ((re.fullmatch(pattern, word), name) for pattern, name in _WORDS_OF_OTHERS.items())
+    return next((match.expand(name) for match, name in matches if match), "")
+
+
+def is_layout(name: str) -> bool:
+    """Return whether a name of `word_of_others` is of a layout, and neither a key nor a flag."""
+    return "." not in name and not name.startswith("--")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -60,11 +60,14 @@ class Job(Table):
             )
         super().__init__(source, **dict[str, Any](tables))
 
-    @field_validator("layout")
+    @field_validator("layout", mode="before")
     @classmethod
-    def _layout_is_one(cls, words: dict[str, Any]) -> dict[str, Any]:
-        Layout(**words)
-        return words
+    def _layout_is_one(cls, layout: Any) -> Any:
+        """Return the table of a layout, which may be a line of text or a `Layout`, such as `layout = "dp=2 zero=3"`."""
+        if isinstance(layout, dict):
+            Layout(**layout)
+            return layout
+        return (layout if isinstance(layout, Layout) else Layout(layout)).options
 
     @model_validator(mode="after")
     def _values_agree(self) -> Job:
@@ -255,8 +258,6 @@ def _replicas(job: _Tables) -> JobError | None:
             f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other. Set "
             "replicas = 2 or more, as many as the links are slow between",
         )
-    if mistake := _mistake_of_exchange_times(numerics):
-        return mistake
     if every > 1 and states != "float32":
         return JobError(
             "diloco-unsupported",
@@ -279,30 +280,6 @@ def _replicas(job: _Tables) -> JobError | None:
             "batch-indivisible",
             f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts. Set "
             f"global_batch = {-(-batch // replicas) * replicas}",
-        )
-    return None
-
-
-def _mistake_of_exchange_times(numerics: NumericsTable) -> JobError | None:
-    """Return why replicas cannot exchange parts of their weights, or later than they begin to, and what works."""
-    every, parts, delay = (getattr(numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
-    if every == 1 and (parts > 1 or delay):
-        key = f"exchange_parts = {parts}" if parts > 1 else f"exchange_delay = {delay}"
-        return JobError(
-            "replicas-unused",
-            f"numerics.{key} sets how replicas exchange the changes of their weights, and numerics.exchange_every = 1 trains none separately. Set exchange_every = 20",
-        )
-    if parts > every:
-        return JobError(
-            "exchange-schedule",
-            f"numerics.exchange_parts = {parts} parts cannot be exchanged at different steps of "
-            f"numerics.exchange_every = {every}. Set exchange_parts = {every}, or fewer",
-        )
-    if delay > every // parts:
-        return JobError(
-            "exchange-schedule",
-            f"numerics.exchange_delay = {delay} is longer than the {every // parts} steps between the exchanges of two of "
-            f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}. Set exchange_delay = {every // parts}",
         )
     return None
 

@@ -132,8 +132,6 @@ def set_key(tables: dict[str, Any], setting: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise JobError("set-syntax", f"--set {setting}: write key=value, as in --set train.steps=50")
-    if len(parts) == 1 and parts[0] not in Job.model_fields and (keys := keys_named(parts[0])):
-        raise JobError("set-syntax", f"--set {setting}: a key has the name of its table. Use --set {keys[0]}={text}.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -160,12 +158,6 @@ def settings() -> tuple[str, ...]:
             values = [*filter(lambda text: isinstance(text, str), get_args(key.annotation))]
             written += [f"{table}.{name}={value}" for value in values or ("",)]
     return tuple(written)
-
-
-def keys_named(name: str) -> list[str]:
-    """Return the keys of a job, such as `optimizer.lr`, that end with a name."""
-    keys = dict.fromkeys(setting.partition("=")[0] for setting in settings())
-    return [key for key in keys if key.rpartition(".")[2] == name]
 
 
 def model_folder(job: Job) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, Required, TypedDict
 
 from samestep.job_tables import CheckpointTable, DataTable, LoraTable, ModelTable, NumericsTable, RunTable, TrainTable
+from samestep.layout import Layout
 from samestep.optimizer_tables import GroupTable, OptimizerTable, ScheduleTable
 
 class LoraKeys(TypedDict, total=False):
@@ -190,8 +191,8 @@ class NumericsKeys(TypedDict, total=False):
     """Whether float32 matmuls on GPUs may use TF32."""
     deterministic: bool
     """Whether to use deterministic kernels only. An operation without one raises an error that names it."""
-    optimizer_states: Literal["float32", "bf16", "8bit"]
-    """Precision of the optimizer states of torch's optimizers: bf16 uses stochastic rounding, 8bit has one scale for each block."""
+    optimizer_states: Literal["float32", "8bit"]
+    """Precision of the optimizer states of torch's optimizers: 8bit has one scale for each block."""
     compression: Literal["none", "bf16", "int8", "powersgd"]
     """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
     (int8), or each matrix as a product of two narrow ones (powersgd)."""
@@ -206,14 +207,6 @@ class NumericsKeys(TypedDict, total=False):
     """With `exchange_every`: learning rate of the outer optimizer; 1 with `outer_momentum = 0` averages weights (local SGD)."""
     outer_momentum: float
     """With `exchange_every`: Nesterov momentum of the outer optimizer. The DiLoCo paper uses 0.9, with a few hundred steps between synchronizations."""
-    exchange_parts: int
-    """With `exchange_every`: number of fragments of the weights (every n-th layer), synchronized one after the other at equal
-    distances (Streaming DiLoCo)."""
-    exchange_delay: int
-    """With `exchange_every`: steps between the start of a synchronization and its outer update, to overlap the communication; at most
-    `exchange_every` / `exchange_parts`."""
-    exchange_mix: float
-    """With `exchange_delay`: weight of the local parameters when a delayed outer update is merged (alpha of Streaming DiLoCo)."""
     batch_norm_group: int | None
     """Batch-norm group size: number of consecutive samples that share batch-norm statistics, as in SyncBatchNorm; by default the global batch."""
     on_nonfinite: Literal["skip", "stop", "continue"]
@@ -355,6 +348,6 @@ class JobKeys(TypedDict, total=False):
     optimizer: OptimizerKeys | OptimizerTable
     schedule: ScheduleKeys | ScheduleTable
     numerics: NumericsKeys | NumericsTable
-    layout: LayoutKeys
+    layout: LayoutKeys | Layout | str
     checkpoint: CheckpointKeys | CheckpointTable
     run: RunKeys | RunTable

@@ -6,7 +6,7 @@ The docstring of a key is its line in the reference of the docs. The optimizer a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -29,7 +29,7 @@ PRESET = "preset:"
 LossOver = Literal["sample", "batch"]
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
-OptimizerStates = Literal["float32", "bf16", "8bit"]
+OptimizerStates = Literal["float32", "8bit"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 Compression = Literal["none", "bf16", "int8", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
@@ -94,6 +94,19 @@ class Table(BaseModel):
         if isinstance(value, bool) and {int, float} & set(types_in(cls.model_fields[info.field_name or ""].annotation)):
             raise JobError("job-value", f"input should be a number, got {value!r}")
         return value
+
+
+def _range_of_steps(text: str, works: str) -> str:
+    """Return the text of a range of steps, which may be empty.
+
+    Raises:
+        JobError: it is not of the form FIRST:LAST, or ends before it begins.
+    """
+    first, _, last = text.partition(":")
+    if text and (not _STEPS.fullmatch(text) or int(last) < int(first)):
+        wrong = "ends before it begins" if _STEPS.fullmatch(text) else "names no steps"
+        raise JobError("steps-range", f"{text!r} {wrong}. Use FIRST:LAST, such as {works}")
+    return text
 
 
 ALL_LINEAR = "all-linear"
@@ -304,14 +317,17 @@ class TrainTable(Table):
     @field_validator("record")
     @classmethod
     def _record_is_steps(cls, text: str) -> str:
-        if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
-            raise JobError(
-                "steps-range",
-                f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps",
-            )
-        if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
-            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 100:104")
-        return text
+        return text if re.fullmatch("[1-9][0-9]{0,5}", text) else _range_of_steps(text, "100:104, or a number of steps")
+
+
+_REMOVED = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
+"""Keys of `numerics` in jobs of earlier versions, with the values that ask for nothing."""
+
+
+def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a job without the keys of earlier versions that ask for nothing."""
+    numerics = {key: value for key, value in tables.get("numerics", {}).items() if _REMOVED.get(key) != value}
+    return {**tables, "numerics": numerics} if "numerics" in tables else dict(tables)
 
 
 class NumericsTable(Table):
@@ -326,7 +342,7 @@ class NumericsTable(Table):
     deterministic: bool = False
     """Whether to use deterministic kernels only. An operation without one raises an error that names it."""
     optimizer_states: OptimizerStates = "float32"
-    """Precision of the optimizer states of torch's optimizers: bf16 uses stochastic rounding, 8bit has one scale for each block."""
+    """Precision of the optimizer states of torch's optimizers: 8bit has one scale for each block."""
     compression: Compression = "none"
     """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
     (int8), or each matrix as a product of two narrow ones (powersgd)."""
@@ -341,14 +357,6 @@ class NumericsTable(Table):
     """With `exchange_every`: learning rate of the outer optimizer; 1 with `outer_momentum = 0` averages weights (local SGD)."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """With `exchange_every`: Nesterov momentum of the outer optimizer. The DiLoCo paper uses 0.9, with a few hundred steps between synchronizations."""
-    exchange_parts: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
-    """With `exchange_every`: number of fragments of the weights (every n-th layer), synchronized one after the other at equal
-    distances (Streaming DiLoCo)."""
-    exchange_delay: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """With `exchange_every`: steps between the start of a synchronization and its outer update, to overlap the communication; at most
-    `exchange_every` / `exchange_parts`."""
-    exchange_mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """With `exchange_delay`: weight of the local parameters when a delayed outer update is merged (alpha of Streaming DiLoCo)."""
     batch_norm_group: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     """Batch-norm group size: number of consecutive samples that share batch-norm statistics, as in SyncBatchNorm; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
@@ -441,14 +449,7 @@ class RunTable(Table):
     @field_validator("profile")
     @classmethod
     def _profile_is_a_range(cls, text: str) -> str:
-        if text and not _STEPS.fullmatch(text):
-            raise JobError(
-                "steps-range",
-                f"{text!r} names no steps. Use FIRST:LAST, such as 10:12, counted from 1",
-            )
-        if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
-            raise JobError("steps-range", f"{text!r} ends before it begins. Use FIRST:LAST, such as 10:12")
-        return text
+        return _range_of_steps(text, "10:12, counted from 1")
 
     def __eq__(self, other: object) -> bool:
         """Return whether the settings are equal, wherever the job file is."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
-from samestep.errors import LayoutError, did_you_mean, short_repr
+from samestep.errors import LayoutError, did_you_mean, short_repr, word_of_others
 from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
@@ -120,6 +120,13 @@ class Layout:
             )
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that are not the default, and `dp_replicate`, which is in every table of a layout."""
+        defaults = {option.name: option.default for option in fields(self)}
+        values = ((name, getattr(self, name)) for name in defaults)
+        return {name: value for name, value in values if name == "dp_replicate" or value != defaults[name]}
+
+    @property
     def dp(self) -> int:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
@@ -204,31 +211,12 @@ class Layout:
         return " ".join(words)
 
 
-_WORDS_OF_OTHERS = {
-    "ddp": "dp=N",
-    **dict.fromkeys(("fsdp", "fsdp2"), "dp=N zero=3"),
-    "hsdp": "dp_replicate=R dp_shard=S zero=3",
-    **{f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)},
-    "mp": "tp=N",
-    "sp": "sequence_parallel",
-    "ulysses": "cp=N cp_method=ulysses",
-    "ring": "cp=N cp_method=ring",
-    "usp": "cp=N cp_method=usp",
-    **dict.fromkeys(("micro_batch", "micro_batch_size", "mbs"), "microbatch=N"),
-    **dict.fromkeys(
-        ("accum", "grad_accum", "gas", "gradient_accumulation", "gradient_accumulation_steps"),
-        "microbatch=N, the samples that a rank computes at once",
-    ),
-    **dict.fromkeys(("checkpointing", "activation_checkpointing", "gradient_checkpointing"), "recompute=full"),
-    "vpp": "schedule=interleaved virtual_stages=N",
-    **dict.fromkeys(("bf16", "fp16"), "numerics.precision of the job"),
-}
-"""Names that other frameworks have for an option, and the option."""
 _VALUES_OF_OTHERS = {
     "zb": "zero-bubble",
     "zerobubble": "zero-bubble",
-    "ulysses": "heads",
-    "usp": "hybrid",
+    **dict.fromkeys(("ulysses", "a2a"), "heads"),
+    "p2p": "ring",
+    **dict.fromkeys(("usp", "a2a+p2p"), "hybrid"),
     "interleaved1f1b": "interleaved",
 }
 """Names that other frameworks have for a value, and the value."""
@@ -240,7 +228,7 @@ def _options_in(text: Any) -> dict[str, Any]:
     """Return the options of a line of text with their values as text, and True for a switch."""
     if not isinstance(text, str):
         raise LayoutError(
-            "layout-option-value", f"{short_repr(text)} is not a line of text; a layout is one, such as 'dp=2 tp=2'"
+            "layout-option-value", f"{short_repr(text)} is not a layout. Use one line of text, such as 'dp=2 tp=2'"
         )
     options: dict[str, Any] = {}
     for word in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*=\s*", "=", text))):
@@ -278,8 +266,8 @@ def _values_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     """Return the option that was probably meant, as a hint: the same thing in the words of another framework first."""
-    if option := _WORDS_OF_OTHERS.get(name.lower().replace("-", "_")):
-        return f": use {option}"
+    if option := word_of_others(name):
+        return f": use {option}{' of the job' * ('.' in option)}"
     return did_you_mean(name.lower(), known)
 
 
@@ -334,9 +322,8 @@ def _number_of(name: str, value: Any) -> int:
 
 
 def _none_of(name: str, value: object, choices: Iterable[str]) -> LayoutError:
-    return LayoutError(
-        "layout-option-value", f"{name}={value} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
-    )
+    hint = did_you_mean(str(value), choices) or _hint(name, ())
+    return LayoutError("layout-option-value", f"{name}={value} must be one of {', '.join(choices)}{hint}")
 
 
 def check_number(name: str, value: int | None, most: int = MOST_RANKS) -> None:

@@ -86,13 +86,13 @@ def verify(words: Namespace) -> Result | VerbFailure:
     """Prove one layout, or all layouts of a number of devices.
 
     Raises:
-        LayoutError: neither one layout nor all of a number of devices are asked for.
+        LayoutError: both one layout and all of a number of devices are asked for.
     """
     job = allowing(words)
     limit_threads(job.run.threads)
     from samestep.proof import verify
 
-    if words.all == (words.layout is not None) or words.all != (words.devices is not None):
+    if words.all != (words.devices is not None) or (words.all and words.layout is not None):
         raise LayoutError(
             "command-options",
             'verify tries one layout, --layout "dp=2 tp=2", or all layouts of N devices, --all --devices 4',

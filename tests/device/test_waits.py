@@ -136,7 +136,6 @@ def test_recording_adds_no_wait(layout: str, tmp_path: Path) -> None:
 
 ADDING_NO_WAIT = {
     "a loss scale": job_of("fp16", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0}),
-    "bf16 states": job_of("bf16", 3, numerics={"optimizer_states": "bf16"}, train={"watch_every": 0}),
     "8-bit states": job_of("bf16", 3, numerics={"optimizer_states": "8bit"}, train={"watch_every": 0}),
 }
 """A loss scale changes between steps, by sums that the host reads anyway; states are widened and packed on the device."""

@@ -20,9 +20,9 @@ LEAST_SHARED = 99 * 2**10
 """Bytes of a block's shared memory on devices of compute capability 8.6, 8.9 and 12.0; others have more."""
 CAPABILITIES = (80, 90)
 FORMS: tuple[dict[str, Any], ...] = (
-    {"IS_CAUSAL": True, "WINDOW": 0, "MASK": "", "HAS_DOCUMENTS": False},
-    {"IS_CAUSAL": False, "WINDOW": 100, "MASK": "bool", "HAS_DOCUMENTS": True},
-    {"IS_CAUSAL": True, "WINDOW": 100, "MASK": "added", "HAS_DOCUMENTS": False},
+    {"IS_CAUSAL": True, "MASK": "", "HAS_DOCUMENTS": False},
+    {"IS_CAUSAL": False, "MASK": "bool", "HAS_DOCUMENTS": True},
+    {"IS_CAUSAL": True, "MASK": "added", "HAS_DOCUMENTS": False},
 )
 CASES = [
     *((dtype, width, FORMS[0], capability)

@@ -81,13 +81,9 @@ def given(samples: int, heads: tuple[int, int], lengths: tuple[int, int], widths
 
 def with_gradients(attend: Any, tensors: list[Tensor], spec: AttentionSpec, dtype: torch.dtype) -> list[Tensor]:
     leaves = [one.to(dtype).requires_grad_() for one in tensors[:3]]
-    output, log_sum_exp = attend(*leaves, spec)
+    output = attend(*leaves, spec)
     output.backward(tensors[3].to(dtype))
-    return [output.detach(), log_sum_exp, *(one.grad for one in leaves)]
-
-
-def by_formula(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    return attend_by_formula(query, key, value, spec, needs_lse=True)
+    return [output.detach(), *(one.grad for one in leaves)]
 
 
 def compare(mine: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
@@ -101,8 +97,8 @@ def compare(mine: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> Non
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 13, [0] * 17 + [1]])
 FORMS: dict[str, tuple[dict[str, Any], Any, float, torch.dtype]] = {
     "causal, shared heads": ({"causal": True}, (2, (2, 1), (18, 18), (5, 5)), 0.1, torch.float32),
-    "window of all": ({"window": 6, "scale": 0.3}, (1, (1, 1), (18, 37), (16, 20)), 0.5, torch.float32),
-    "window and documents": ({"causal": True, "window": 6, "documents": DOCUMENTS}, (2, (1, 1), (18, 18), (8, 8)), 0.3, torch.float32),
+    "of all": ({"scale": 0.3}, (1, (1, 1), (18, 37), (16, 20)), 0.5, torch.float32),
+    "documents": ({"causal": True, "documents": DOCUMENTS}, (2, (1, 1), (18, 18), (8, 8)), 0.3, torch.float32),
     "padding": ({"mask": (torch.arange(17) < torch.tensor([[17], [9]]))[:, None, None]}, (2, (2, 2), (9, 17), (4, 4)), 0.3, torch.float32),
     "bias and blind rows": ({"mask": numbers(2, 18, 18, seed=9).float().masked_fill(torch.arange(18)[:, None] < 2, -torch.inf), "causal": True}, (1, (2, 2), (18, 18), (8, 8)), 0.3, torch.float32),
     "more keys than queries": ({"causal": True}, (1, (2, 1), (7, 20), (8, 8)), 0.1, torch.float16),
@@ -115,12 +111,12 @@ def test_kernels_are_the_formula(name: str) -> None:
     tensors = given(samples, heads, lengths, widths)
     spec = AttentionSpec(**form, dropout=drawn(samples, (heads[0], *lengths), p))
     query, key, value = (one.to(dtype) for one in tensors[:3])
-    assert carrier_of(Asked(query, key, value, spec)).name == "dropped flash"
+    assert fits_dropped_flash(query, key, value, spec)
     found = with_gradients(attend_dropped, tensors, spec, dtype)
     mask = spec.mask
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.double()
-    theirs = with_gradients(by_formula, tensors, spec.but(mask=mask), torch.float64)
+    theirs = with_gradients(attend_by_formula, tensors, spec.but(mask=mask), torch.float64)
     compare(found, theirs, dtype)
     assert found[0].transpose(1, 2).is_contiguous()
 
@@ -136,7 +132,7 @@ def kept(dropped: Any, heads: int, num_queries: int, num_keys: int, samples: int
     """Which weights the kernel keeps: those of the output of equal scores, where each key's value is its own unit vector."""
     query, key = torch.zeros(samples, heads, num_queries, 4), torch.zeros(samples, heads, num_keys, 4)
     value = torch.eye(num_keys).expand(samples, heads, -1, -1)
-    return attend_dropped(query, key, value, AttentionSpec(dropout=dropped))[0] > 0
+    return attend_dropped(query, key, value, AttentionSpec(dropout=dropped)) > 0
 
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.5])
@@ -168,7 +164,7 @@ def test_later_forwards_hash_the_rows_of_all_masks_at_once_and_no_elements() -> 
 
 
 def around(rank: int, tensors: list[Tensor], spec: AttentionSpec, cuts: MaskCuts, dtype: torch.dtype) -> list[Tensor]:
-    """The output, log-sum-exps and gradients of a rank's queries in a ring of two, whose messages this process has."""
+    """The output and gradients of a rank's queries in a ring of two, whose messages this process has."""
     placement = SlicePlacement.of(tensors[0].shape[2], 2, may_split=False)
     (mine,) = placement.runs(rank)
     assert spec.dropout is not None
@@ -196,7 +192,7 @@ def around(rank: int, tensors: list[Tensor], spec: AttentionSpec, cuts: MaskCuts
         ring_attention._visit_backward(how, source, seen, four, back)
         of_keys[:, :, theirs.start : theirs.stop] = into.of_keys.value
         of_values[:, :, theirs.start : theirs.stop] = into.of_values.value
-    return [output, sums.log_sum_exp, into.of_queries.value, of_keys, of_values]
+    return [output, into.of_queries.value, of_keys, of_values]
 
 
 @pytest.mark.parametrize("form", ["causal", "padding"])
@@ -204,10 +200,10 @@ def test_visits_of_a_ring_are_the_attention_of_one_device(form: str) -> None:
     tensors = given(2, (2, 1), (24, 24), (8, 8))
     mask = (torch.arange(24) < torch.tensor([[24], [15]]))[:, None, None] if form == "padding" else None
     spec = AttentionSpec(causal=form == "causal", mask=mask, scale=0.4, dropout=drawn(2, (2, 24, 24), 0.3))
-    whole = with_gradients(by_formula, tensors, spec, torch.float64)
+    whole = with_gradients(attend_by_formula, tensors, spec, torch.float64)
     ranks = [around(rank, tensors, spec, ((2, 2, rank),), torch.float32) for rank in range(2)]
-    joined = [torch.cat([one[index] for one in ranks], 2) for index in range(3)]
-    compare([*joined, *(ranks[0][index] + ranks[1][index] for index in (3, 4))], whole, torch.float32)
+    joined = [torch.cat([one[index] for one in ranks], 2) for index in range(2)]
+    compare([*joined, *(ranks[0][index] + ranks[1][index] for index in (2, 3))], whole, torch.float32)
 
 
 def test_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +227,9 @@ def test_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert carrier_of(Asked(query, key, value, spec)).name == "formula"
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     found = with_gradients(attend_dropped, tensors, spec, torch.bfloat16)
-    compare(found, with_gradients(by_formula, [one.double() for one in halves], spec, torch.float64), torch.bfloat16)
+    compare(
+        found, with_gradients(attend_by_formula, [one.double() for one in halves], spec, torch.float64), torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])

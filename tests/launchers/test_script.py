@@ -48,6 +48,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "own_script.py"
     path.write_text(SCRIPT)
+    (tmp_path / "own_job.toml").write_text("[train]\nsteps = 3\n")
     return path
 
 
@@ -65,8 +66,18 @@ def test_a_script_runs_in_the_layout_of_the_command_line(script: Path, capfd: py
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nope.py", "--ranks", "2"], "there is no script nope.py"),
-        (["own_script.py"], "launch needs the number of ranks"),
+        (["nope.py", "--ranks", "2"], "there is no script nope.py. Use the path of a Python script"),
+        (
+            ["own_job.toml", "--ranks", "2"],
+            "own_job.toml is a job, and no Python script. Use samestep train own_job.toml",
+        ),
+        (
+            ["own_script.py"],
+            "launch needs the number of ranks. Use ranks=2, or layout='dp=2' (--ranks 2, or --layout dp=2)",
+        ),
+        (["own_script.py", "0.1"], "unknown argument 0.1. Use -- before arguments of the script: SCRIPT.py -- 0.1"),
+        (["own_script.py", "--ranks", "2", "--rate=3"], "Use -- before arguments of the script: SCRIPT.py -- --rate=3"),
+        (["own_script.py", "--rnaks", "2"], "unknown argument --rnaks (did you mean '--ranks'?)"),
         (["own_script.py", "--layout", "fsdp=2"], "use dp=N zero=3"),
         (["own_script.py", "--layout", "dp=2", "--ranks", "3"], "has 2 ranks, and ranks=3"),
     ],
@@ -97,5 +108,5 @@ def test_a_launched_function_may_launch_and_may_not_train() -> None:
         samestep.launch(_trains, ranks=1)
     with pytest.raises(LayoutError, match="use dp=N"):
         samestep.launch(_rank, layout="ddp=2")
-    with pytest.raises(InputError, match="one of them is enough"):
+    with pytest.raises(InputError, match="Use one of them"):
         samestep.launch(_rank, layout="dp=2", ranks=3)

@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.models.decoder_spec import spec
 from samestep.models.presets import DECODERS
 from samestep.program.codecs import CodedPart, Matrix, is_factored
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.program.step import StepSpec
 from samestep.strategies import program_of
 from samestep.wings.plan.bounds.layer_costs import Prices

@@ -6,13 +6,10 @@ import functools
 
 import pytest
 
-from samestep.datasets import batches
 from samestep.layout import Layout
-from samestep.program.program import Program
-from samestep.strategies import program_of
 from tests.code.own_models import OWN
-from tests.laboratory import clipped, make_run, prove, source_of
-from tests.models import MODELS, Tokens, hf
+from tests.laboratory import clipped, program_in, prove, source_of
+from tests.models import MODELS, hf
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 PLAIN = {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32, "pad_token_id": 1}
@@ -27,12 +24,6 @@ MODELS |= {
         hf, "ctrl", vocab_size=64, n_embd=16, dff=40, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
     ),
 } | OWN  # fmt: skip
-
-
-def _program(model: str, layout: str) -> Program:
-    run = make_run(0, 1, model, "dp=1", clipped())
-    run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    return program_of(run.assembly.model.spec, clipped(), Layout(layout))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +55,7 @@ def test_a_users_own_decoder_is_cut(layout: str, model: str) -> None:
 
 def _styles(model: str) -> dict[str, str]:
     """Return the cut styles of the modules outside the blocks, and of those of the first block."""
-    source = source_of(model, Layout(), clipped())
+    source = source_of(model, Layout("tp=2"), clipped())
     assert source.prepared is not None
     styles = source.prepared.analysis.cut_styles
     return {path.removeprefix("trunk.0."): style for path, style in styles.items() if not path.startswith("trunk.1.")}
@@ -102,7 +93,7 @@ def test_what_the_data_flow_cuts(model: str, expected: dict[str, str]) -> None:
 
 def test_a_part_that_the_proof_refuses_leaves_the_rest_cut() -> None:
     """The attention of OLMo 2 has norms over the features of all heads."""
-    cut = {param.name for param in _program("olmo2", "tp=2").step.model.params if param.cut is not None}
+    cut = {param.name for param in program_in("tp=2", "olmo2").step.model.params if param.cut is not None}
     assert "mlp" in {name.split(".")[3] for name in cut if ".layers." in name}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
 from samestep.program.codecs import CodedPart, Matrix
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.wings.slow_links.powersgd import FactoredExchange
 from tests.pool import pool
 

@@ -55,10 +55,8 @@ def job_drawn(draw: random.Random) -> Job:
         }
         if numerics["compression"] == "none" or draw.random() < 0.4:
             numerics["exchange_every"] = draw.choice((2, 4))
-            numerics["exchange_parts"] = draw.choice((1, 2))
-            numerics["exchange_delay"] = draw.choice((0, 1))
     if draw.random() < 0.3:
-        numerics["optimizer_states"] = draw.choice(("bf16", "8bit"))
+        numerics["optimizer_states"] = "8bit"
     optimizer: dict[str, Any] = {
         "name": draw.choice(("adamw", "sgd", "adafactor", "rmsprop")),
         "lr": 1e-2,

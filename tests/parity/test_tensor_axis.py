@@ -21,20 +21,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from samestep.building.torch_seams import current_backward_id
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.layout import Layout
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.runtime.axes import sequence
 from samestep.runtime.ledger import _owners
 from samestep.schedules import TaskKind
-from samestep.strategies import program_of
 from tests.laboratory import (
     TOLERANCE,
     assert_same,
     clipped,
-    make_run,
     observe,
     on_ranks,
     prepared_run,
+    program_in,
     reference,
 )
 from tests.models import MODELS, Parted, PartedBlock, Tokens
@@ -57,7 +55,7 @@ def order_in_backward(rank: int, world: int, layout: str, kind: str) -> list[str
             if current_backward_id() != -1:  # else it is tried on drawn gradients
                 seen.append(name.split(".")[-2])
 
-        param.register_post_accumulate_grad_hook(note)
+        param.register_hook(note)
 
     def noted(send: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
@@ -95,19 +93,15 @@ def test_groups_that_four_ranks_cannot_cut_are_refused() -> None:
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    run = make_run(0, 1, "deep_llama", "dp=1", clipped())
-    run.prepare(next(batches(Tokens(), clipped())).samples([0]))
     with pytest.raises(LayoutError, match=r"tp=8 does not divide the 4 heads of .*q_proj.weight. Use tp=2 or 4"):
-        program_of(run.assembly.model.spec, clipped(), Layout("tp=8"))
+        program_in("tp=8", "deep_llama")
 
 
 @pytest.mark.parametrize(
     "layout", ["tp=2 sequence_parallel microbatch=2", "dp=2 tp=2 zero=3 sequence_parallel microbatch=2"]
 )
 def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
-    run = make_run(0, 1, "llama_even", "dp=1", clipped())
-    run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    program = program_of(run.assembly.model.spec, clipped(), Layout(layout))
+    program = program_in(layout, "llama_even")
     sums = [(task.kind, op) for task, op in program.ops() if op.kind is OpKind.ALL_REDUCE and op.axis == "tp"]
     in_blocks = [(kind, op) for kind, op in sums if op.owner.startswith(("bucket", "model.layers"))]
     assert program.step.num_microbatches > 1

@@ -284,7 +284,11 @@ def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str,
         (["progres"], "'progres' must be one of progress, metrics.jsonl, .* .did you mean 'progress'"),
         (["no_such_module:keep"], "no_such_module"),
         (["wandb"], "wandb is not installed here. Use pip install wandb"),
-        ([3], "takes words, functions of a report and a samestep.EarlyStopping, and was given a int"),
+        (
+            [3],
+            'was given a int as a logger. Use words such as "progress", functions of a report and a samestep.EarlyStopping',
+        ),
+        ([["progress"]], r"was given a list as a logger. .*, one after another: samestep.track\(run, first, second\)"),
         ([samestep.EarlyStopping(Points()), samestep.EarlyStopping(Points())], "Use one with a dict of data sets"),
         (
             [samestep.EarlyStopping(Points(), monitor="accuracy")],

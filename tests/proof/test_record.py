@@ -82,4 +82,4 @@ def test_what_was_allowed_is_told_whatever_rank_met_it(
     assert small.train(*words, tmp_path / "again") == 2
     assert 'the loss is a mean; run.allow = ["loss"] lets it run unproven' in capfd.readouterr().err
     assert small.train("--allow", "lose") == 2
-    assert "invalid choice: 'lose'" in capfd.readouterr().err
+    assert "got 'lose' (did you mean 'loss'?)" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from torch import nn
 
 import samestep
 from samestep.building.named_tensors import copy_module
-from samestep.errors import LayoutError
+from samestep.errors import InputError, LayoutError
 from samestep.job import Job
 from samestep.proof import verify
 from samestep.proof.observation import _hook
@@ -95,6 +95,29 @@ def test_no_seed_raises_an_alarm(seed):
 def test_there_are_more_than_fifty_faults():
     assert len(FAULTS) > 50
     assert len({fault.cause for fault in FAULTS.values()}) >= 15
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        (("--set", "layout.dp=2"), "dp=2"),
+        (("--set", "layout.dp=2", "--set", "layout.zero=3"), "dp=2 zero=3"),
+        (("--set", "layout.tp=2", "--layout", "dp=2"), "dp=2"),
+        ((), "verify compares a layout with one device, and the job has none. Use --layout"),
+        (("--devices", "2"), "verify tries one layout"),
+        (("--all", "--devices", "2", "--layout", "dp=2"), "verify tries one layout"),
+    ],
+)
+def test_the_layout_of_the_job_is_proven_by_default(words, layout, monkeypatch, capsys):
+    class AskedError(InputError):
+        pass
+
+    def ask(job, where, *_):
+        raise AskedError("asked", f"layout {where!s}")
+
+    monkeypatch.setattr(verify, "_subject", ask)
+    assert main("verify", *settings(), *words) == 2
+    assert layout in capsys.readouterr().err
 
 
 def test_the_command_proves_a_layout_and_writes_the_verdict(tmp_path, capsys):

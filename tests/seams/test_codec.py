@@ -115,12 +115,10 @@ def test_a_store_asks_for_no_codec_and_no_replica(store: str) -> None:
         "scatters_codes",
         "trains_apart",
         "replicas_each",
-        "exchange_delay",
     }
     assert not asked & {
         *rare,
-        "exchange_part",
-        "exchanges",
+        "exchange_every",
         "samestep.runtime.codecs.exchange",
         "samestep.program.codecs",
     }

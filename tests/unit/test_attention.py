@@ -1,4 +1,4 @@
-"""Every carrier of `attend` is the float64 formula: outputs, log-sum-exps and gradients, for generated forms, heads, lengths and dtypes."""
+"""Every carrier of attention is the float64 formula: outputs and gradients, for generated forms, heads, lengths and dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.building.attention import AttentionSpec, DroppedWeights, attend, carriers, formula, fused
+from samestep.building.attention import AttentionSpec, DroppedWeights, carriers, formula, fused
 from samestep.building.attention.carriers import CARRIERS, Asked, carrier_of
 from samestep.randomness.mode import Draw, DropoutMode
 
@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """The formula with all scores, in float64, by torch's own autograd."""
     times, length, num_keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
@@ -39,19 +39,16 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) 
     seen = torch.ones(1, 1, length, num_keys, dtype=torch.bool)
     if spec.causal:
         seen = seen & (distance >= 0)
-    if spec.window is not None:
-        seen = seen & (distance.abs() < spec.window)
     if spec.documents is not None:
         seen = seen & (spec.documents[:, None, :, None] == spec.documents[:, None, None, :])
     if spec.mask is not None and spec.mask.dtype is torch.bool:
         seen = seen & spec.mask
     scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
     blind = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     if spec.dropout is not None:
         weights = weights.masked_fill(spec.dropout.part(0, length, num_keys), 0.0) / (1 - spec.dropout.p)
-    return weights @ value, lse.detach()
+    return weights @ value
 
 
 @st.composite
@@ -76,8 +73,7 @@ def forms(draw: Any) -> tuple[list[Tensor], AttentionSpec]:
     drop = drawn(samples, heads * times, length, num_keys, seed=8) > 0.5
     dropout = DroppedWeights(P, lambda start, stop, count: drop[..., start:stop, :count])
     return tensors, AttentionSpec(
-        causal=draw(st.booleans()),
-        window=draw(st.sampled_from([None, None, 1, 3])),
+        causal=documents is not None or draw(st.booleans()),
         documents=documents,
         scale=draw(st.sampled_from([None, 0.3])),
         dropout=dropout if draw(st.booleans()) else None,
@@ -86,15 +82,15 @@ def forms(draw: Any) -> tuple[list[Tensor], AttentionSpec]:
 
 
 def with_gradients(function: Any, tensors: list[Tensor], spec: AttentionSpec, dtype: torch.dtype) -> list[Tensor]:
-    """Output and log-sum-exp, and the gradients of all that takes any."""
+    """The output, and the gradients of all that takes any."""
     leaves = [one.detach().clone().to(dtype).requires_grad_() for one in tensors]
     extra: dict[str, Tensor] = {}
     if spec.mask is not None and spec.mask.is_floating_point():
         extra["mask"] = spec.mask.detach().clone().to(dtype).requires_grad_()
-    output, lse = function(*leaves, spec.but(**extra))
+    output = function(*leaves, spec.but(**extra))
     weights = drawn(*output.shape, seed=11)
     (output.double() * weights).sum().backward()
-    return [output.detach(), lse, *(one.grad for one in (*leaves, *extra.values()))]
+    return [output.detach(), *(one.grad for one in (*leaves, *extra.values()))]
 
 
 def compare(mine: list[Tensor], theirs: list[Tensor], limit: float) -> None:
@@ -112,15 +108,14 @@ def test_every_carrier_is_the_formula(form: Any, dtype: torch.dtype, few: bool) 
         formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS = 1, 2, 0
     try:
         compare(
-            with_gradients(attend, tensors, spec, dtype),
+            with_gradients(formula.attend_by_formula, tensors, spec, dtype),
             with_gradients(written_out, tensors, spec, torch.float64),
             LIMITS[dtype],
         )
         for carrier in CARRIERS:
-            asked = Asked(*tensors, spec, needs_lse=False)
-            if dtype is torch.float64 and carrier.fits(asked):
-                run = lambda *of, carrier=carrier: carrier.run(Asked(*of, needs_lse=False))  # noqa: E731
-                found = with_gradients(lambda *of, run=run: (run(*of)[0], torch.empty(0)), tensors, spec, dtype)
+            if dtype is torch.float64 and carrier.fits(Asked(*tensors, spec)):
+                run = lambda *of, carrier=carrier: carrier.run(Asked(*of))  # noqa: E731
+                found = with_gradients(run, tensors, spec, dtype)
                 compare(found, with_gradients(written_out, tensors, spec, dtype), 1e-9)
     finally:
         formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS = before
@@ -188,23 +183,20 @@ def test_a_forward_of_one_small_attention_hashes_its_mask_in_few_operations() ->
 def test_documents_on_gpus_of_variable_length_have_their_offsets_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: Any) -> Any:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Any:
         """The formula in place of torch's kernel, which CPUs do not have."""
-        seen.append((offsets.tolist(), longest, window))
+        seen.append((offsets.tolist(), longest))
         documents = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())[None]
-        spec = AttentionSpec(window[1] == 0, None if window[0] < 0 else window[0] + 1, documents, scale=scale)
-        output, lse = attend(*(one.transpose(0, 1)[None] for one in (q, k, v)), spec)
-        return output[0].transpose(0, 1), lse[0]
+        spec = AttentionSpec(True, documents, scale)
+        return formula.attend_by_formula(*(one.transpose(0, 1)[None] for one in (q, k, v)), spec)[0].transpose(0, 1)
 
     monkeypatch.setattr(fused, "variable_length", kernel)
     tensors = [drawn(2, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
-    for window in (None, 2):
-        spec = AttentionSpec(True, window, documents, lengths=[[3, 2, 2], [1, 6]])
-        found = with_gradients(fused.attend_by_length, tensors, spec, torch.float64)
-        compare(found, with_gradients(written_out, tensors, spec, torch.float64), 1e-9)
-    offsets = [0, 3, 5, 7, 8, 14]
-    assert seen == [(offsets, 6, (-1, 0)), (offsets, 6, (1, 0))]
+    spec = AttentionSpec(True, documents, lengths=[[3, 2, 2], [1, 6]])
+    found = with_gradients(fused.attend_by_length, tensors, spec, torch.float64)
+    compare(found, with_gradients(written_out, tensors, spec, torch.float64), 1e-9)
+    assert seen == [([0, 3, 5, 7, 8, 14], 6)]
 
 
 def test_documents_of_gpus_take_one_kernel_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +209,7 @@ def test_documents_of_gpus_take_one_kernel_where_torch_has_it(monkeypatch: pytes
         }
         query: Any = SimpleNamespace(**fields)
         spec = AttentionSpec(True, documents=documents, **form)
-        return carrier_of(Asked(query, query, query, spec, needs_lse=False)).name
+        return carrier_of(Asked(query, query, query, spec)).name
 
     documents, lengths = torch.zeros(2, 7, dtype=torch.int64), [[7], [7]]
     for has, found in ((True, "variable length"), (False, "by documents")):

@@ -22,13 +22,21 @@ from samestep.runtime.processes.rank_variables import listed_hosts
 from samestep.wings.cluster.diagnosis import all_hosts, doors, gathering, link_rates, one_host
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.doors import REACHED, Attempt, Rate
-from samestep.wings.cluster.diagnosis.findings import HostFindings, Limits, Software, at_once, of_record
+from samestep.wings.cluster.diagnosis.findings import (
+    Folder,
+    HostFindings,
+    Limits,
+    Sight,
+    Software,
+    at_once,
+    find_folder,
+    of_record,
+)
 from samestep.wings.cluster.diagnosis.gathering import Leads
 from samestep.wings.cluster.diagnosis.gpus import Gpus, Torch, TorchQuestion
 from samestep.wings.cluster.diagnosis.identity import Identity, Interface, Network, identify
 from samestep.wings.cluster.diagnosis.link_rates import Links
 from samestep.wings.cluster.diagnosis.report import Report, ReportLine, merged
-from samestep.wings.cluster.diagnosis.shared_folder import Folder, Sight, find_folder
 from samestep.wings.cluster.hosts.channel import Channel
 
 GIB = 1 << 30
@@ -61,8 +69,6 @@ def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) ->
         Network(
             name,
             (f"10.0.0.{place + 1}",),
-            f"{name}.cluster",
-            (f"10.0.0.{place + 1}",),
             "n1",
             ("10.0.0.1",),
             interfaces,
@@ -73,12 +79,10 @@ def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) ->
         Limits(
             "/tmp",
             draw.randint(2, 90) * GIB,
-            "",
             64 * GIB,
             draw.randint(1, 64) * GIB,
             "",
             draw.choice([-1, 1024, 65536]),
-            draw.choice([-1, 600, 90000]),
         ),
         Gpus(names, "550.54.15" if has_gpus else "", "", "", ()),
     )
@@ -184,12 +188,6 @@ def _all_unseen(heard: Heard, last: int) -> dict[str, Any]:
     }
 
 
-def _listed(heard: Heard, count: int) -> dict[str, Any]:
-    """The launcher lists hosts by names of its own."""
-    names = tuple(f"x{number}" for number in range(count))
-    return {"identities": tuple(replace(one, listed=names, meets_at="x0") for one in heard.identities)}
-
-
 def _duplicated(case: Case) -> Case:
     return _on_last("identity", rank=0)(case)
 
@@ -212,11 +210,6 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "world",
         "was silent",
     ),
-    "TMPDIR is not there": (
-        _on_last("limits", temporary_unused="/scratch"),
-        "disk",
-        "nothing can be written to /scratch, and temporary files go to /tmp",
-    ),
     "other samestep": (_on_last("software", samestep="0.0.9"), "software", "0.0.9 on n"),
     "other files": (_on_last("software", source="def"), "software", "def on n"),
     "other torch": (_on_last("software", torch="2.11.0"), "software", "2.11.0 on n"),
@@ -233,16 +226,6 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "names",
         "n1, at which all ranks meet, has no address here",
     ),
-    "name that one host does not know": (
-        _heard(lambda heard, last: {**_listed(heard, 4), "unknown": {0: (), last: ("x2",)}}),
-        "names",
-        "the name x2 has no address here",
-    ),
-    "name that nobody knows": (
-        _heard(lambda heard, last: {**_listed(heard, 4), "unknown": {0: ("x3",), last: ("x3",)}}),
-        "names",
-        "the name x3 has no address here",
-    ),
     "host that leaves": (
         _heard(lambda heard, last: {"mute": {"n2": ("look: nothing came",)}, "gone": {"n2": "its connection ended"}}),
         "answers",
@@ -252,11 +235,6 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         _on_last("network", own_addresses=("10.0.9.9",)),
         "names",
         "is 10.0.9.9, which no interface here has",
-    ),
-    "reverse name elsewhere": (
-        _on_last("network", reverse_addresses=("10.0.9.9",)),
-        "names",
-        "its address has the name",
     ),
     "no such interface": (
         _on_last("network", unknown=("GLOO_SOCKET_IFNAME=ib0",)),
@@ -325,7 +303,6 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "no file can be written to /dev/shm",
     ),
     "few open files": (_on_last("limits", open_files=128), "files", "at most 128 open"),
-    "few processes": (_on_last("limits", processes=10), "processes", "10 more may be started"),
     "broken driver": (
         _on_last("gpus", error="Failed to initialize NVML: Driver/library version mismatch"),
         "driver",
@@ -392,13 +369,6 @@ def test_one_fault_is_one_line(fault: str, seed: int) -> None:
     assert len(named) == 1, [line.to_text() for line in bad]
     assert named[0].remedy
     assert "\n" not in named[0].to_text()
-
-
-def test_a_list_of_labels_that_nobody_resolves_is_no_fault() -> None:
-    heard, links = healthy(1)
-    every = dict.fromkeys(range(len(heard.hosts)), ("x0", "x1", "x2", "x3"))
-    case = replace(heard, **_listed(heard, 4), unknown=every), links
-    assert [line.to_text() for line in lines_of(case) if line.level != "ok"] == []
 
 
 def test_a_probe_that_hangs_is_left_behind_and_named() -> None:

@@ -21,6 +21,7 @@ from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import masks, row_hashes
 from samestep.randomness.dropout_state import recompute_contexts
 from samestep.randomness.masks import (
+    DRAWING_NOTHING,
     MaskSlice,
     drop_mask,
     has_dropout,
@@ -545,6 +546,25 @@ def test_transformer_encoder_layer() -> None:
     whole = run(model, x, [0, 1, 2, 3])
     parts = torch.cat([run(model, x[:3], [0, 1, 2]), run(model, x[3:], [3])])
     assert (parts - whole).abs().max() < 1e-14
+
+
+MODULES = [kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+"""The module classes of torch."""
+
+
+def called_in(kind: type[nn.Module]) -> set[str]:
+    """Return the names that the forward of a class, and its methods that a forward may call, use."""
+    methods = (value for value in vars(kind).values() if hasattr(value, "__code__"))
+    return {name for method in methods if method.__name__ != "reset_parameters" for name in method.__code__.co_names}
+
+
+def test_modules_of_torch_without_hooks_draw_nothing_and_call_no_module() -> None:
+    drawing = {function.__name__ for function in HANDLERS}
+    assert {nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.GELU, nn.MaxPool2d} <= DRAWING_NOTHING
+    for kind in DRAWING_NOTHING:
+        assert not called_in(kind) & drawing, kind
+    loud = [kind for kind in MODULES if called_in(kind) & drawing and kind is not nn.Module]
+    assert {nn.RReLU, nn.Dropout, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.LSTM} <= {*loud}
 
 
 def test_has_dropout() -> None:

@@ -20,8 +20,8 @@ from samestep import cli
 from samestep.errors import InputError, RunError
 from samestep.runtime.processes.rank_variables import ON_HOSTS
 from samestep.wings.cluster.engines import scripts
-from samestep.wings.cluster.engines.kubernetes import _literal
 from samestep.wings.cluster.engines.launch_request import LaunchRequest, Site, read_site, wanted_of
+from samestep.wings.cluster.engines.scripts import _literal
 from samestep.wings.cluster.hosts import ssh
 
 

@@ -176,6 +176,34 @@ def test_a_finished_loop_that_starts_again_has_the_same_weights(layout: str, tmp
     assert all(not held for _, held, _ in start(everywhere=False)[1:])
 
 
+@pytest.mark.parametrize(
+    "source", [Points(), torch.utils.data.DataLoader(Points(), batch_size=4)], ids=["data", "loader"]
+)
+@pytest.mark.parametrize("makes_batches_anew", [False, True])
+def test_a_loop_over_epochs_is_refused_where_train_steps_are_taken(source: Any, makes_batches_anew: bool) -> None:
+    """A second epoch would take no step, or the first steps once more under their old numbers."""
+    run, steps = run_of(), samestep.batches(source, JOB)
+    for batch in steps:
+        run.step(batch)
+        run.step(batch)  # as often as a loop likes
+    again = samestep.batches(source, JOB) if makes_batches_anew else steps
+    with pytest.raises(
+        DataError, match=r"Set train.steps to the steps of all epochs, and use one loop over samestep.batches"
+    ):
+        any(run.step(batch) is None for batch in again)
+    assert run.steps_taken == 3
+
+
+def test_a_run_that_goes_on_and_a_stopped_loop_are_no_second_epoch() -> None:
+    run, steps = run_of(), samestep.batches(Points(), JOB)
+    run.step(next(steps))
+    for batch in samestep.batches(Points(), JOB, first_step=run.steps_taken):
+        run.step(batch)
+    assert [*samestep.batches(Points(), JOB, first_step=run.steps_taken)] == []
+    steps.stop()
+    assert [*steps] == [*steps] == []
+
+
 def test_a_loaded_run_that_takes_no_step_saves_elsewhere_what_it_was_given(tmp_path: Path) -> None:
     _loop(0, 1, "dp=1", str(tmp_path / "one"), False)
     run = run_of()
@@ -260,7 +288,18 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
         (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
-        (lambda: samestep.Layout(3), "3 is not a line of text"),  # type: ignore[arg-type]
+        (lambda: samestep.Layout(3), "3 is not a layout. Use one line of text"),  # type: ignore[arg-type]
+        (
+            lambda: samestep.train(Job(), lay="dp=2"),
+            r"train has no argument lay \(did you mean 'layout'\?\). Use job, layout",
+        ),  # type: ignore[call-arg]
+        (lambda: samestep.launch(print, nproc=2), "launch has no argument nproc. Use main, args, ranks, layout"),  # type: ignore[call-arg]
+        (lambda: _parallelized(fsdp=True), "parallelize has no argument fsdp. Use model, loss, optimizer"),
+        (lambda: samestep.plan(Job(), 2, hardware=3), "hardware = 3 is an int. Use the name of a profile"),  # type: ignore[arg-type]
+        (lambda: samestep.simulate(Job(), "dp=1", {"name": "mine"}), "is a dict. Use the name of a profile"),  # type: ignore[arg-type]
+        (lambda: samestep.explain(3), "run = 3 is an int. Use the path of a file or a folder"),  # type: ignore[arg-type]
+        (lambda: Job(layout=3), "layout: 3 is not a layout. Use one line of text"),  # type: ignore[typeddict-item]
+        (lambda: Job(layout="fsdp=2"), "layout: unknown layout option 'fsdp': use dp=N zero=3"),
         (lambda: _parallelized(job={"train": {}}), r"is a dict. Use a samestep\.Job: "),
         (lambda: samestep.train("job.toml"), r"is a str. Use a samestep\.Job: .*samestep\.load"),
         (lambda: samestep.batches(JOB, Points()), r"Use a samestep\.Job: "),
@@ -301,7 +340,13 @@ def test_arguments_of_their_kind_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda: samestep.export(None, "out"), lambda: samestep.sample(None), lambda: samestep.evaluate(None)],
+    [
+        lambda: samestep.export(None, "out"),
+        lambda: samestep.sample(None),
+        lambda: samestep.evaluate(None),
+        lambda: samestep.explain(None),
+        samestep.explain,
+    ],
 )
 def test_none_stands_for_the_newest_run(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

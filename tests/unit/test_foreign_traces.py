@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep import job_files as jobs
 from samestep.errors import InputError, RecordError
 from samestep.job import Job
 from samestep.program.recorded import RankRecord
 from samestep.wings.explain.differences import SIMULATION, differences
+from samestep.wings.explain.explain import explain
 from samestep.wings.explain.foreign_traces import explain_traces, is_foreign
 from samestep.wings.plan.simulation.partition import REST, TRANSFER, WAIT, seconds_of
 from samestep.wings.plan.simulation.simulate import simulate
@@ -286,6 +288,34 @@ def test_a_run_is_held_against_the_file_of_a_simulation_and_another_job_is_a_cau
     assert "one is measured, the other predicted for cpu-laptop" in found.causes
     assert f"train.global_batch: {Job().train.global_batch} and {job.train.global_batch}" in found.causes
     assert any(cause.startswith("other layout options") for cause in found.causes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "headline"),
+    [
+        ("{run}", "dp=4", "predicted for cpu-laptop: dp=4 takes {dp=4} ms a step, {own} {own_ms} ms: "),
+        ("dp=4", "{run}", "predicted for cpu-laptop: {own} takes {own_ms} ms a step, dp=4 {dp=4} ms: "),
+        ("{run}", SIMULATION, "simulation (predicted) takes {own_ms} ms a step, {run} (measured) {run_ms} ms: "),
+        ("{run}", "{own}", "{own} (predicted) takes {own_ms} ms a step, {run} (measured) {run_ms} ms: "),
+        ("{run}", "{other}", "{other} takes {run_ms} ms a step, {run} {run_ms} ms: 0% shorter"),
+        ("dp=2", "dp=4", "dp=4 takes "),
+    ],
+)
+def test_a_headline_holds_a_prediction_against_a_prediction_or_says_which_is_one(
+    one: str, other: str, headline: str, tmp_path: Path
+) -> None:
+    for name in ("run", "other"):
+        write(records(), tmp_path / name)
+    own = explain(tmp_path / "run").layout
+    step_s = {name: simulate(jobs.default([]), name, "cpu-laptop").step_s for name in (own, "dp=4")}
+    places = {"run": tmp_path / "run", "other": tmp_path / "other", "own": own, "dp=4": f"{step_s['dp=4'] * 1e3:,.4g}"}
+    found = differences(one.format(**places), other.format(**places), "cpu-laptop")
+    measured = next((side for side in (found.one, found.other) if not side.predicted_for), found.one)
+    places |= {"own_ms": f"{step_s[own] * 1e3:,.4g}", "run_ms": f"{measured.step_s * 1e3:,.4g}"}
+    assert found.verdict.startswith(headline.format(**places))
+    assert found.verdict.endswith(f"{places['run']} was measured at {places['run_ms']} ms") == headline.startswith(
+        "predicted"
+    )
 
 
 def test_other_load_and_bytes_are_known_causes(tmp_path: Path) -> None:

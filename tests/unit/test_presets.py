@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -428,6 +430,7 @@ def test_a_long_trace_says_what_it_is_doing(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(text, "PATIENCE_S", (0.0, 0.0))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # another Python would import torch for 3 s
     with pytest.raises(InputError):
         catalog.model_spec(Job(model={"source": "no_such:build"}))
     said = capsys.readouterr().err.splitlines()

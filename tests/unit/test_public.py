@@ -20,12 +20,12 @@ from packaging.utils import canonicalize_name
 import samestep
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "tensorboardX")
+HEAVY = {"torch", "transformers", "tensorboardX"}
 
 
 def _modules_after(code: str, home: Path) -> set[str]:
-    """Run code in a new process and return the heavy modules it has imported."""
-    tell = f"import sys; print('\\n' + ' '.join(name for name in {HEAVY} if name in sys.modules))"
+    """Run code in a new process and return the modules that it has imported."""
+    tell = "import sys; print('\\n' + ' '.join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{tell}"],
         capture_output=True,
@@ -133,18 +133,19 @@ def test_help_and_mistakes_import_no_torch(tmp_path: Path) -> None:
     for words in COMMANDS:
         lines += [f"try: samestep.cli.main({words})", "except SystemExit: pass"]
         lines += [f"assert not {{*{HEAVY}}} & {{*sys.modules}}, {words}"]
-    assert _modules_after("\n".join(lines), tmp_path) == set()
+    assert not HEAVY & _modules_after("\n".join(lines), tmp_path)
 
 
 def test_planning_names_import_no_torch(tmp_path: Path) -> None:
-    assert (
-        _modules_after("import samestep; samestep.plan, samestep.simulate, samestep.layouts, samestep.doctor", tmp_path)
-        == set()
-    )
+    code = "import samestep; samestep.plan, samestep.simulate, samestep.layouts, samestep.doctor"
+    assert not HEAVY & _modules_after(code, tmp_path)
 
 
-def test_a_name_that_needs_torch_imports_it(tmp_path: Path) -> None:
-    assert "torch" in _modules_after("import samestep; samestep.launch", tmp_path)
+def test_a_name_that_needs_torch_imports_it_and_no_file_that_needs_triton(tmp_path: Path) -> None:
+    modules = _modules_after("import samestep; samestep.launch; import samestep.runtime.run", tmp_path)
+    assert "torch" in modules
+    kernels = (ROOT / "src/samestep/kernels").glob("*.py")
+    assert not modules & {f"samestep.kernels.{path.stem}" for path in kernels if "import triton" in path.read_text()}
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.attention import AttentionCall, AttentionSpec, DocumentMask, attend, formula
+from samestep.building.attention import AttentionCall, AttentionSpec, DocumentMask, formula
+from samestep.building.attention.carriers import output_of
 from samestep.program.ring_visits import SlicePlacement
 from samestep.runtime.axes.context.ring_attention import Ring
 from tests.pool import pool
@@ -127,23 +128,22 @@ def test_scores_of_some_queries_at_a_time_are_those_of_all() -> None:
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-FORMS = ("scaled", "window", "window and documents", "window of all")
+FORMS = ("scaled", "of all", "documents")
 
 
 def form_of(form: str, length: int) -> AttentionSpec:
-    """A form of attention that torch has no word for."""
+    """A form of attention without a mask."""
     tokens = torch.arange(length)
     documents = (tokens[None, :] > torch.tensor([[2], [length // 2]])).long()
     return AttentionSpec(
-        causal=form != "window of all",
-        window=4 if "window" in form else None,
-        documents=documents if "documents" in form else None,
+        causal=form != "of all",
+        documents=documents if form == "documents" else None,
         scale=0.4,
     )
 
 
 def of_form(rank: int, world: int, form: str, may_split: bool, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's output and log-sum-exps, and the gradients of its queries, keys and values."""
+    """This rank's output, and the gradients of its queries, keys and values."""
     given, gradient, _ = numbers("full", 12, 2, WIDTH, dtype)
     spec = form_of(form, 12)
     placement = SlicePlacement.of(12, world, may_split=may_split)
@@ -155,18 +155,18 @@ def of_form(rank: int, world: int, form: str, may_split: bool, dtype: torch.dtyp
     parts = [one.detach()[:, :, mine].requires_grad_() for one in given]
     group = dist.group.WORLD
     ring = None if group is None or world == 1 else Ring(placement, rank, group, "block.key_value")
-    output, lse = attend(*parts, spec, across=ring)
+    output = output_of(*parts, spec, ring)
     output.backward(gradient[:, :, mine])
-    return [output.detach(), lse.unsqueeze(-1), *(one.grad for one in parts)]
+    return [output.detach(), *(one.grad for one in parts)]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_windows_and_documents_around_a_ring_are_those_of_one_device(form: str) -> None:
+def test_documents_around_a_ring_are_those_of_one_device(form: str) -> None:
     whole = of_form(0, 1, form, False, torch.float64)
     for may_split in (False, True):
         parts = pool(3).run(of_form, form, may_split, torch.float64)
         placement = SlicePlacement.of(12, len(parts), may_split=may_split)
         order = torch.tensor([token for rank in range(len(parts)) for run in placement.runs(rank) for token in run])
-        found = [torch.cat([part[index] for part in parts], 2)[:, :, order.argsort()] for index in range(5)]
+        found = [torch.cat([part[index] for part in parts], 2)[:, :, order.argsort()] for index in range(4)]
         for ours, theirs in zip(found, whole, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)

@@ -19,10 +19,9 @@ from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing import meta_tensors
-from samestep.tracing.called_again import Groups, groups_of
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.costs import costs_of
-from samestep.tracing.module_inputs import ForwardCalls
+from samestep.tracing.module_inputs import ForwardCalls, Groups, groups_of
 from samestep.tracing.operations import SavedTensor, Work
 from samestep.tracing.trace import model_spec, trace
 

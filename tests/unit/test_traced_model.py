@@ -16,7 +16,7 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.examination import traced_forward
 from samestep.examination.examine import Source, build_blueprint, examine, with_new_blueprint
-from samestep.independence import sequence_boundaries, tensor_plan, token_slices
+from samestep.independence import sequence_proof, tensor_plan, token_slices
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest, during_step
 from samestep.randomness import masks
@@ -31,7 +31,7 @@ EXAMINATIONS = [
     (experts, "experts_of"),
     (tensor_plan, "cuts_of"),
     (tensor_plan, "shareable_heads"),
-    (sequence_boundaries, "_parts"),
+    (sequence_proof, "_parts"),
     (token_slices, "prove"),
     (masks, "has_dropout"),
     (traced_forward, "trace"),

@@ -32,12 +32,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import tensors_of
 from samestep.building.replay import Ref, Slice, drawing
 from samestep.building.surface import is_device, is_move, process_randomness
 from samestep.building.tape import Tape
+from samestep.building.torch_seams import FunctionMode
 
 _aten = torch.ops.aten
 _BY_ELEMENT = frozenset(
@@ -161,7 +161,7 @@ def call(source: Callable[[], nn.Module], seed: int) -> nn.Module:
     Raises:
         ValueError: it returned something else than a module.
     """
-    with process_randomness(seed), _fill_uninitialised(), _OnHost(), _CPU, warnings.catch_warnings():
+    with process_randomness(seed), _fill_uninitialised(), FunctionMode(_on_host), _CPU, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the taped call has shown them already
         module = source()
     if not isinstance(module, nn.Module):
@@ -252,20 +252,15 @@ def _fill_uninitialised() -> Iterator[None]:
         settings.fill_uninitialized_memory = fills
 
 
-class _OnHost(TorchFunctionMode):
-    """A function mode that keeps tensors on the host: a process that forks workers must not start a GPU."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if is_move(func):
-            return args[0]
-        if _is_elsewhere(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if func is Tensor.to:
-            args = (args[0], *(_CPU if is_device(arg) and _is_elsewhere(arg) else arg for arg in args[1:]))
-        return func(*args, **kwargs)
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with tensors kept on the host: a process that forks workers must not start a GPU."""
+    if is_move(func):
+        return args[0]
+    if _is_elsewhere(kwargs.get("device")):
+        kwargs = {**kwargs, "device": _CPU}
+    if func is Tensor.to:
+        args = (args[0], *(_CPU if is_device(arg) and _is_elsewhere(arg) else arg for arg in args[1:]))
+    return func(*args, **kwargs)
 
 
 def _is_elsewhere(device: Any) -> bool:

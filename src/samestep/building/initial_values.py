@@ -44,6 +44,7 @@ from samestep.building.replay import Ref, Slice, replay
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Tape, contiguous
+from samestep.building.torch_seams import FunctionMode
 from samestep.errors import JobError, ModelError, did_you_mean
 
 
@@ -232,7 +233,7 @@ def _with_stored(source: PretrainedModel, plan: Blueprint | None, failure: Excep
 def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Call the build function on the meta device, under a tape."""
     tape = Tape()
-    with process_randomness(seed), whole_truncated_normal(tape), tape, Surface(tape), torch.device("cpu"):
+    with process_randomness(seed), whole_truncated_normal(tape), tape, FunctionMode(Surface(tape)), torch.device("cpu"):
         try:
             module = source()
         except RuntimeError as error:

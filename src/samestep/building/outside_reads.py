@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address
-from samestep.building.torch_seams import is_traceable_wrapper_subclass
+from samestep.building.torch_seams import FunctionMode, is_traceable_wrapper_subclass
 from samestep.errors import ModelError
 from samestep.trees import operands, tree_map_only
 
@@ -61,11 +60,11 @@ def stale(attribute: str, parameter: str, tensor: Tensor) -> StaleWeight:
     return weight
 
 
-class FirstRead(TorchFunctionMode):
-    """Notes the first of some weights that a call is given."""
+class FirstRead:
+    """Notes the first of some weights that a function of torch is given inside of its mode."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super().__init__()
+        self.mode = FunctionMode(self._carry_out)
         named = [*weights]
         self._alive = [weight for _, weight in named]
         """Until the end no other tensor has one of their storages."""
@@ -83,7 +82,7 @@ class FirstRead(TorchFunctionMode):
             module.register_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with self:
+            with self.mode:
                 yield
         finally:
             for hook in hooks:
@@ -95,11 +94,11 @@ class FirstRead(TorchFunctionMode):
     def _leave(self, *_: Any) -> None:
         self._running -= 1
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._running and not self.name:
-            tensors = operands(*args, *(kwargs or {}).values())
+            tensors = operands(*args, *kwargs.values())
             self.name = next((name for tensor in tensors if (name := self._names.get(_key_of(tensor)))), "")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _key_of(tensor: Tensor) -> tuple[str, int]:

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from samestep.building.torch_seams import Replaced
+from samestep.building.torch_seams import FunctionMode, Replaced
 from samestep.trees import tree_leaves
 
 State = tuple[Tensor, ...]
@@ -238,23 +237,14 @@ def intercepting(functions: Sequence[tuple[Any, str]], receive: Callable[[StateC
     wrapped = [
         (owner, name, functools.partial(_wrapped, name, receive)) for owner, name in functions if owner is not torch
     ]
-    with Replaced(*wrapped), _Layers(receive) if len(wrapped) < len(functions) else nullcontext():
-        yield
 
-
-class _Layers(TorchFunctionMode):
-    """A function mode that hands the calls of torch's recurrent layers to a receiver."""
-
-    def __init__(self, receive: Callable[[StateCall], Any]) -> None:
-        super().__init__()
-        self._receive = receive
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = None if kwargs else layer_call(func, args)
-        outcome = NotImplemented if call is None else self._receive(call)
-        return func(*args, **(kwargs or {})) if outcome is NotImplemented else outcome
+        outcome = NotImplemented if call is None else receive(call)
+        return func(*args, **kwargs) if outcome is NotImplemented else outcome
+
+    with Replaced(*wrapped), FunctionMode(carry_out) if len(wrapped) < len(functions) else nullcontext():
+        yield
 
 
 _OURS = "_samestep_receives_states"

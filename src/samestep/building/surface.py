@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep import trees as pytree
 from samestep.building.tape import Tape
@@ -32,18 +31,15 @@ _READS: frozenset[Any] = frozenset({Tensor.tolist, Tensor.__format__}) | _NUMPY
 _FROM_DATA: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
 
-class Surface(TorchFunctionMode):
-    """A function mode for calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
+class Surface:
+    """Carries out calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
         self._tape = tape
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` as if all tensors were real and on the CPU."""
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs)
         if func in _DISGUISE and args[0].is_meta and not self._tape.is_placeless(args[0]):
             return _DISGUISE[func]
         if func in _MOVES and not self._tape.is_placeless(args[0]):

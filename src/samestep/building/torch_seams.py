@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, overrides
 from torch.autograd import graph
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils import hooks as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -167,12 +168,30 @@ def abandon_groups() -> None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` whose `__torch_dispatch__` torch calls directly."""
+    """A dispatch mode that torch calls directly. `carry_out(func, args, kwargs)` runs each operation inside, or the method of a subclass."""
+
+    def __init__(self, carry_out: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs)) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._carry_out(func, args, kwargs or {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Spare the import of the compiler, which takes seconds, and a wrapper around each operation."""
         return False
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode in which `carry_out(func, args, kwargs)` runs each function of torch that code calls."""
+
+    def __init__(self, carry_out: Callable[..., Any]) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._carry_out(func, args, kwargs or {})
 
 
 def disable_current_modes() -> AbstractContextManager[Any]:

@@ -73,6 +73,20 @@ class Steps(Iterator[Any]):
         self.has_lanes = False
         """Whether sample i of a step goes on with sample i of the step before."""
 
+    def __iter__(self) -> Steps:
+        """Return the batches that remain.
+
+        Raises:
+            DataError: a loop has taken all of them, and another one, as of the next epoch, would take none.
+        """
+        if self.is_over and self._next >= self._job.train.steps:
+            raise DataError(
+                "stream-position",
+                f"the batches have ended with step {self._next}, the last of train.steps = {self._job.train.steps}. Set train.steps to "
+                "the steps of all epochs, and use one loop over samestep.batches",
+            )
+        return self
+
     def begins_lanes(self, step: int) -> bool:
         """Return whether the lanes of a step go on with nothing."""
         return False

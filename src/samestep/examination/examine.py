@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,13 +40,15 @@ from samestep.models.spec import LossTensor, MaskSpec, ModelAnalysis, ModelSpec,
 from samestep.randomness import masks
 from samestep.state import snapshot
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import called_again, pending_logits
+from samestep.tracing import pending_logits
 from samestep.tracing.arranged_layers import with_loss
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.experts import with_experts
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.module_inputs import groups_of, joined
 from samestep.tracing.trace import samples_traced, trace_whole_batch
-from samestep.tracing.watched_forward import outputs_on_meta
+from samestep.tracing.watched_forward import outputs_on_meta, watch_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +134,15 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         forward = trace_forward(built := build(), None)
     if chunks:
         forward = replace(forward, spec=with_chunks(built, forward.spec))
-    findings = _examine_further(built, forward, job.numerics.batch_norm_group or job.train.global_batch)
-    spec, of_plan = build_spec(built.module, forward, findings, plan, has_own_loss=source.loss is not cross_entropy)
+    states, findings, draws = _examine_further(built, forward, job.numerics.batch_norm_group or job.train.global_batch)
+    spec = _with_samples(forward.spec, findings, draws)
+    spec, of_plan = build_spec(built.module, forward, spec, plan, has_own_loss=source.loss is not cross_entropy)
     analysis = ModelAnalysis(
         spec=spec,
         experts=built.experts,
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
-        states=findings.states,
+        states=states,
         chunks_examined=chunks,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
@@ -153,20 +156,16 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
 # -- further forwards of the whole model -----------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FurtherFindings:
-    """The findings of forwards that run after the traced one: once more, and on several samples."""
-
-    states: tuple[StateSpec, ...]
-    """What a forward keeps for later ones."""
-    samples: samples.Findings
-    """Whether samples influence each other."""
-    masks: tuple[MaskSpec, ...]
-    """The masks and random numbers that are drawn, with the rows of each sample."""
+Draws = tuple[MaskSpec, ...]
+"""The masks and random numbers that are drawn, with the rows of each sample."""
 
 
-def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> FurtherFindings:
-    """Return what further forwards show of a traced model: what it keeps, and several samples; a batch norm sees `group` of them."""
+def _examine_further(
+    built: BuiltModel, forward: TracedForward, group: int
+) -> tuple[tuple[StateSpec, ...], samples.Findings, Draws]:
+    """Return what further forwards show of a traced model: what it keeps for later ones, whether samples influence each other, and what
+    is drawn for each sample; a batch norm sees `group` of them.
+    """
     module, sample, value_of = built.module, built.sample, built.value_of
     spec, drawn, num_samples = forward.spec, forward.masks, built.num_samples
     placed: list[MaskSpec] = []
@@ -188,32 +187,31 @@ def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> F
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), group=group, around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks
-    return FurtherFindings(states, findings, tuple(rows))
+    return states, findings, tuple(rows)
 
 
 # -- the spec --------------------------------------------------------------------------------------
 
 
 def build_spec(
-    module: nn.Module, forward: TracedForward, findings: FurtherFindings, plan: ProvenPlan | None, *, has_own_loss: bool
+    module: nn.Module, forward: TracedForward, spec: ModelSpec, plan: ProvenPlan | None, *, has_own_loss: bool
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the spec of a traced model, and the fields of its analysis that follow from its plan.
 
     What a forward sends is written down in this order, since each needs what those before have found: the layers of the trace, what
     samples share, what experts send, what the plan cuts, what checkpointing repeats, and last the layer of the loss.
     """
-    spec = _with_samples(forward.spec, findings)
     spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
     spec, of_plan = plan_search.with_plan(spec, module, forward, plan)
     return with_loss(replace(spec, checkpoints=_checkpoints(spec, forward.checkpointed.entered))), of_plan
 
 
-def _with_samples(spec: ModelSpec, findings: FurtherFindings) -> ModelSpec:
+def _with_samples(spec: ModelSpec, shown: samples.Findings, draws: Draws) -> ModelSpec:
     """Return the spec with what forwards of several samples have found."""
-    shown, reads = findings.samples, findings.samples.loss_reads
+    reads = shown.loss_reads
     spec = replace(
         with_groups(spec, shown.batch_norms),
-        masks=findings.masks,
+        masks=draws,
         mixes_samples=shown.refusal,
         hooks_scale=shown.hooks_scale,
         tried=shown.tried,
@@ -342,12 +340,12 @@ def _with_calls(traced: TracedModel, case: LayoutCase) -> TracedModel:
     is_gathered = case.layout.zero == 3 and case.layout.num_shards > 1
     if not is_gathered or count <= samples.NUM_SAMPLES or count in examined:
         return traced
-    built = case.build()
-    with built.repeating():
-        groups = called_again.called_again(
-            built.module, built.sample, count, built.value_of, keeps_all=bool(spec.varies_at)
-        )
-    spec = replace(spec, called_again=called_again.joined(spec.called_again, groups))
+    built, groups = case.build(), spec.called_again
+    watch = ForwardTracer(built.module, {}, keeps_all=bool(spec.varies_at))
+    with built.repeating(), suppress(Exception):  # of the user's own code, which a run meets again
+        watch_forward(built.module, built.sample, count, watch, built.value_of)
+        groups = joined(groups, groups_of(built.module, watch.modules))
+    spec = replace(spec, called_again=groups)
     return _with_analysis(traced, spec, samples_examined=(*examined, count))
 
 

@@ -28,15 +28,14 @@ from samestep.building.loss import cross_entropy
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
-from samestep.independence import cut_proof, sequence_boundaries, tensor_plan
+from samestep.independence import cut_proof, sequence_proof, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import preserve_function
-from samestep.tracing.arranged_layers import block_of, spread_over_calls
-from samestep.tracing.containers import containers_of
-from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
+from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -87,7 +86,7 @@ def with_plan(
             replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
         ), {}
     spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, plan.proof)
-    spec, parts = sequence_boundaries.with_sequence(
+    spec, parts = sequence_proof.with_sequence(
         spread_over_calls(spec), module, plan.cuts.styles, plan.proof, calls, recorder.operations
     )
     return spec, {
@@ -147,7 +146,7 @@ def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | Non
 
     try:
         outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
-        with preserve_function(loss), torch.enable_grad(), FollowedCalls(ran):
+        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
             loss(outputs, batch)
     except Exception:  # of the user's own code, which may look at values
         return None
@@ -198,6 +197,8 @@ def _prove(
         for cuts_logits in (True, False):
             counts: Counts = {}
             proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, recorder, cuts_logits)
+            if proof.refusal and proof.cuts_logits:  # the code behind the head may need them whole
+                continue
             if degree := cut_proof.smallest_degree(proof):
                 proof, counts = try_degree(built, proof, shareable, degree)
             proof = _with_whole_outputs(proof, reads)
@@ -208,7 +209,7 @@ def _prove(
             if not proof.refusal:
                 return ProvenPlan(planned, proof, counts, shareable)
             proofs.append(proof)
-            if not proof.cuts_logits:  # else the code behind the head may need them whole
+            if not proof.cuts_logits:
                 break
         if unlike:
             if planned.styles:

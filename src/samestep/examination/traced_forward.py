@@ -8,7 +8,6 @@ So has a global variable that holds a module of another call of the build functi
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.attention import DroppedWeights
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss_result import Loss
 from samestep.building.named_tensors import cast_batch
@@ -32,13 +30,14 @@ from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ExpertModules, MaskSpec, ModelSpec
 from samestep.randomness.distributions import DRAWS
+from samestep.randomness.masks import MaskSource
 from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
-from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Analysis, Events, Recorder
 from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
@@ -123,8 +122,7 @@ class BuiltModel:
         with (
             snapshot.preserve_modules(self.module),
             record_checkpointed(self.module),
-            record_masks(self.module, self.num_samples),
-            experts_module.record_dispatches(self.module, self.experts),
+            experts_module.compute_by_groups(self.module, self.experts),
         ):
             yield
 
@@ -143,7 +141,7 @@ def _keeps_double(module: nn.Module, sample: Any, dtype: torch.dtype) -> bool:
 
     if dtype is not torch.float64 and any(leaf.dtype is torch.float64 for leaf in tensors_in(sample)):
         try:
-            with snapshot.preserve_modules(module), FollowedCalls(ran):
+            with snapshot.preserve_modules(module), follow_calls(ran):
                 outputs_on_meta(module, sample, 1, None, keeps_all=False)
         except Exception:  # as of a convolution of several dtypes; the trace will raise any other error too
             return False
@@ -193,16 +191,12 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: s
     with ExitStack() as observers:
         observe = observers.enter_context
         observe(refused_reads(built.blueprint))
-        recorder = None if planned is None else Recorder(planned.styles, planned.looking)
-        run = built.trace
-        if planned is not None:
-            run = functools.partial(
-                built.trace, styles=planned.styles, analysis=recorder, keeps_all=bool(planned.looking)
-            )
+        plan = planned or tensor_plan.Cuts()
+        recorder = None if planned is None else Recorder(plan.styles, plan.looking)
         masks = observe(record_masks(module, built.num_samples))
-        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events))
+        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events.places))
         checkpointed = observe(record_checkpointed(module))
-        spec = run(events=events)
+        spec = built.trace(plan.styles, recorder, keeps_all=bool(plan.looking), events=events)
     assert events.modules is not None, "it has run"
     checkpointed.entered |= events.places.covered
     keeps = kept_state.has_changed(state, module, events)
@@ -271,14 +265,8 @@ class MaskRecorder(DropoutMode):
         self._record(self._next_draw(), x, shape)
         return torch.empty(shape, dtype=torch.bool, device=x.device)
 
-    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
-        """Let the mask be asked of `drop`."""
-        return None
-
-    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
-        """Record a mask, and return one whose parts have no values."""
-        drop = self.drop(x, shape, p, what)
-        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
+    drop_elements, drop_weights = MaskSource.drop_elements, MaskSource.drop_weights
+    """What asks `drop` for a mask."""
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

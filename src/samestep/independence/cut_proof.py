@@ -115,38 +115,35 @@ def prove(
     styles: Mapping[str, str],
     whole_modules: Collection[str],
     recorder: Recorder,
-    cuts_loss: bool,
+    cuts_logits: bool,
     looking: tuple[str, ...] = (),
 ) -> CutProof:
     """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
 
     `recorder` has recorded a forward of the whole model. Modules in `whole_modules` are in the plan, and every rank has them
-    whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary. `looking` are modules whose code looks at
+    whole. `cuts_logits` is whether a head stays cut by vocabulary, instead of being gathered. `looking` are modules whose code looks at
     values: all that they are given must be whole on every rank, and its gradient too.
     """
     heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
-    gathered = {**styles, **dict.fromkeys(heads, "gather")}
-    ways = [dict(styles), gathered] if cuts_loss and heads else [gathered]
-    refusal, where, refused = "", "", frozenset[str]()
-    for way in ways:
-        cuts_logits = way is not gathered
-        try:
-            cuts, flow = _follow_cuts(model, way, whole_modules, recorder, looking)
-            partial = partial_gradients(recorder.operations, recorder.tracer.modules, flow)
-            check_whole_gradients(recorder.operations, partial, flow)
-        except MixesError as reason:
-            refusal, where, refused = str(reason), reason.where, reason.cut
-            continue
-        if not cuts_logits or _are_logits(flow, model, heads):
-            uses = _uses(recorder.operations, flow, partial)
-            tried = tuple(dict.fromkeys(flow.tried))
-            storages = frozenset(
-                storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
-            )
-            outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
-            copied = _copied_paths(flow, partial)
-            return CutProof(way, cuts, flow.groups, uses, copied, storages, cuts_logits, outputs, tried, looking)
-    return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
+    cuts_logits = cuts_logits and bool(heads)
+    way = dict(styles) if cuts_logits else {**styles, **dict.fromkeys(heads, "gather")}
+    refused = CutProof(styles, cuts_logits=cuts_logits, looking=looking)
+    try:
+        cuts, flow = _follow_cuts(model, way, whole_modules, recorder, looking)
+        partial = partial_gradients(recorder.operations, recorder.tracer.modules, flow)
+        check_whole_gradients(recorder.operations, partial, flow)
+    except MixesError as reason:
+        return replace(refused, refusal=str(reason), refused_at=reason.where, refused=reason.cut)
+    if cuts_logits and not _are_logits(flow, model, heads):
+        return replace(refused, refusal="its prediction is another tensor than the output of the head")
+    uses = _uses(recorder.operations, flow, partial)
+    tried = tuple(dict.fromkeys(flow.tried))
+    storages = frozenset(
+        storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
+    )
+    outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
+    copied = _copied_paths(flow, partial)
+    return CutProof(way, cuts, flow.groups, uses, copied, storages, cuts_logits, outputs, tried, looking)
 
 
 def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:

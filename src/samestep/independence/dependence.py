@@ -1,26 +1,9 @@
 """The dependences of a traced forward along one axis: on which rows (samples, or tokens) each value depends, and how it was computed.
 
-## Dependences
-A forward runs on the meta device on n rows. Each storage that depends on rows has one of three descriptions, whose size
-does not depend on that of the storage:
-
-    Rows(stride, span, start)   the element at byte o depends on row ((o mod span) // stride + start) mod n alone
-    Mixed, shown                elements depend on several rows: an operation of a known rule has mixed them
-    Mixed, not shown            how elements depend on rows is not known
-
-A storage without a description depends on no row. Views share the storage of their base, so they need no rule:
-`Dependences.of` finds which dimension of a view holds the rows from its strides. Merged dimensions, as [samples * tokens,
-features], have `inner` elements of each row side by side. Other operations map the dimensions of their operands to those
-of their results (`dimension_maps.py`); where two operands meet with different rows, or a dimension that holds rows is
-summed over, the result is mixed.
-
-Rows may also be picked by an index tensor whose values are not known, as `x[mask]` or `x[chosen]`: their order is then
-that `Pick`, and writing them back by the same index restores the order.
-
-## Operations
-The rules of rows see an operation (`Call`) as its operands, their dependences, and those of its results. `dimension_maps.py`
-states which dimensions of the results those of operands become. A result with an operand whose rows lie along a dimension that
-is SUMMED is mixed.
+The head of the package has the notation. Merged dimensions, as [samples * tokens, features], have `inner` elements of each row side by side. Where
+two operands meet with different rows, the result is mixed. Rows may also be picked by an index tensor whose values are not known, as `x[mask]` or
+`x[chosen]`: their order is then that `Pick`, and writing them back by the same index restores the order. The rules of rows see an operation (`Call`) as
+its operands, their dependences, and those of its results.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.tracing.batch_norms import OPERATIONS as BATCH_NORMS
+from samestep.tracing.batch_norms import arguments as arguments_by_name
 from samestep.tracing.meta_tensors import is_mask
 
 _aten = torch.ops.aten
@@ -52,9 +53,7 @@ Map = Callable[[Computation], Iterable[Sequence[Operand]]]
 
 def bind_arguments(call: Computation) -> dict[str, Any]:
     """Return all arguments of a call by name, with their defaults."""
-    schema = call.func._schema.arguments
-    values = {argument.name: value for argument, value in zip(schema, call.args, strict=False)} | dict(call.kwargs)
-    return {argument.name: values.get(argument.name, argument.default_value) for argument in schema}
+    return arguments_by_name(call.func, call.args, call.kwargs)
 
 
 def broadcast(tensor: Any, result: Any) -> Operand:

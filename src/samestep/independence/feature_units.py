@@ -1,9 +1,4 @@
-"""The units (heads, neurons, tokens of a vocabulary) that tensors of a forward hold, identified by their storages.
-
-    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
-
-`independence/unit_walk.py` follows them from the weights that a plan cuts through every operation.
-"""
+"""The units that tensors of a forward hold; `unit_walk.py` follows them from the weights that a plan cuts through every operation."""
 
 from __future__ import annotations
 

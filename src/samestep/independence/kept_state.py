@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address
 from samestep.errors import ModelError
 from samestep.independence.dimension_maps import FILLS, OVERWRITES
@@ -111,9 +112,9 @@ class _Labels(Analysis):
             self.labels.setdefault(self.key(tensor), set()).update(labels)
         return op.outcome
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Give the output of an attention the labels of its operands."""
-        self._label([query, key, value, *([] if mask is None else [mask])], [output])
+        self._label(operands(*call[:4]), [output])
 
     def _label(self, sources: list[Tensor], results: list[Tensor]) -> None:
         """Give the results of a computation the labels of its operands."""

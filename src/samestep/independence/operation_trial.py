@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from samestep.independence.roundings import limit_of_values
+from samestep.tracing.meta_tensors import mutated_operands
 from samestep.trees import tree_flatten, tree_unflatten
 
 LARGEST = 2**22
@@ -159,7 +160,7 @@ def _runnable(
         args, named = tree_unflatten(filled, tree)
         outcome = compute(*args, **named)
         results = [leaf for leaf in tree_flatten(outcome)[0] if isinstance(leaf, Tensor)]
-        return results or [tensors[at] for at in _mutated_positions(compute, leaves, places)]
+        return results or (mutated_operands(compute, args, named) if hasattr(compute, "_schema") else [])
 
     return _smaller([leaf for leaf in leaves if isinstance(leaf, Given)]), run
 
@@ -176,15 +177,6 @@ def _in_any_precision(operands: list[Given], trial: Callable[[bool], Outcome]) -
         except Exception:  # the user's own code
             continue
     return "fails"
-
-
-def _mutated_positions(compute: Any, leaves: list[Any], places: list[int]) -> list[int]:
-    """Return the positions among the tensors of those that an operation writes into."""
-    schema = getattr(compute, "_schema", None)
-    if schema is None:
-        return []
-    flags = [bool(argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments]
-    return [at for at, place in enumerate(places) if place < len(flags) and flags[place]]
 
 
 def _smaller(operands: list[Given]) -> list[Given]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,25 +93,9 @@ def largest_deviation(outputs: Any, expected: Any) -> float:
     return max((relative_deviation(b, a) for a, b in pairs if a.shape == b.shape), default=0.0)
 
 
-class _Nudged(DispatchMode):
-    """Lets the operands and results of products be off by one rounding, and the results of sums, whoever holds their weights."""
-
-    def __init__(self, off: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._off = off
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        is_product = func.overloadpacket in PRODUCTS or any(word in name for word in ("convolution", "linalg", "solve"))
-        if func._schema.is_mutable or not (is_product or name in ("sum", "mean")):
-            return func(*args, **(kwargs or {}))
-        operands = tree_map_only(Tensor, self._off, args) if is_product else args
-        return tree_map_only(Tensor, self._off, func(*operands, **(kwargs or {})))
-
-
 @contextmanager
 def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
-    """Let the outputs of modules with weights, and products and sums, be off by one rounding inside, up or down.
+    """Let the outputs of modules with weights, the operands and results of products, and sums be off by one rounding inside, up or down.
 
     Each call has signs of its own, so that roundings do not cancel in the difference of two equal models, as of a policy and its reference.
     """
@@ -128,9 +112,16 @@ def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None
     def nudge(_: nn.Module, args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, off, output)
 
+    def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        is_product = func.overloadpacket in PRODUCTS or any(word in name for word in ("convolution", "linalg", "solve"))
+        if func._schema.is_mutable or not (is_product or name in ("sum", "mean")):
+            return func(*args, **kwargs)
+        return tree_map_only(Tensor, off, func(*(tree_map_only(Tensor, off, args) if is_product else args), **kwargs))
+
     handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
     try:
-        with _Nudged(off):
+        with DispatchMode(carry_out):
             yield
     finally:
         for handle in handles:

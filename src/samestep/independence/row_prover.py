@@ -51,7 +51,6 @@ class Prover(Analysis):
         """What is used because a trial has passed, or is assumed, as text."""
         self._operands: list[Operand] = []
         """The operands of the operation that runs."""
-        self._attention: AttentionCall
         self._given_to_experts: list[Hashable] = []
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
@@ -98,7 +97,7 @@ class Prover(Analysis):
                 part = module.get_submodule(path)
                 stack.enter_context(part.register_forward_pre_hook(self._enter_experts, with_kwargs=True))
                 stack.enter_context(part.register_forward_hook(self._leave_experts))
-            stack.enter_context(experts_module.record_dispatches(module, experts))
+            stack.enter_context(experts_module.compute_by_groups(module, experts))
             yield
 
     def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -122,24 +121,18 @@ class Prover(Analysis):
                 self._of_rows, self.is_following = None, True
             self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Set the dependence of the output of an attention."""
         if self.is_following:
-            tensors = (query, key, value, *([] if mask is None else [mask]))
-            for result in by_map(attention, self._call(None, tensors, {}, [output])):
+            for result in by_map(attention, self._call(None, tuple(operands(*call[:4])), {}, [output])):
                 self.learn(output, result)
-            self.number_attention(output)
+            self.number_attention(call, output)
 
-    def check_attention(self, call: AttentionCall) -> None:
-        """Note the arguments of an attention."""
-        self._attention = call
-        super().check_attention(call)
-
-    def number_attention(self, output: Tensor) -> None:
-        """Set the number of the output of the attention at hand."""
+    def number_attention(self, call: AttentionCall, output: Tensor) -> None:
+        """Set the number of the output of an attention."""
         with disable_current_modes():
-            what = [self.numbers.of(x) if isinstance(x, Tensor) else repr(x) for x in self._attention]
-            apart = self.numbers.apart(*operands(*self._attention))
+            what = [self.numbers.of(x) if isinstance(x, Tensor) else repr(x) for x in call]
+            apart = self.numbers.apart(*operands(*call))
             self.numbers.name(output, "attention", *what, where=self.where, apart=apart)
 
     def made_on_meta(self, made: Tensor, real: Tensor) -> None:

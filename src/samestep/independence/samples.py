@@ -1,7 +1,6 @@
 """Proof that the samples of a batch do not influence each other, so that ranks and micro-batches may split the batch.
 
-A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is followed on which samples each value depends
-(`dependence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
+A forward runs on the meta device on NUM_SAMPLES copies of a sample. The batch may be split if every output that the loss reads has the samples in their order along one
 dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
 and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
 
@@ -41,10 +40,10 @@ from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.batch_norms import OPERATIONS
-from samestep.tracing.called_again import Groups, groups_of
 from samestep.tracing.custom_functions import Hook, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
+from samestep.tracing.module_inputs import Groups, groups_of
 from samestep.tracing.operations import Executed
 from samestep.tracing.watched_forward import TracedValues, watch_forward
 from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
@@ -183,7 +182,6 @@ class _SampleProver(Prover):
         self.decisions = decisions
         for tensor in (*module.parameters(), *module.buffers()):
             decisions.number(self.key(tensor))
-        self.tracer.values.keeps_constants = True
         self.mixed_gradient = ""
         self.hooks_scale = False
         """Where a custom backward mixes samples, as text."""

@@ -280,14 +280,14 @@ class SliceProver(Prover):
     # -- checks ------------------------------------------------------------------------------------
 
     def check_attention(self, call: AttentionCall) -> None:
-        """Leave the shapes of an attention that will be exchanged: `attend` says which of them fit."""
-        self._attention = call
+        """Leave the shapes of an attention that will be exchanged: `attended` says which of them fit."""
         if not self.is_following:
             super().check_attention(call)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
-        self.number_attention(output)
+        self.number_attention(call, output)
+        query, key, value, mask = call[:4]
         if query.dim() == 4:
             self.parts.attended(is_within=bool(self._part))
         if not self.is_following:

@@ -24,8 +24,8 @@ from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
+from samestep.tracing.arranged_layers import containers_of
 from samestep.tracing.checkpointed import Point, TracedPlaces
-from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Recorder
@@ -177,18 +177,14 @@ def proof_of(
     cuts: Cuts,
     shareable: Mapping[str, int],
     recorder: Recorder,
-    cuts_loss: bool,
+    cuts_logits: bool,
 ) -> CutProof:
-    """Return what a recorded forward of the whole model proves of a plan."""
+    """Return what a recorded forward of the whole model proves of a plan, with the logits of its head cut by vocabulary or gathered."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""
     if refusal := cuts.refusal or varies:
         return CutProof(cuts.styles, refusal=refusal)
     whole_modules = {path for path, heads in shareable.items() if heads == 1}
-    proof = cut_proof.prove(model, cuts.styles, whole_modules, recorder, cuts_loss, cuts.looking)
-    if (
-        proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None
-    ):  # weights behind the head then meet whole logits
-        proof = cut_proof.prove(model, cuts.styles, whole_modules, recorder, False, cuts.looking)
+    proof = cut_proof.prove(model, cuts.styles, whole_modules, recorder, cuts_logits, cuts.looking)
     if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
         return replace(proof, refusal=_use(spec, proof, path), refused_at=path)
     return proof

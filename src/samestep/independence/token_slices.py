@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from samestep.building.recurrences import functions_of, intercepting
+from samestep.building.torch_seams import FunctionMode
 from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
 from samestep.independence.slice_prover import WHOLE, SliceProver, compare_forwards
@@ -123,7 +124,7 @@ class _BlockProver(SliceProver):
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
         hooks = super().placed(module)
-        hooks.enter_context(TracedMoves(self))
+        hooks.enter_context(FunctionMode(TracedMoves(self)))
         hooks.enter_context(intercepting(functions_of(module), TracedStates(self)))
         return hooks
 

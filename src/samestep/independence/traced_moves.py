@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
@@ -38,20 +37,17 @@ from samestep.models.layer_parts import TokenMove
 from samestep.trees import operands, tree_leaves, tree_map_only
 
 
-class TracedMoves(TorchFunctionMode):
-    """A function mode that finds the calls of blocks which need tokens of neighbours."""
+class TracedMoves:
+    """Receives the functions that a forward calls, and finds those of blocks which need tokens of neighbours."""
 
     def __init__(self, watch: SliceProver) -> None:
-        super().__init__()
         self._watch = watch
         self._calls = Counter[int]()
         """Number of such calls in each call of a module."""
         self._sources = ViewSources()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call, as the last rank has it."""
         result = self._called(func, args, kwargs)
         self._sources.note(result, args, kwargs)
         return result

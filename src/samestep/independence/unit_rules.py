@@ -36,6 +36,7 @@ from samestep.independence.feature_units import (
 from samestep.independence.operation_trial import Given, RowsAlong, try_apart
 from samestep.models.spec import is_below
 from samestep.tracing.operations import LOOKED, Operation, View
+from samestep.trees import fold
 
 _aten = torch.ops.aten
 
@@ -318,7 +319,9 @@ def _most_separate_units(
     """
     for units in (n for n in range(total.units, 1, -1) if total.units % n == 0):
 
-        def describe(view: View, units: int = units) -> Given:
+        def describe(view: Any, units: int = units) -> Any:
+            if not isinstance(view, View):
+                return view
             unit_dim = flow.along(view, op)
             if unit_dim is None and view.shape and any(view.storage == result.storage for result in op.results):
                 unit_dim = total  # it is written
@@ -328,21 +331,14 @@ def _most_separate_units(
             return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
 
         results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * num_results
-        named_args = tuple(sorted((name, _with_given(value, describe)) for name, value in op.kwargs.items()))
-        if try_apart(compute, _with_given(args, describe), named_args, results) == "same":
+        named_args = tuple(sorted((name, fold(value, describe)) for name, value in op.kwargs.items()))
+        if try_apart(compute, fold(args, describe), named_args, results) == "same":
             return units
     name = compute.__self__.__name__ if op.func == "function" else op.name
     raise MixesError(
         f"{place(op)} computes {name} of {describe_sources(total.sources)}, and on a part of it, it does not compute that part of the "
         "whole"
     )
-
-
-def _with_given(value: Any, describe: Callable[[View], Given]) -> Any:
-    """Return an argument with a description in the place of its tensors."""
-    if isinstance(value, View):
-        return describe(value)
-    return tuple(_with_given(item, describe) for item in value) if isinstance(value, tuple) else value
 
 
 def _function(flow: UnitFlow, op: Operation) -> None:

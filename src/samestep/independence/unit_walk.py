@@ -1,22 +1,14 @@
 """The walk of units through a forward, which proves that ranks of a tensor cut compute independently: which units (heads, neurons,
 tokens of a vocabulary) each value holds.
 
-Units are followed by storage. In the output [B, T, D] of a column cut, each of the D features is a unit:
-
-    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
-
-A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
-of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
+In the output [B, T, D] of a column cut, each of the D features is a unit, `UnitRows(stride=1, units=D)`. Seen as [B, T, heads, width], the same storage
+has units of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
 
     an operation with a map     units lie along dimensions that are kept (`dimension_maps.py`), the same of all
                                 operands, and are neither summed nor moved
     a product                   summed over units it is partial, until the module whose weight is cut by rows has left, where
                                 `reduce` sums it over the ranks
     anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
-
-Rows (samples, tokens) are described by storages too, and otherwise (`dependence.py`): there is one number of
-rows in a forward, a view may show some of them, and storages are written row by row. Units are counted anew for each
-weight, become coarser where a view distinguishes them less finely, and a view must show all of them.
 
 A whole tensor that is combined with units must not distinguish them: a weight with an element for each unit is cut like them. Where
 code needs more than a rank's part, as the slopes of ALiBi that it counts itself do, or a norm over all heads, the cut

@@ -48,31 +48,21 @@ def _put(base, values, rows, num_rows, stride, WIDTH: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _keys_of(first, last, distance, num_keys, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the keys begin and end that queries from `first` to `last` may see; query i is key i + distance."""
-    low = first * 0
-    high = low + num_keys
+def _end_of_keys(last, distance, num_keys, IS_CAUSAL: tl.constexpr):
+    """Return where the keys end that queries up to `last` may see; query i is key i + distance."""
+    end = num_keys
     if IS_CAUSAL:
-        high = tl.minimum(high, last + distance + 1)
-    if WINDOW > 0:
-        low = tl.maximum(first + distance - WINDOW + 1, 0) // BLOCK * BLOCK
-        if not IS_CAUSAL:
-            high = tl.minimum(high, last + distance + WINDOW)
-    return low, high
+        end = tl.minimum(num_keys, last + distance + 1)
+    return end
 
 
 @triton.jit
-def _queries_of(first, last, distance, num_queries, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the queries begin and end that may see keys from `first` to `last`."""
-    low = first * 0
-    high = low + num_queries
+def _begin_of_queries(first, distance, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the block of queries from which on they may see keys from `first` on."""
+    begin = first * 0
     if IS_CAUSAL:
-        low = tl.maximum(first - distance, 0) // BLOCK * BLOCK
-    if WINDOW > 0:
-        high = tl.minimum(high, last - distance + WINDOW)
-        if not IS_CAUSAL:
-            low = tl.maximum(first - distance - WINDOW + 1, 0) // BLOCK * BLOCK
-    return low, high
+        begin = tl.maximum(first - distance, 0) // BLOCK * BLOCK
+    return begin
 
 
 @triton.jit
@@ -91,7 +81,6 @@ def _scores(
     mask_column,
     documents,
     IS_CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
     MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -103,8 +92,6 @@ def _scores(
     ahead = (rows + query_start)[:, None] - (columns + key_start)[None, :]
     if IS_CAUSAL:
         is_seen = is_seen & (ahead >= 0)
-    if WINDOW > 0:
-        is_seen = is_seen & (ahead < WINDOW) & (ahead > -WINDOW)
     if MASK != "":
         at = mask + rows.to(tl.int64)[:, None] * mask_row + columns.to(tl.int64)[None, :] * mask_column
         if MASK == "bool":
@@ -138,7 +125,7 @@ def forward_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
     num_queries, num_keys, query_start, key_start, scale, times, threshold,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute output [.., L, E] and log-sum-exps [B, A, L] of a block of queries."""
@@ -153,13 +140,12 @@ def forward_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, PADDED_E], tl.float32)
-    low, high = _keys_of(row, row + ROWS - 1, query_start - key_start, num_keys, WINDOW, IS_CAUSAL, COLUMNS)
-    for start in range(low, high, COLUMNS):
+    for start in range(0, _end_of_keys(row + ROWS - 1, query_start - key_start, num_keys, IS_CAUSAL), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         keys = _tile(k, columns, num_keys, k_t, D, PADDED_D)
         scores = _scores(
             queries, keys, rows, columns, num_queries, num_keys, query_start, key_start, scale,
-            mask, mask_t, mask_s, documents, IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+            mask, mask_t, mask_s, documents, IS_CAUSAL, MASK, HAS_DOCUMENTS, PRECISION,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -202,12 +188,12 @@ def _sums_of_rows(lse, delta, at, rows, num_queries):
 def _gradient_of_scores(
     queries, keys, values, gradients, log_sum_exp, delta, first, second, hashed_columns, rows, columns,
     num_queries, num_keys, query_start, key_start, scale, times, threshold, mask, mask_row, mask_column, documents,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a block that are kept, times 1 / (1 - p), and the gradient of its scores."""
     scores = _scores(
         queries, keys, rows, columns, num_queries, num_keys, query_start, key_start, scale,
-        mask, mask_row, mask_column, documents, IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+        mask, mask_row, mask_column, documents, IS_CAUSAL, MASK, HAS_DOCUMENTS, PRECISION,
     )  # fmt: skip
     finite = tl.where(log_sum_exp == float("-inf"), 0.0, log_sum_exp)
     weights = tl.exp(scores - finite[:, None])
@@ -224,7 +210,7 @@ def query_gradients_kernel(
     halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
     num_queries, num_keys, query_start, key_start, scale, times, threshold,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of queries."""
@@ -239,15 +225,14 @@ def query_gradients_kernel(
     mask += sample * mask_b + head * mask_h
     documents += sample * documents_b
     sums = tl.zeros([ROWS, PADDED_D], tl.float32)
-    low, high = _keys_of(row, row + ROWS - 1, query_start - key_start, num_keys, WINDOW, IS_CAUSAL, COLUMNS)
-    for start in range(low, high, COLUMNS):
+    for start in range(0, _end_of_keys(row + ROWS - 1, query_start - key_start, num_keys, IS_CAUSAL), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         keys = _tile(k, columns, num_keys, k_t, D, PADDED_D)
         values = _tile(v, columns, num_keys, v_t, E, PADDED_E)
         _, of_scores = _gradient_of_scores(
             queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,
             num_queries, num_keys, query_start, key_start, scale, times, threshold, mask, mask_t, mask_s, documents,
-            IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+            IS_CAUSAL, MASK, HAS_DOCUMENTS, PRECISION,
         )  # fmt: skip
         sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
     _put(dq + sample * dq_b + head * dq_h, sums * scale, rows, num_queries, dq_t, D, PADDED_D)
@@ -260,7 +245,7 @@ def key_gradients_kernel(
     halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
     num_queries, num_keys, query_start, key_start, scale, times, threshold,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and of its values."""
@@ -271,10 +256,10 @@ def key_gradients_kernel(
     documents += sample * documents_b
     of_keys = tl.zeros([COLUMNS, PADDED_D], tl.float32)
     of_values = tl.zeros([COLUMNS, PADDED_E], tl.float32)
-    low, high = _queries_of(column, column + COLUMNS - 1, query_start - key_start, num_queries, WINDOW, IS_CAUSAL, ROWS)
+    begin = _begin_of_queries(column, query_start - key_start, IS_CAUSAL, ROWS)
     for each in range(GROUP):
         head = shared * GROUP + each
-        for start in range(low, high, ROWS):
+        for start in range(begin, num_queries, ROWS):
             rows = start + tl.arange(0, ROWS)
             queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
             gradients = _tile(gradient + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
@@ -284,7 +269,7 @@ def key_gradients_kernel(
                 queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,
                 num_queries, num_keys, query_start, key_start, scale, times, threshold,
                 mask + sample * mask_b + head * mask_h, mask_t, mask_s, documents,
-                IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+                IS_CAUSAL, MASK, HAS_DOCUMENTS, PRECISION,
             )  # fmt: skip
             of_values += tl.dot(tl.trans(weights.to(gradients.dtype)), gradients, input_precision=PRECISION)
             of_keys += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision=PRECISION)

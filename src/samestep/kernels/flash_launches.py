@@ -26,7 +26,6 @@ class FlashForm(NamedTuple):
     """The probability with which a weight is dropped, below 1."""
     scale: float
     causal: bool = False
-    window: int | None = None
     mask: Tensor | None = None
     """Which keys a query sees, bool, or a number that is added to scores [B or 1, A or 1, L or 1, S or 1]; it takes no gradient."""
     documents: Tensor | None = None
@@ -170,7 +169,7 @@ def _arguments(
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     words = {
         "HEADS": heads, "GROUP": heads // key.shape[1], "D": width, "E": value.shape[3],
-        "PADDED_D": _padded(width), "PADDED_E": _padded(value.shape[3]), "IS_CAUSAL": form.causal, "WINDOW": form.window or 0,
+        "PADDED_D": _padded(width), "PADDED_E": _padded(value.shape[3]), "IS_CAUSAL": form.causal,
         "MASK": kind, "HAS_DOCUMENTS": form.documents is not None, "PRECISION": precision,
     }  # fmt: skip
     return tensors, strides, numbers, words

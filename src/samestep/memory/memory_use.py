@@ -41,7 +41,7 @@ from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, OpKind, Task, is_forward
 from samestep.program.program import Program, host_bytes
 from samestep.program.step import StepSpec
-from samestep.program.units import coded_parts, exchanged_parts, padded_rows
+from samestep.program.units import coded_parts, padded_rows
 from samestep.program.update_rules import update_chunks
 
 
@@ -186,11 +186,7 @@ def _coded_bytes(program: Program) -> int:
         return 0
     master, size = BYTES_OF[step.master_dtype], 0
     buffers = [([bucket.coded(contributions)], bucket.gathers_codes(contributions)) for bucket in program.buckets]
-    shards = [
-        [*coded_parts(step, contributions, unit, part)]
-        for unit in program.units
-        for part in exchanged_parts(step, unit)
-    ]
+    shards = [[*coded_parts(step, contributions, unit)] for unit in program.units]
     buffers += [(parts, not step.scatters_codes) for parts in shards]
     codes = []
     for parts, gathers in buffers:
@@ -210,11 +206,6 @@ def _coded_bytes(program: Program) -> int:
     if step.scatters_codes:  # a unit behind the other, in one buffer
         return size + max(codes, default=0)
     size += sum(codes)
-    if step.sharing.delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
-        under_way = [0] * step.sharing.num_parts
-        for bucket in program.buckets:
-            under_way[bucket.part] += bucket.coded(contributions).numel
-        size += master * max(under_way)
     return size + master * sum(part.numel for parts in shards for part in parts)
 
 

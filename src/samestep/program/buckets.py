@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, Matrix, exchange
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.step import StepSpec
@@ -65,8 +65,6 @@ class Bucket:
     """Elements of the flat buffer, padding included."""
     holding: Holding
     """The holding that all its weights have in common."""
-    part: int = 0
-    """Index of its part of the weights, where independently trained replicas exchange one part after the other."""
     is_late: bool = False
     """Whether it is reduced after the last backward of the step, as weights that several stages or virtual stages use."""
 
@@ -140,7 +138,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
         them, since the sort is stable."""
         kind = kinds[id(param)]
         layer = -param.layer if kind.chunk >= 0 else 0
-        return -kind.chunk, kind.holding.sort_key, kind.is_updated_whole, -kind.block, kind.part, layer
+        return -kind.chunk, kind.holding.sort_key, kind.is_updated_whole, -kind.block, layer
 
     groups: list[list[ParamSpec]] = []
     size, full, last = 0, 0, None
@@ -196,7 +194,6 @@ class _Kind(NamedTuple):
     holding: Holding
     is_updated_whole: bool
     block: int
-    part: int
 
 
 def _kind(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> _Kind:
@@ -208,7 +205,6 @@ def _kind(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> _Kind:
         step.holding(param),
         param.is_updated_whole,
         step.sharing.block_of(param),
-        step.sharing.part_of(param.name),
     )
 
 
@@ -242,7 +238,6 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: boo
         matrices=tuple(_matrices(step, params, members)) if step.sharing.rank else (),
         padded_numel=chunk * owners,
         holding=holding,
-        part=step.sharing.part_of(params[0].name),
         is_late=is_late,
     )
 

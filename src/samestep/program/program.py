@@ -31,7 +31,6 @@ from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import is_below
 from samestep.program.buckets import Bucket
-from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
 from samestep.program.holding import SHARDS, Owners
 from samestep.program.ops import BYTES_OF, UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, is_forward, starts_step
 from samestep.program.ranks import tie_of
@@ -77,9 +76,9 @@ class Program:
     """Modules whose weights are copied to the device for each of their calls."""
     followed: tuple[FollowedWeights, ...] = ()
     """The weights that stages send each other after a step, since models on other stages follow them."""
-    exchanges: tuple[Mapping[Phase, Ops], ...] = ()
-    """Ops that exchange each part of the weights of independently trained replicas, by the phases of `exchange_times.py`: codes
-    or sums of the moves of weights, and under zero=1 the weights, which are gathered once more."""
+    exchange: Ops = ()
+    """Ops after some updates, with which independently trained replicas exchange their weights: codes or sums of moves, the outer step,
+    and under zero=1 the weights, which are gathered once more."""
 
     def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
@@ -117,32 +116,9 @@ class Program:
         return rows
 
 
-def ending_with(program: Program, events: Sequence[ExchangeEvent]) -> Program:
-    """Return the program of a step, with the collectives of `events` issued after its update."""
-    return program.with_update(lambda _: _update_with(program, events))
-
-
-def _update_with(program: Program, events: Sequence[ExchangeEvent]) -> Ops:
-    sent = [op for phase, part in events if program.exchanges for op in program.exchanges[part][phase]]
-    return (*program.bodies[UPDATE_BODY], *sent)
-
-
-def hiding(program: Program, part: int | None) -> Program:
-    """Return the program of the steps that hide an exchange: the step after which it starts, up to the step after which it ends.
-
-    If `part` is None, the program is that of as many steps without an exchange.
-    """
-    step = program.step
-    times = ExchangeTimes(every=step.sharing.delay + 2, parts=1, delay=step.sharing.delay, last=0)
-    bodies, tasks = dict(program.bodies), list[Task]()
-    for index in range(times.delay + 1):
-        events = [] if part is None else [event._replace(part=part) for event in times.behind(times.every + index)]
-        key = UPDATE_BODY._replace(chunk=index)
-        bodies[key] = _update_with(program, events)
-        shift = index * step.num_microbatches
-        tasks += [task._replace(microbatch=task.microbatch + shift) for task in program.tasks[:-1]]
-        tasks.append(Task(key, 0))
-    return replace(program, bodies=bodies, tasks=tuple(tasks))
+def with_exchange(program: Program) -> Program:
+    """Return the program of a step after which replicas exchange their weights."""
+    return program.with_update(lambda ops: (*ops, *program.exchange))
 
 
 def amid_steps(program: Program) -> Program:

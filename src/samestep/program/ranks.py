@@ -13,7 +13,6 @@ pp  dp        cp_ring2  cp_heads2  model  groups of 2 ranks of `cp`, and the ran
 ```
 `tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same tokens.
 An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
-`dp_beside` and `dp_replicate_beside` have the same groups as `dp` and `dp_replicate`.
 The pipeline stages that share a weight are an axis too, a *tie*, which is named by its stages: `tie_of((0, 3))`.
 
 >>> ranks = Ranks.of(Layout("dp_replicate=2 dp_shard=2"))
@@ -91,10 +90,6 @@ class Ranks:
         return tuple(self.group(rank, axis) for rank in range(last) if self.coordinate(rank, axis) == 0)
 
 
-BESIDE = "_beside"
-"""Suffix of the name of a second axis over the same ranks: communication over it is hidden by whole steps, whose collectives do
-not wait for it."""
-_OVERTAKEN = ("dp", "dp_replicate")
 _TIE = "tie"
 
 
@@ -144,7 +139,7 @@ def _ranks_of(
             axes |= _strides(order)
     for part in (part for part in range(2, cp) if cp % part == 0):
         axes |= _strides({"pp": pp, "dp": dp, f"cp_ring{part}": cp // part, f"cp_heads{part}": part, "model": model})
-    return Ranks(world_size, axes | {f"{axis}{BESIDE}": axes[axis] for axis in _OVERTAKEN if axis in axes})
+    return Ranks(world_size, axes)
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, Axis]:

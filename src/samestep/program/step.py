@@ -18,7 +18,7 @@ from samestep.job_tables import Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model
-from samestep.program.exchange_times import SUMMED, Contributions, Sharing
+from samestep.program.contributions import SUMMED, Contributions, Sharing
 from samestep.program.holding import SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32, BodyKey, ends_step
 from samestep.program.ranks import Ranks

@@ -16,7 +16,7 @@ from samestep.models.param_spec import ParamSpec, packed_bytes
 from samestep.models.spec import enclosing, is_below
 from samestep.program.buckets import round_up
 from samestep.program.codecs import CodedPart
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.program.holding import SHARDS
 from samestep.program.step import StepSpec
 
@@ -344,22 +344,13 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
     }
 
 
-def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
-    """Return the indices of the exchanged parts of which a unit has trained weights."""
-    trained = {param.name for param in step.model.params if param.trainable and param.numel}
-    return sorted({step.sharing.part_of(name) for name in unit.params if name in trained})
-
-
-def coded_parts(
-    step: StepSpec, contributions: Contributions, unit: Unit, exchanged: int = 0
-) -> dict[CodedPart, tuple[str, ...]]:
+def coded_parts(step: StepSpec, contributions: Contributions, unit: Unit) -> dict[CodedPart, tuple[str, ...]]:
     """Return the buffers of gradients that a rank encodes of a unit, each with blocks of one size, and their weights.
 
-    They hold the rank's shard, or all of the unit where codes are scattered, of the weights of the part `exchanged`.
+    They hold the rank's shard, or all of the unit where codes are scattered.
     """
     left_of = 1 if step.scatters_codes else unit.num_shards
-    names = {name for name in unit.params if step.sharing.part_of(name) == exchanged}
-    params = [param for param in step.model.params if param.name in names and param.trainable and param.numel]
+    params = [param for param in step.model.params if param.name in unit.params and param.trainable and param.numel]
     coded_parts: dict[CodedPart, tuple[str, ...]] = {}
     for block in sorted({step.sharing.block_of(param) for param in params}, reverse=True):
         alike = [param for param in params if step.sharing.block_of(param) == block]

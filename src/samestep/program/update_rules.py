@@ -191,12 +191,10 @@ class HeldStates:
     @property
     def least_bytes(self) -> int:
         """The fewest bytes that one element of a state takes."""
-        return {"bf16": 2, "8bit": 1}.get(self.precision, self.wide_bytes)
+        return 1 if self.are_packed else self.wide_bytes
 
     def bytes_of(self, param: ParamSpec, numel: int) -> int:
         """Return the bytes of one state for `numel` elements of a weight."""
-        if self.precision == "bf16":
-            return 2 * numel
         block = self.blocks.get(param.name, 0)
         return numel + numel // block * SCALE_BYTES if block else numel * self.wide_bytes
 

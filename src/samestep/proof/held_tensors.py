@@ -52,16 +52,14 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
 def held_gradients(run: Run) -> list[HeldTensor]:
     """Return a copy of the gradients of the last step, or of the averaged moves where an exchange has overwritten
     them."""
-    ended = run.replicas.ended
-    is_moved = run.program.step.sharing.part_of
-    gradients: list[tuple[str, Tensor, Tensor | range]] = [
-        (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
-        for whose, assembly in replicas_of(run)
-        for piece in assembly.weights.updater.pieces
-        if is_moved(piece.name) not in ended
-    ]
-    gradients += [(p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces if is_moved(p.name) in ended]
-    return _copy_to_host(gradients)
+    assemblies = [("", run.replicas.assemblies[0])] if run.replicas.has_exchanged else replicas_of(run)
+    return _copy_to_host(
+        [
+            (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
+            for whose, assembly in assemblies
+            for piece in assembly.weights.updater.pieces
+        ]
+    )
 
 
 def held_weights(run: Run) -> list[HeldTensor]:

@@ -80,15 +80,9 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     def loss(model: nn.Module, batch: Batch, indices: Any) -> tuple[Tensor, float]:
         return _loss(model, run, source, run.labelled(batch).samples(indices), batch.step, indices)
 
-    assert source.prepared is not None
-    canonical = source.prepared.blueprint.canonical
-
-    def part_of(name: str) -> int:
-        return run.program.step.sharing.part_of(canonical[name])
-
     plain_contributions = _contributions(run, source)
     steps: PlainSteps = required("slow_links", "plain_replicas").take_steps(
-        models, loss, run.job, dataset, seen, plain_contributions, part_of
+        models, loss, run.job, dataset, seen, plain_contributions
     )
     return replace(steps, other_values=built.other_values)
 
@@ -158,7 +152,7 @@ def _take_steps(
             params[name].grad = None
         if not math.isnan(loss):
             optimizer.step()
-        _round_states(run, source, optimizer, params, batch.step)
+        _round_states(run, source, optimizer, params)
         steps.weights.append(copy_whole(params))
     return unused
 
@@ -245,12 +239,12 @@ def _update(
         for name, param in params.items():
             param.grad = None if name in unused[index] else gradients[name].view_as(param).to(param, copy=True)
         optimizer.step()
-        _round_states(run, source, optimizer, params, index)
+        _round_states(run, source, optimizer, params)
         steps.updated.append(copy_whole(params))
 
 
 def _round_states(
-    run: Run, source: Source, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], step: int
+    run: Run, source: Source, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
 ) -> None:
     """Round the optimizer's states as the job holds them between two updates."""
     packing = run.assembly.weights.updater.packing
@@ -260,7 +254,7 @@ def _round_states(
         assert packing is not None
         piece = Piece(canonical[name], 0, param.numel(), param, functools.partial(gradient_of, param), is_uncut=True)
         if param in optimizer.state:
-            packing.pack(piece, optimizer.state[param], step)
+            packing.pack(piece, optimizer.state[param])
             packing.widen(piece, optimizer.state[param])
 
 

@@ -36,7 +36,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.building.over_samples import scoped
 from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.enumeration import legality
-from samestep.errors import InputError, JobError, ModelError, WorkerError
+from samestep.errors import InputError, JobError, LayoutError, ModelError, WorkerError
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import RunTable
@@ -63,7 +63,7 @@ Precision = Literal["job", "float64"]
 def verify(
     job: Job | None = None,
     *,
-    layout: str | Layout,
+    layout: str | Layout | None = None,
     model: Callable[[], nn.Module] | nn.Module | None = None,
     loss: Loss | str | None = None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None = None,
@@ -77,7 +77,7 @@ def verify(
 
     Args:
         job: the computation; by default the default job.
-        layout: the layout to prove.
+        layout: the layout to prove; by default the job's own.
         model: a function that builds the model, or an instance; by default the job's model.
         loss: as for `parallelize`; by default the loss of the job.
         optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
@@ -96,7 +96,13 @@ def verify(
     job = (job or Job()).with_modules(stages=stages)
     loss = None if loss is None else scoped(loss_from(loss), job)
     job, notes = _on_device(job, device, steps)
-    where = Layout(layout) if isinstance(layout, str) else layout
+    if layout is None and not job.layout:
+        raise LayoutError(
+            "command-options",
+            'verify compares a layout with one device, and the job has none. Use --layout "dp=2 tp=2", or --all --devices 4 for all '
+            "layouts of 4 devices",
+        )
+    where = Layout(**job.layout) if layout is None else Layout(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
     inputs = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()
@@ -166,27 +172,28 @@ def verify_all(
             yield verify(job, layout=row.layout, steps=steps, precision=precision, device=device)
 
 
+_MOST_APART = 2
+"""Steps after which independently trained replicas exchange in a proof, at the latest."""
+
+
 def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
     """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate.
 
-    Independently trained replicas exchange at least after every second step, in two parts at most, so that some steps
-    follow an exchange.
+    Independently trained replicas exchange at least after every second step, so that some steps follow an exchange.
     """
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
             "schedule": ScheduleTable(),
             "numerics": job.numerics.model_copy(
-                update={"precision": precision, **_proven_exchanges(job), "on_spike": "continue"}
+                update={
+                    "precision": precision,
+                    "exchange_every": min(job.numerics.exchange_every, _MOST_APART),
+                    "on_spike": "continue",
+                }
             ),
         }
     )
-
-
-def _proven_exchanges(job: Job) -> dict[str, int]:
-    """Return the settings of exchanges between independently trained replicas in a proof."""
-    most = {"exchange_every": 2, "exchange_parts": 2, "exchange_delay": 1}
-    return {key: min(getattr(job.numerics, key), value) for key, value in most.items()}
 
 
 def _without_float64(error: Exception, job: Job) -> str:
@@ -311,10 +318,10 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
     notes += sides.compiler_results(subjects[0])
-    proven = _proven_exchanges(job)
-    if changed := [key for key, value in proven.items() if value != getattr(job.numerics, key)]:
-        said = ", ".join(f"numerics.{key} = {proven[key]}, not {getattr(job.numerics, key)}" for key in changed)
-        notes.append(f"proven with {said}, so that steps after an exchange are compared")
+    if (every := job.numerics.exchange_every) > _MOST_APART:
+        notes.append(
+            f"proven with numerics.exchange_every = {_MOST_APART}, not {every}, so that steps after an exchange are compared"
+        )
     return Verdict(
         layout=str(layout),
         job=subject.source.name,

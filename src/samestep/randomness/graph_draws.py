@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.building.attention import AttentionCall, DroppedWeights
+from samestep.building.attention import AttentionCall
+from samestep.errors import ModelError
 from samestep.randomness.masks import MaskSource
 from samestep.randomness.replacements import DROPPING, HANDLERS
 
@@ -78,29 +79,21 @@ def report_uncompiled(module: nn.Module, enter: Callable[..., None], leave: Call
 
 
 @dataclass(frozen=True, slots=True)
-class _GraphSource:
+class _GraphSource(MaskSource):
     """The source of the one mask of a call of a dropout in a graph."""
 
     within: str
     call: int
     draw: int
 
-    def drop(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> Tensor:
-        """Return the operation's result, bool [shape]."""
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return the operation's result, bool [shape]. The compiler makes one kernel of its use with what is around it."""
         mask: Tensor = torch.ops.samestep.drop_mask(x, list(shape), p, self.within, self.call, self.draw, what)
         return mask
 
-    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> None:
-        """Leave x to the mask of `drop`, of whose use the compiler makes one kernel with what is around it."""
-
-    def drop_weights(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> DroppedWeights:
-        """Return it in parts."""
-        drop = self.drop(x, shape, p, what)
-        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
-
-    def refuse(self, reason: str) -> Exception:
+    def refuse(self, reason: str) -> ModelError:
         """Return the error that refuses a call."""
-        return _RUNNING[-1].source.refuse(reason) if _RUNNING else ValueError(reason)
+        return _RUNNING[-1].source.refuse(reason) if _RUNNING else ModelError("random-numbers", reason)
 
 
 def parts_of(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
@@ -152,9 +145,7 @@ def drop_weights(query: Tensor, p: float, *, num_keys: int) -> Tensor:
     return query.new_zeros((*query.shape[:3], num_keys), dtype=torch.bool)
 
 
-def _draw_weights(
-    source: MaskSource | _GraphSource, func: Callable[..., Tensor], query: Tensor, p: float, num_keys: int
-) -> Tensor:
+def _draw_weights(source: MaskSource, func: Callable[..., Tensor], query: Tensor, p: float, num_keys: int) -> Tensor:
     shape = torch.Size((*query.shape[:3], num_keys))
     return source.drop(query, shape, p, F.scaled_dot_product_attention.__name__)
 

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DroppedWeights
 from samestep.building.families import CONFIGURATIONS, HEAD_DROPOUTS
@@ -321,8 +320,8 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
     return source.drop_weights(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
 
 
-class MaskSource(TorchFunctionMode):
-    """A function mode that computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
+class MaskSource:
+    """Computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
 
     sees_all = False
     """Whether it must see every function of the model, those of compiled blocks too."""
@@ -338,8 +337,9 @@ class MaskSource(TorchFunctionMode):
         return None
 
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
-        """Return such a mask of the weights of an attention, which is drawn in parts, or by a kernel, at any time."""
-        raise NotImplementedError
+        """Return such a mask of the weights of an attention, of which parts are asked at any time."""
+        drop = self.drop(x, shape, p, what)
+        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: tuple[str, int, int], entries: dict[str, int]
@@ -368,59 +368,23 @@ class MaskSource(TorchFunctionMode):
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
 
-DRAWING_NOTHING: frozenset[type[nn.Module]] = frozenset(
-    {
-        nn.Linear,
-        nn.Bilinear,
-        nn.Identity,
-        nn.Embedding,
-        nn.EmbeddingBag,
-        nn.LayerNorm,
-        nn.RMSNorm,
-        nn.GroupNorm,
-        nn.BatchNorm1d,
-        nn.BatchNorm2d,
-        nn.BatchNorm3d,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.ReLU,
-        nn.ReLU6,
-        nn.LeakyReLU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Mish,
-        nn.ELU,
-        nn.SELU,
-        nn.CELU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Softplus,
-        nn.Softmax,
-        nn.LogSoftmax,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.PReLU,
-        nn.GLU,
-        nn.MaxPool1d,
-        nn.MaxPool2d,
-        nn.MaxPool3d,
-        nn.AvgPool1d,
-        nn.AvgPool2d,
-        nn.AvgPool3d,
-        nn.AdaptiveAvgPool1d,
-        nn.AdaptiveAvgPool2d,
-        nn.AdaptiveAvgPool3d,
-        nn.Flatten,
-        nn.Unflatten,
-        nn.Upsample,
-        nn.ZeroPad2d,
-        nn.PixelShuffle,
-    }
+_QUIET = (
+    "activation",
+    "batchnorm",
+    "conv",
+    "flatten",
+    "linear",
+    "normalization",
+    "padding",
+    "pixelshuffle",
+    "pooling",
+    "sparse",
+    "upsampling",
 )
+_FILES = frozenset(f"torch.nn.modules.{name}" for name in _QUIET)
+DRAWING_NOTHING: frozenset[Any] = frozenset(
+    kind for kind in vars(nn).values() if getattr(kind, "__module__", "") in _FILES
+) - {nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}
 """Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
 
 

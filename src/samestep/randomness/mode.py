@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from samestep.building.attention import DroppedWeights
@@ -196,7 +197,7 @@ def _reports(name: str, tracker: _ModeTracker, round_: int | None) -> tuple[Call
     return enter, leave
 
 
-class DropoutMode(MaskSource):
+class DropoutMode(MaskSource, TorchFunctionMode):
     """A function mode that computes every dropout mask and random number as a function of its position and of `draw`.
 
     One object serves one forward of one micro-batch (its counts of entries are never reset).

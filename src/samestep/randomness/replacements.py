@@ -23,6 +23,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +113,9 @@ def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwar
     return call.attend(dropped_weights(call, mode, call.key.size(-2)))
 
 
-def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _multi_head_attention(
+    mode: AbstractContextManager[Any], func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
     return multi_head_attention(mode, *args, **kwargs)
 

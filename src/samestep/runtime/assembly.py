@@ -272,7 +272,7 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         job.numerics,
         codes=store.codes,
         splits_masters=program.step.splits_masters,
-        packing=StatePacking.of(job, program, placements),
+        packing=StatePacking.of(program),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
         takes_instances=decided.source.owner is not None,

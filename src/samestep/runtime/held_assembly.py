@@ -30,10 +30,6 @@ WEIGHT = "weight"
 class StoredStates(Protocol):
     """The states that a checkpoint holds, by key."""
 
-    def has(self, key: str, name: str) -> bool:
-        """Return whether there is one of a weight."""
-        ...
-
     def read(self, key: str, piece: Piece) -> Tensor:
         """Read one of a piece."""
         ...
@@ -57,8 +53,8 @@ class HeldAssembly:
     """The number of replicas of all ranks."""
     is_fresh = True
     """Whether every replica has the outer weights."""
-    ended: frozenset[int] = frozenset()
-    """Parts of the weights whose outer step was taken after the last step; the gradients of the first replica are their moves."""
+    has_exchanged = False
+    """Whether an outer step was taken after the last step; the gradients of the first replica are then the averaged moves."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages
@@ -174,11 +170,8 @@ class HeldAssembly:
     def exchange(self, step: int) -> None:
         """Do what is due after a step."""
 
-    def catch_up(self, after: int, step: int) -> None:
-        """Do what was due after steps that a run leaves out, as it goes back to the weights from after step `after`."""
-
-    def settle(self) -> None:
-        """Wait for the exchanges under way."""
+    def catch_up(self, step: int) -> None:
+        """Do what was due after a step up to which a run leaves steps out, as it goes back to earlier weights."""
 
     def outer(self) -> AbstractContextManager[None]:
         """Let the first replica have the outer weights inside."""

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from samestep.building.torch_seams import DispatchMode, RecordFunctionFast
 from samestep.program.program import LedgerRow, ledger_key
-from samestep.program.ranks import BESIDE
 from samestep.runtime.recording import marks
 from samestep.trees import operands
 
@@ -32,7 +31,7 @@ _KINDS = {
     "send": "send",
     "recv_": "recv",
 }
-OWN_GROUPS = ("cp", "dp", f"dp{BESIDE}", f"dp_replicate{BESIDE}")
+OWN_GROUPS = ("cp", "dp")
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 _PARTS_OF_CP = "cp_"
 LINK = "link of "

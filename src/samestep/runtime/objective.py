@@ -197,7 +197,7 @@ def watching_reads(loss: Loss, source: Source, module: nn.Module, program: Progr
         reads = FirstRead(
             [(name, weight) for name, weight in weights if not weight.is_meta and id(weight) not in returned]
         )
-        with reads:
+        with reads.mode:
             result = loss(outputs, batch)
         name, what = reads.name, "and each rank has a part of it"
         if not name:

@@ -41,22 +41,17 @@ from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
-from samestep.errors import JobError, LayoutError, ModelError
+from samestep.errors import DataError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import recorded
-from samestep.program.program import Program
-from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.saved_run import Lent
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.guards import chosen_kernels
-from samestep.runtime.guards.unusual_steps import SpikeWatch
-from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
+from samestep.runtime.held_assembly import held_assembly_of
 from samestep.runtime.memory_limits import held_bytes
-from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
-from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.own_steps.steps_in_parts import RunInParts
 from samestep.runtime.processes import join, mesh, rank_order, whereabouts
@@ -100,13 +95,11 @@ class Run(RunInParts):
             ModelError: another run owns a part of the instance.
         """
         super().__init__()
-        self.job, self.place = job, place
+        self.job, self.place, self.changes = job, place, ()
         self._owner = None if owns_weights else OwnedModel(source.model)
         if self._owner is not None:
             source = replace(source, owner=self._owner if isinstance(source.model, nn.Module) else None)
             weakref.finalize(self, self._owner.abandon).atexit = False
-        self.changes: tuple[str, ...] = ()
-        """What resumes have changed of the job and its layout, and after which steps."""
         self._kernels = chosen_kernels.of_job(job, place.device)
         self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
@@ -125,84 +118,10 @@ class Run(RunInParts):
         """Return the layout and the number of steps, as a notebook shows them."""
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
-    @property
-    def spikes(self) -> SpikeWatch:
-        """The losses of the last steps, used to detect a spike."""
-        return self._stepper.guards.spikes
-
-    @property
-    def replicas(self) -> HeldAssembly:
-        """All replicas on this rank; `replicas[0] is run.model`. More than one only if the job trains several replicas independently."""
-        return self._own.prepared()
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` has built the model."""
-        return self._own.is_prepared
-
-    @property
-    def assembly(self) -> Assembly:
-        """The prepared model, mesh, program and optimizer; its weights are whole.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-        """
-        return self._stepper.whole_assembly
-
-    @property
-    def program(self) -> Program:
-        """The program of this rank's pipeline stage: the operations of one step."""
-        return self._stepper.held.parallel.program
-
-    @property
-    def model(self) -> nn.Module:
-        """The model instance of the run, or the result of its build function, with sharded weights. With `tp` and `ep` a weight may be the shard of
-        this rank. A loop may change each element of it separately. Code that reads several elements, such as a norm of rows or
-        pruning by rank, is rejected; use `gathered()`. If a rank has a shard of the gradient, a norm of `param.grad` is rejected too;
-        use `report.grad_norm`.
-        """
-        if not self.is_prepared and self._own.source.owner is not None:
-            instance = self._own.source.model
-            assert isinstance(instance, nn.Module)
-            return instance
-        return self.assembly.model.module
-
-    @property
-    def updater(self) -> Updater:
-        """The optimizer over the weights that this rank updates, including writes into the model."""
-        if self._stepper.progress is Progress.BETWEEN:
-            for reason in self.assembly.model.replaced.take_over(inside=False):
-                self.job.run.waived("state", "forward-state", reason)
-        self.assembly.weights.store.watch.take_back()
-        updater = self.assembly.weights.updater
-        updater.live.reread()
-        return replace(updater, optimizer=updater.in_loop)
-
-    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
-        self.assembly.weights.store.settle()
-        self.replicas.change(change)
-
     def all_waived(self) -> tuple[str, ...]:
         """Return the rejections that any rank met and `run.allow` skipped; `job.run.waived` notes each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
-
-    @property
-    def layout(self) -> Layout:
-        """The layout; once the run is prepared, with additional options that the model needs."""
-        return self._own.layout
-
-    @property
-    def steps_taken(self) -> int:
-        """The number of steps that were taken, in this process or before."""
-        return self._stepper.steps_taken
-
-    @steps_taken.setter
-    def steps_taken(self, number: int) -> None:
-        self._stepper.steps_taken = number
-        self._own.forget_loop()
-        self._forget_gradients()
 
     def prepare(self, example: Any) -> None:
         """Build the model in its layout, unless that is done; `example` is a batch as `step` takes it, or samples of one from
@@ -263,6 +182,12 @@ class Run(RunInParts):
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
         read = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._note_values(values, step)
+        if read.step + 1 < self.steps_taken:
+            raise DataError(
+                "stream-position",
+                f"run.{method} was given the batch of step {read.step + 1} after step {self.steps_taken}: each call of samestep.batches begins "
+                "again. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
+            )
         batch = self.labelled(read)
         for ask in self.before_steps:
             if (ended := ask(read)) is not None:

@@ -11,12 +11,10 @@ all_gather       (N-1)/N of the codes             each rank has all sums; not wh
 as many bytes as a ring's all_reduce of the codes. The ops of buckets are written where gradients are reduced
 (`strategies/data.py`), so that the first is issued while backward still runs, and those of the units of zero=2 and 3 that all
 data ranks shard where these are scattered (`strategies/shard.py`); those of units that replicas have in common here.
-What is computed is in `program/exchange_times.py`, what bytes there are in `program/codecs.py`.
+What is computed is in `program/contributions.py`, what bytes there are in `program/codecs.py`.
 
 Where replicas are trained apart (`numerics.exchange_every`), no step sends gradients between them. The same buffers carry,
-behind every so many updates, what each replica's weights have moved by, as they are or encoded: `Program.exchanges`, of one
-part of the weights after the other (`program/exchange_times.py`). Where steps hide them (`numerics.exchange_delay`) they have
-process groups of their own, so that no collective of these steps waits for them.
+behind every so many updates, what each replica's weights have moved by, as they are or encoded: `Program.exchange`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, exchange
-from samestep.program.exchange_times import Contributions, Phase
+from samestep.program.contributions import Contributions
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ops import UPDATE_BODY, Op, OpKind, Ops
 from samestep.program.program import Program
@@ -54,43 +52,33 @@ def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, after all sums within a contribution."""
     contributions = program.step.contributions
     if contributions is not None and contributions.ranks > 1 and program.step.sharing.trains_apart:
-        axes = {**program.axes, contributions.sent_over: contributions.ranks}
-        parts = range(program.step.sharing.num_parts)
-        return replace(
-            program, axes=axes, exchanges=tuple(_exchange_of_moves(program, contributions, part) for part in parts)
-        )
+        axes = {**program.axes, contributions.axis: contributions.ranks}
+        return replace(program, axes=axes, exchange=tuple(_exchange_of_moves(program, contributions)))
     if contributions is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
         return program
     axes = {**program.axes, contributions.axis: contributions.ranks}
     return program.with_update(lambda ops: tuple(_add_exchanges(ops, program, contributions)), axes=axes)
 
 
-def _exchange_of_moves(program: Program, contributions: Contributions, part: int) -> dict[Phase, Ops]:
-    """Return what is sent of the moves of a part of the weights: every buffer's all_to_all or all_reduce, and then the
-    all_gathers; and at its end the weights, under zero=1, which have moved once more."""
+def _exchange_of_moves(program: Program, contributions: Contributions) -> Iterator[Op]:
+    """Yield what is sent of the moves of weights: every buffer's all_to_all or all_reduce, and then the all_gathers; and after the outer
+    step the weights, under zero=1, which have moved once more."""
     step = program.step
-    buckets = [bucket for bucket in program.buckets if bucket.part == part]
-    buffers = [(bucket.name, bucket.codec, [bucket.coded(contributions)]) for bucket in buckets]
-    buffers += [(unit.name, unit.codec, [*coded_parts(step, contributions, unit, part)]) for unit in program.units]
+    buffers = [(bucket.name, bucket.codec, [bucket.coded(contributions)]) for bucket in program.buckets]
+    buffers += [(unit.name, unit.codec, [*coded_parts(step, contributions, unit)]) for unit in program.units]
     sent = [
-        [*exchange(name, codec, contributions.sent_over, parts, contributions.each, step.master_dtype, gathers=True)]
+        [*exchange(name, codec, contributions.axis, parts, contributions.each, step.master_dtype, gathers=True)]
         for name, codec, parts in buffers
         if parts
     ]
-    outer = Op(kind=OpKind.OUTER, owner=f"part.{part}")
-    names = {bucket.name for bucket in buckets}
-    gathered = [op for op in program.bodies[UPDATE_BODY] if op.kind is OpKind.ALL_GATHER and op.owner in names]
-    return {
-        Phase.START: tuple(ops[0].but(after=(f"{OpKind.UPDATE}:optimizer",)) for ops in sent),
-        Phase.SUM: (
-            *(op.but(after=(ops[0].name,)) for ops in sent for op in ops[1:]),
-            outer.but(after=tuple(ops[0].name for ops in sent)),
-        ),
-        Phase.END: (
-            outer.but(after=tuple(ops[-1].name for ops in sent)),
-            *(op.but(after=(outer.name,)) for op in gathered),
-        ),
-    }
+    outer = Op(kind=OpKind.OUTER, owner="outer")
+    names = {bucket.name for bucket in program.buckets}
+    yield from (ops[0].but(after=(f"{OpKind.UPDATE}:optimizer",)) for ops in sent)
+    yield from (op.but(after=(ops[0].name,)) for ops in sent for op in ops[1:])
+    yield outer.but(after=tuple(ops[-1].name for ops in sent))
+    for op in program.bodies[UPDATE_BODY]:
+        if op.kind is OpKind.ALL_GATHER and op.owner in names:
+            yield op.but(after=(outer.name,))
 
 
 def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> Iterator[Op]:
@@ -218,13 +206,6 @@ def _refuse_cut_matrices(step: StepSpec, contributions: Contributions, name: str
 def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError | None:
     """Return why replicas cannot be trained independently in a layout, and what works."""
     layout, model = step.layout, step.model
-    layers = len({param.layer for param in model.params if param.trainable})
-    if step.sharing.num_parts > layers:
-        return LayoutError(
-            "exchange-schedule",
-            f"numerics.exchange_parts = {step.sharing.num_parts} parts cannot each have one of the {layers} layers with "
-            f"trained weights. Set exchange_parts = {layers}, or fewer",
-        )
     if step.zero and contributions.axis == SHARDS:
         works = "Use zero=0"
         if not step.sharing.rank:  # which is refused there

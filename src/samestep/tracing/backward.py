@@ -39,7 +39,7 @@ from samestep.models.spec import LossNames, is_below
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import Layer
 from samestep.tracing.costs import Costs
-from samestep.tracing.custom_functions import FollowedCalls, Ran
+from samestep.tracing.custom_functions import Ran, follow_calls
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.module_inputs import ModuleCall
 from samestep.trees import map_tensors, operands, tensors_in
@@ -76,7 +76,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     ]
     earlier_storages = set(watch.storages.sizes)
     try:
-        with FollowedCalls(_operation_recorder(backward, watch)):
+        with follow_calls(_operation_recorder(backward, watch)):
             gradients = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, gradients, allow_unused=True)
     except Exception:  # an operator without a meta kernel: nothing is known of the operations after it
@@ -105,11 +105,6 @@ def _operation_recorder(backward: Backward, watch: ForwardTracer) -> Ran:
         backward.operations.append(_BackwardOperation(*last, keys((*args, *kwargs.values())), keys((outcome,))))
 
     return ran
-
-
-def nodes_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> set[Node]:
-    """Return the nodes of autograd's graph on which the loss, or if it cannot run on meta any output, depends."""
-    return nodes_of(roots_of_loss(outputs, sample, loss)[0])
 
 
 def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None, num_samples: int = 1) -> tuple[list[Tensor], LossNames]:
@@ -162,17 +157,12 @@ def unlike_weights(roots: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _weights_of(roots: Iterable[Tensor]) -> set[int]:
-    return {id(tensor_of(node)) for node in nodes_of(roots) if is_end(node)}
-
-
-def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
-    """Return all nodes of the graph of some tensors."""
-    return set(nodes_from(root.grad_fn for root in roots))
+    return {id(tensor_of(node)) for node in nodes_from(root.grad_fn for root in roots) if is_end(node)}
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
-    seen = nodes_of(roots)
+    seen = set(nodes_from(root.grad_fn for root in roots))
     views: dict[Node, int] = {}
     for node in sorted(seen, key=lambda node: (not is_end(node), node._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]

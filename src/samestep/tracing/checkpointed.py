@@ -11,6 +11,8 @@ A checkpoint within it keeps what its own code does; the one around it keeps wha
 from __future__ import annotations
 
 import functools
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,6 +135,20 @@ class Point(NamedTuple):
     """Autograd's numbers of the nodes that have made what is there."""
 
 
+class _Kept(NamedTuple):
+    """Something that is kept for the backward."""
+
+    time: int
+    module: str | None
+    """The top-most module that runs; None after all."""
+    inside: tuple[int, ...]
+    """The checkpoints around it, the innermost last."""
+    node: int
+    """Autograd's number of the node that keeps it."""
+    is_input: bool
+    """Whether a checkpoint is given it."""
+
+
 @dataclass(slots=True)
 class TracedPlaces:
     """The points of a traced forward among the checkpoints of the model's code, what is kept for the backward after each, and which
@@ -142,18 +158,8 @@ class TracedPlaces:
     _edges: int = 0
     """Number of checkpoints that have begun or ended."""
     _open: list[int] = field(default_factory=list)
-    _kept: dict[int, int] = field(default_factory=dict)
-    """The last time at which each checkpoint kept something."""
-    _keepers: dict[int, set[int]] = field(default_factory=dict)
-    """The nodes that keep something in each checkpoint, and in those within it."""
-    _kept_by: dict[str, int] = field(default_factory=dict)
-    """The last time at which each top-most module kept something, outside of checkpoints."""
-    _kept_in: dict[str, int] = field(default_factory=dict)
-    """The same, within checkpoints too."""
-    _repeated: set[str] = field(default_factory=set)
-    """The top-most modules that kept something within a checkpoint."""
-    _held: set[str] = field(default_factory=set)
-    """Those that kept something outside of checkpoints which was not given to one."""
+    _kept: list[_Kept] = field(default_factory=list)
+    """What is kept, in its order."""
     _reached: frozenset[int] | None = None
     """The nodes that the backward reaches; None where that is not known."""
 
@@ -165,13 +171,14 @@ class TracedPlaces:
     @property
     def covered(self) -> set[str]:
         """Paths of the top-most modules that keep nothing but within checkpoints, and what these are given."""
-        return self._repeated - self._held
+        by = [(kept.module, kept.inside) for kept in self._kept if kept.module is not None and not kept.is_input]
+        return {module for module, inside in by if inside} - {module for module, inside in by if not inside}
 
     def clear(self) -> None:
         """Forget all, since another forward begins."""
         self._time = self._edges = 0
-        for table in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in, self._repeated, self._held):
-            table.clear()
+        self._open.clear()
+        self._kept.clear()
 
     def point(self, outcome: Any = ()) -> Point:
         """Return the point at which the forward is, when it has computed some tensors."""
@@ -179,27 +186,15 @@ class TracedPlaces:
         nodes = {tensor.grad_fn._sequence_nr() for tensor in tensors_in(outcome) if tensor.grad_fn is not None}
         return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))
 
-    def keep(self, module: str | None) -> None:
+    def keep(self, module: str | None, *, is_input: bool = False) -> None:
         """Record that the newest node keeps a tensor, in a top-most module or after all."""
-        if module is not None:
-            (self._repeated if self._open else self._held).add(module)
-        self._keep(module)
-
-    def _keep(self, module: str | None) -> None:
         self._time += 1
-        if module is not None:
-            self._kept_in[module] = self._time
-        if self._open:
-            self._kept[self._open[-1]] = self._time
-        elif module is not None:
-            self._kept_by[module] = self._time
-        for number in self._open:
-            self._keepers.setdefault(number, set()).add(autograd_sequence_number() - 1)
+        self._kept.append(_Kept(self._time, module, tuple(self._open), autograd_sequence_number() - 1, is_input))
 
     @contextmanager
     def checkpoint(self, module: str | None) -> Iterator[None]:
         """Return the context of a checkpoint's code; what it is given is kept around it."""
-        self._keep(module)
+        self.keep(module, is_input=True)
         self._edges += 1
         self._open.append(self._edges)
         try:
@@ -218,7 +213,10 @@ class TracedPlaces:
 
     def is_kept_behind(self, point: Point, modules: Collection[str]) -> bool:
         """Return whether one of these top-most modules keeps something after a point."""
-        return any(self._kept_in.get(module, 0) > point.time for module in modules)
+        return any(kept.module in modules for kept in self._kept_after(point))
+
+    def _kept_after(self, point: Point) -> Iterator[_Kept]:
+        return itertools.islice(self._kept, bisect_right(self._kept, point.time, key=lambda kept: kept.time), None)
 
     def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> ForwardPlace:
         """Return the place of a point in the forward of a layer of these modules.
@@ -227,17 +225,16 @@ class TracedPlaces:
         """
         if self.are_alike:
             return NOWHERE
-        innermost = point.inside[-1] if point.inside else 0
-        times = self._kept | {0: max((self._kept_by.get(module, 0) for module in modules), default=0)}
-        behind = (
-            number
-            for number in (0, *point.inside)
-            if times.get(number, 0) > point.time or (is_kept and number == innermost)
-        )
-        again = tuple(number for number in behind if number == 0 or self._is_repeated(number))
+        around = (0, *point.inside)
+        behind = {kept.inside[-1] for kept in self._kept_after(point) if kept.inside}
+        if any(kept.module in modules and not kept.inside for kept in self._kept_after(point)):
+            behind.add(0)
+        if is_kept:
+            behind.add(around[-1])
+        again = tuple(number for number in around if number in behind and (number == 0 or self._is_repeated(number)))
         return ForwardPlace(at=point.at, inside=point.inside, again=again)
 
     def _is_repeated(self, checkpoint: int) -> bool:
         """Return whether the backward asks for something that a checkpoint keeps."""
-        keepers = self._keepers.get(checkpoint, set())
-        return bool(keepers) and (self._reached is None or not self._reached.isdisjoint(keepers))
+        nodes = {kept.node for kept in self._kept if checkpoint in kept.inside}
+        return bool(nodes) and (self._reached is None or not self._reached.isdisjoint(nodes))

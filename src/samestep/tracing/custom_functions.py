@@ -136,17 +136,10 @@ def _both(hook: Callable[..., Any], part: nn.Module, num_inputs: int, *gradients
     return _or_given(hook(part, of_inputs, above), of_inputs)
 
 
-class FollowedCalls(DispatchMode):
-    """Runs operations on the meta device, and reports each that is given or returns a tensor of it: of a hook, a loss, a backward."""
+def follow_calls(ran: Ran) -> DispatchMode:
+    """Run operations on the meta device inside, and report each that is given or returns a tensor of it: of a hook, a loss, a backward."""
 
-    def __init__(self, ran: Ran) -> None:
-        super().__init__()
-        self._ran = ran
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = operands(*args, *kwargs.values())
         moved = args, kwargs
         if any(tensor.is_meta for tensor in tensors):
@@ -156,8 +149,10 @@ class FollowedCalls(DispatchMode):
                 moved = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         outcome = run_on_meta(func, *moved)
         if any(tensor.is_meta for tensor in (*tensors, *operands(outcome))):
-            self._ran(func, args, kwargs, outcome)
+            ran(func, args, kwargs, outcome)
         return outcome
+
+    return DispatchMode(carry_out)
 
 
 def follow_hook(hook: Callable[..., Any], gradients: Sequence[Tensor], ran: Ran) -> list[Tensor] | None:
@@ -165,7 +160,7 @@ def follow_hook(hook: Callable[..., Any], gradients: Sequence[Tensor], ran: Ran)
     does not leave the gradients as they are.
     """
     try:
-        with disable_current_modes(), torch.no_grad(), preserve_function(hook), FollowedCalls(ran):
+        with disable_current_modes(), torch.no_grad(), preserve_function(hook), follow_calls(ran):
             return operands(hook(*gradients))
     except Exception:  # of the user's own code, which reads what the meta device does not have
         return _left_alone(hook, gradients)

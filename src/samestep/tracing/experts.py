@@ -35,8 +35,7 @@ from samestep.models.layer_parts import ExpertDispatch, OtherWork
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ExpertModules, ModelSpec, is_below, owner_of
-from samestep.tracing.checkpointed import Point
-from samestep.tracing.operations import Events
+from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -89,26 +88,21 @@ def compute_by_groups(model: nn.Module, experts: ExpertModules) -> Iterator[None
 
 @contextmanager
 def record_dispatches(
-    model: nn.Module,
-    experts: ExpertModules,
-    calls: dict[str, tuple[Any, Any]] | None = None,
-    events: Events | None = None,
+    model: nn.Module, experts: ExpertModules, calls: dict[str, tuple[Any, Any]], places: TracedPlaces
 ) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
 
-    What they return is kept, to weight it; `events` are those of the forward.
+    `places` are the points of the forward.
     """
     seen: list[ExpertDispatch] = []
     points: list[Point] = []
-    places = Events().places if events is None else events.places
     if not experts.switchable and not experts.counts:
         yield seen
         return
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = routing_arguments(args, named)
-        if calls is not None:
-            calls[path] = (args, named)
+        calls[path] = (args, named)
         dispatch = ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path])
         seen.append(dispatch)
         points.append(places.point())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.building.autograd_graph import nodes_from
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
@@ -177,9 +178,10 @@ class FlowRecorder(TorchFunctionMode):
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
 
-    def take_idle(self, nodes: Collection[Node]) -> None:
-        """Let values take no gradient if the loss depends on these nodes alone, and not on theirs."""
+    def take_idle(self, roots: Iterable[Tensor]) -> None:
+        """Let values take no gradient on which the loss, given as the tensors at which its backward begins, does not depend."""
         assert self.flow is not None, "the forward has ended"
+        nodes = set(nodes_from(root.grad_fn for root in roots))
         idle = {number for number, node in self._nodes.items() if node is not None and node not in nodes}
         if nodes:
             values = (

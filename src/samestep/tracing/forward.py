@@ -321,9 +321,8 @@ class ForwardTracer(DispatchMode):
         for key in self.facts.weights.intersection(storages) if self.events.costs is not None else ():
             self.events.readers.setdefault(key, set()).add(self.modules.paths)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Record what ranks exchange of an attention, and report it; one without a dimension of heads exchanges nothing."""
-        self.analysis.attend(query, key, value, output, mask)
+    def exchange(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Record what ranks exchange of an attention; one without a dimension of heads exchanges nothing."""
         if query.dim() != 4 or self.events.costs is None:
             return
         is_cut = self.key(query) in self.cut.storages

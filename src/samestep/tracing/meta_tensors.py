@@ -16,7 +16,7 @@ from samestep.trees import operands, tensors_in, tree_map_only
 _META = torch.device("meta")
 
 KNOWN_ELEMENTS = 2**20
-"""Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+"""Values are followed in tensors of at most so many elements: tokens, positions and a mask of ones, not masks of pairs."""
 
 KNOWN_TIMES = 4
 """Values of long samples are followed in tensors of so many times their elements: tokens and positions, padded or side by side."""
@@ -29,9 +29,6 @@ DRAWN_ELEMENTS = 2**22
 
 DRAWN_IN_ALL = 2**28
 """Elements after which no more values are drawn in one forward: a GiB of float32."""
-
-KNOWN_CONSTANTS = 2**20
-"""Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
 
 _CPU = torch.device("cpu")
 
@@ -48,21 +45,20 @@ class KnownValues:
         """Whether the values of all tensors are kept, floating ones too."""
         self.generator = torch.Generator().manual_seed(0) if draws else None
         """Draws the floating values of which whole numbers are computed, and those that code looks at, where they are not known."""
-        self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
+        self.limit = KNOWN_ELEMENTS
         self._num_drawn = 0
         self._twins: dict[int, Tensor] = {}
 
     def make_room(self, batch: Any) -> None:
         """Keep values in tensors as large as those of a batch, whatever the length of its samples."""
         sizes = [leaf.numel() for leaf in tensors_in(batch) if not leaf.is_floating_point()]
-        room = KNOWN_TIMES * max(sizes, default=0)
-        self.limit, self._limit_of_constants = max(KNOWN_ELEMENTS, room), max(KNOWN_CONSTANTS, room)
+        self.limit = max(KNOWN_ELEMENTS, KNOWN_TIMES * max(sizes, default=0))
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether the values of a tensor of this dtype and size are kept."""
         if self.keeps_all or not tensor.is_meta:
             return tensor.is_meta
-        is_kept = tensor.numel() <= self._limit_of_constants or is_whole(tensor)
+        is_kept = tensor.numel() <= self.limit or is_whole(tensor)
         return is_kept and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:

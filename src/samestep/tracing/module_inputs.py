@@ -250,3 +250,39 @@ class ForwardCalls:
 
     def _shapes(self, tensors: list[Tensor]) -> Shapes:
         return [(self._key(tensor), tuple(tensor.shape)) for tensor in tensors]
+
+
+Groups = tuple[tuple[str, ...], ...]
+"""The paths of the modules of each group, modules whose calls alternate, in the order of their first calls."""
+
+
+def groups_of(model: nn.Module, modules: ForwardCalls) -> Groups:
+    """Return the groups of modules with weights that a forward of several samples has called several times, as code does that takes samples
+    one by one or in chunks, in the order of their first calls.
+
+    Weights that are gathered for the forward must stay gathered from the first call of such a module to the last one, and their gradients
+    are whole when the backward of the first call is over. None of the backwards of a group is over before that of the last one starts:
+
+        for sample in batch:                    one sample       a b
+            outputs.append(b(a(sample)))        three            a b a b a b        a group: a and b
+    """
+    weighted = [path for path, part in model.named_modules() if path and any(True for _ in part.parameters())]
+    calls = [(modules.of[path], path) for path in weighted if len(modules.of.get(path, ())) > 1]
+    groups: list[list[str]] = []
+    end = 0
+    for first, last, path in sorted((some[0].entered, max(call.left for call in some), path) for some, path in calls):
+        if first > end:
+            groups.append([])
+        groups[-1].append(path)
+        end = max(end, last)
+    return tuple(map(tuple, groups))
+
+
+def joined(groups: Groups, other: Groups) -> Groups:
+    """Return the groups of two forwards, joined where they have a module in common."""
+    merged: list[list[str]] = []
+    for group in (*groups, *other):
+        alike = [known for known in merged if not {*known}.isdisjoint(group)]
+        merged = [known for known in merged if known not in alike]
+        merged.append([*dict.fromkeys(path for part in (*alike, group) for path in part)])
+    return tuple(map(tuple, merged))

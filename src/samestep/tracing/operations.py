@@ -254,9 +254,6 @@ class Analysis:
         """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
         call.check()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Receive the tensors of an attention that runs."""
-
     def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Receive an attention that has run."""
 

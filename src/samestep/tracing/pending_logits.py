@@ -29,7 +29,7 @@ from samestep.building.torch_seams import DisableTorchFunction, disable_current_
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserve_function
-from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.custom_functions import follow_calls
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_leaves, tree_map
 
@@ -283,7 +283,7 @@ def _elementwise(
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             probe = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
             tried = tree_map(lambda value: probe if value is logits else _on_meta(value), (args, kwargs))
-            with FollowedCalls(lambda operation, *_: operations.append(operation)):
+            with follow_calls(lambda operation, *_: operations.append(operation)):
                 result = func(*tried[0], **tried[1])
     except Exception:  # the call itself is wrong, and says so on the logits
         return None

@@ -47,18 +47,23 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import Snapshot, holding
-from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
+from samestep.tracing.arranged_layers import (
+    Layer,
+    UsesOfWeights,
+    arrange,
+    containers_of,
+    modules_entered_again,
+    opened_modules,
+)
 from samestep.tracing.backward import (
     Backward,
     idle_weights,
-    nodes_of,
     roots_of_loss,
     token_parts_of,
     unlike_weights,
     watch_backward,
     working_sets,
 )
-from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
@@ -146,7 +151,7 @@ def _spec_of(
     unused = idle_weights(module, outputs, roots)
     idle = _never_read(module, watch) & unused if looks.varies else frozenset[int]() if has_looked else unused
     if not has_looked:
-        recorded.take_idle(nodes_of(roots))
+        recorded.take_idle(roots)
     unused |= unlike_weights(roots if loss is not None and len(roots) > 1 else [])
     if looks.varies:  # other values may leave any weight unused
         unused |= {id(param) for param in module.parameters() if param.requires_grad}

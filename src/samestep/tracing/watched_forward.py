@@ -44,8 +44,8 @@ from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.layer_parts import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
+from samestep.tracing.arranged_layers import containers_of
 from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
-from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         tensors = [query, key, value, *([] if mask is None else [mask])]
         watch.record(tensors, [output, log_sum_exp], flops, product)
-        watch.attend(query, key, value, output, mask)
+        watch.exchange(query, key, value, output)
         watch.events.pairs |= {watch.key(tensor) for tensor in masks}
         return output
 

@@ -7,7 +7,6 @@ rank's bytes and samples, and starts nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +75,7 @@ class Checked:
     @property
     def job(self) -> Job:
         """The job with the layout written into it, so that the file in the run folder alone repeats the run."""
-        words = {
-            field.name: getattr(self.layout, field.name)
-            for field in dataclasses.fields(self.layout)
-            if field.name == "dp_replicate" or getattr(self.layout, field.name) != field.default
-        }
-        return self.workload.job.model_copy(update={"layout": words})
+        return self.workload.job.model_copy(update={"layout": self.layout.options})
 
 
 def check(

@@ -59,11 +59,12 @@ def launch(
     """
     where = Layout(layout) if isinstance(layout, str) else layout
     if where is None and ranks is None:
-        raise InputError("command-options", "launch needs the number of ranks. Use ranks=2, or layout='dp=2'")
+        text = "launch needs the number of ranks. Use ranks=2, or layout='dp=2' (--ranks 2, or --layout dp=2)"
+        raise InputError("command-options", text)
     if where is not None and ranks not in (None, where.world_size):
         raise InputError(
             "command-options",
-            f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}: one of them is enough",
+            f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}. Use one of them",
         )
     count = ranks if where is None else where.world_size
     work = (main, args, "" if where is None else str(where))
@@ -90,7 +91,9 @@ def launch_script(
         SamestepError: as by `launch`.
     """
     if not Path(path).is_file():
-        raise InputError("command-options", f"there is no script {path}")
+        raise InputError("command-options", f"there is no script {path}. Use the path of a Python script")
+    if Path(path).suffix == ".toml":
+        raise InputError("command-options", f"{path} is a job, and no Python script. Use samestep train {path}")
     launch(_run_script, (str(path), tuple(arguments)), ranks=ranks, layout=layout, device=device)
 
 

@@ -93,7 +93,8 @@ def _check(receiver: object, folder: str | None) -> None:
     if not isinstance(receiver, str):
         raise JobError(
             "argument-type",
-            f"samestep.track takes words, functions of a report and a samestep.EarlyStopping, and was given a {type(receiver).__name__}",
+            f'samestep.track was given a {type(receiver).__name__} as a logger. Use words such as "progress", functions of a report and a '
+            "samestep.EarlyStopping, one after another: samestep.track(run, first, second)",
         )
     words = (PROGRESS, FILE, trackers.TENSORBOARD, *trackers.SERVICES)
     if ":" not in receiver and receiver not in words:

@@ -1,7 +1,7 @@
 """Attention: its form, the carriers that compute it, and the calls and formulas of code in which it is found."""
 
 from samestep.building.attention.attention_spec import AttentionSpec, DroppedWeights
-from samestep.building.attention.carriers import AttentionCall, attend, multi_head_attention
+from samestep.building.attention.carriers import AttentionCall, multi_head_attention
 from samestep.building.attention.document_mask import DocumentMask
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "AttentionSpec",
     "DocumentMask",
     "DroppedWeights",
-    "attend",
     "multi_head_attention",
 ]

@@ -53,10 +53,8 @@ class AttentionSpec:
 
     causal: bool = False
     """Whether a query sees no later keys."""
-    window: int | None = None
-    """A query sees keys that are fewer tokens away than this."""
     documents: Tensor | None = None
-    """The document of each token, int64 [B, T], whose tokens see each other alone; documents are runs of tokens."""
+    """The document of each token, int64 [B, T], whose tokens see each other alone; documents are runs of tokens, in causal attentions."""
     scale: float | None = None
     """Products of queries and keys are multiplied by this; by one over the root of the features of a head where it is None."""
     dropout: DroppedWeights | None = None
@@ -72,13 +70,13 @@ class AttentionSpec:
 
     @property
     def bounds_keys(self) -> bool:
-        """Whether causality, a window or documents hide keys."""
-        return self.causal or self.window is not None or self.documents is not None
+        """Whether causality or documents hide keys."""
+        return self.causal or self.documents is not None
 
     def has_only(self, *names: str) -> bool:
         """Return whether, mask and causality aside, nothing is asked for but these fields: torch's fused kernels compute the rest."""
         return not [name for name in _BEYOND_TORCH if getattr(self, name) is not None and name not in names]
 
 
-_BEYOND_TORCH = ("window", "documents", "dropout")
+_BEYOND_TORCH = ("documents", "dropout")
 """Fields that `scaled_dot_product_attention` does not know, or computes with masks of its own."""

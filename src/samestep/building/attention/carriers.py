@@ -1,14 +1,13 @@
-"""`attend`: the one attention, carried out by the first carrier of a table that computes its form; and the calls of torch's functions that ask for it.
+"""The one attention, carried out by the first carrier of a table that computes its form; and the calls of torch's functions that ask for it.
 
     carrier           computes                                                 where
     across            anything, with keys on other ranks                       a rank of cp, `exchange=ring`
     small             dropout, causality, by operations of torch               CPUs, few tokens
-    variable length   documents, windows                                       GPUs, half precision, torch 2.12 or later
+    variable length   documents                                                GPUs, half precision, torch 2.12 or later
     by documents      documents                                                CPUs, GPUs of other dtypes where lengths are known
-    torch             masks or causality, no log-sum-exp                       every device: torch chooses its kernel
-    flash             causality, the log-sum-exp                               CPUs; GPUs in half precision
-    dropped flash     dropout, causality, windows, documents, masks            GPUs with Triton, by our kernels; not in float64
-    formula           everything: windows, dropout, documents                  every device
+    torch             masks or causality                                       every device: torch chooses its kernel
+    dropped flash     dropout, causality, documents, masks                     GPUs with Triton, by our kernels; not in float64
+    formula           everything: dropout, documents                           every device
 
 Each is the formula of `attention_spec.py`. A kernel of torch is given `is_causal` in place of a mask, and drops nothing.
 """
@@ -17,32 +16,24 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import fused
 from samestep.building.attention.attention_spec import AttentionSpec, DroppedWeights
 from samestep.building.attention.formula import attend_by_formula, attend_small, is_small
-from samestep.building.attention.fused import (
-    attend_by_flash,
-    attend_dropped,
-    fits_dropped_flash,
-    fits_flash,
-    has_variable_length,
-)
-
-_Found = tuple[Tensor, Tensor | None]
+from samestep.building.attention.fused import attend_dropped, fits_dropped_flash, fits_flash, has_variable_length
 
 
 class Across(Protocol):
     """An attention of this rank's queries to keys of which other ranks hold parts."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps of this rank's queries; masks and documents are those of all tokens."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return the output of this rank's queries; masks and documents are those of all tokens."""
         ...
 
 
@@ -53,7 +44,6 @@ class Asked(NamedTuple):
     key: Tensor
     value: Tensor
     spec: AttentionSpec
-    needs_lse: bool = True
     across: Across | None = None
 
 
@@ -62,31 +52,13 @@ class Carrier(NamedTuple):
 
     name: str
     fits: Callable[[Asked], bool]
-    run: Callable[[Asked], _Found]
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: AttentionSpec,
-    *,
-    across: Across | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query's scores [B, A, L], which takes no gradient.
-
-    Queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A.
-    """
-    asked = Asked(query, key, value, spec, True, across)
-    output, log_sum_exp = carrier_of(asked).run(asked)
-    assert log_sum_exp is not None, "this carrier was asked for it"
-    return output, log_sum_exp
+    run: Callable[[Asked], Tensor]
 
 
 def output_of(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, across: Across | None = None) -> Tensor:
-    """Return the output that `attend` returns, where nobody needs the log-sum-exps."""
-    asked = Asked(query, key, value, spec, False, across)
-    return carrier_of(asked).run(asked)[0]
+    """Return the output of an attention [B, A, L, E]: queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A."""
+    asked = Asked(query, key, value, spec, across)
+    return carrier_of(asked).run(asked)
 
 
 def carrier_of(asked: Asked) -> Carrier:
@@ -103,7 +75,7 @@ def carrier_of(asked: Asked) -> Carrier:
 
 def _has_documents_alone(asked: Asked) -> bool:
     spec = asked.spec
-    return spec.documents is not None and spec.has_only("documents", "window") and spec.mask is None
+    return spec.documents is not None and spec.has_only("documents") and spec.mask is None
 
 
 def _fits_variable_length(asked: Asked) -> bool:
@@ -122,51 +94,41 @@ def fits_heads(asked: Asked) -> bool:
 
 def _fits_documents(asked: Asked) -> bool:
     is_known = asked.spec.lengths is not None or asked.query.device.type == "cpu"
-    return is_known and not asked.needs_lse and asked.spec.window is None and _has_documents_alone(asked)
+    return is_known and _has_documents_alone(asked)
 
 
 def _fits_torch(asked: Asked) -> bool:
     spec = asked.spec
-    if asked.needs_lse or (spec.causal and spec.mask is not None):
-        return False
-    return spec.has_only() or (_has_documents_alone(asked) and spec.window is None)
-
-
-def _fits_flash(asked: Asked) -> bool:
-    is_square = not asked.spec.causal or asked.query.shape[2] == asked.key.shape[2]
-    return is_square and fits_flash(asked.query, asked.value, asked.spec)
+    return not (spec.causal and spec.mask is not None) and (spec.has_only() or _has_documents_alone(asked))
 
 
 def _fits_small(asked: Asked) -> bool:
-    is_dropped = asked.spec.dropout is not None and not asked.needs_lse and asked.query.device.type == "cpu"
+    is_dropped = asked.spec.dropout is not None and asked.query.device.type == "cpu"
     return is_dropped and is_small(*asked[:4])
 
 
-def _by_torch(asked: Asked) -> _Found:
+def _by_torch(asked: Asked) -> Tensor:
     query, key, value, spec = asked[:4]
     mask, is_causal = spec.mask, spec.causal
     if spec.documents is not None:  # which the host does not know
-        mask, is_causal = fused.dense_mask(spec.documents, causal=spec.causal), False
+        mask, is_causal = fused.dense_mask(spec.documents), False
     shared = query.dim() > 2 and query.shape[-3] != key.shape[-3]
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, 0.0, is_causal, scale=spec.scale, enable_gqa=shared
-    ), None
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=spec.scale, enable_gqa=shared)
 
 
-def _across(asked: Asked) -> _Found:
+def _across(asked: Asked) -> Tensor:
     assert asked.across is not None
     return asked.across.attend(*asked[:4])
 
 
 CARRIERS = (
     Carrier("across", lambda asked: asked.across is not None, _across),
-    Carrier("small", _fits_small, lambda asked: (attend_small(*asked[:4]), None)),
+    Carrier("small", _fits_small, lambda asked: attend_small(*asked[:4])),
     Carrier("variable length", _fits_variable_length, lambda asked: fused.attend_by_length(*asked[:4])),
-    Carrier("by documents", _fits_documents, lambda asked: (fused.attend_each(*asked[:4]), None)),
+    Carrier("by documents", _fits_documents, lambda asked: fused.attend_each(*asked[:4])),
     Carrier("torch", _fits_torch, _by_torch),
-    Carrier("flash", _fits_flash, lambda asked: attend_by_flash(*asked[:4])),
     Carrier("dropped flash", lambda asked: fits_dropped_flash(*asked[:4]), lambda asked: attend_dropped(*asked[:4])),
-    Carrier("formula", lambda asked: True, lambda asked: attend_by_formula(*asked[:4], needs_lse=asked.needs_lse)),
+    Carrier("formula", lambda asked: True, lambda asked: attend_by_formula(*asked[:4])),
 )
 """The carriers, the first that fits before those after it."""
 
@@ -253,7 +215,7 @@ def _in_heads(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
     return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded[(None,) * (4 - expanded.dim())]
 
 
-def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:
+def multi_head_attention(mode: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
     """Run `torch.nn.functional.multi_head_attention_forward` with a function mode that sees the calls in it."""
     with mode:
         return _MULTI_HEAD_ATTENTION(*args, **kwargs)

@@ -55,7 +55,7 @@ class DocumentMask(Tensor):
 
     def dense(self) -> Tensor:
         """Return all elements of the mask, bool [B, 1, T, T]."""
-        return dense_mask(self.documents, causal=True)
+        return dense_mask(self.documents)
 
     @classmethod
     def __torch_function__(

@@ -6,7 +6,7 @@
 
 A block of queries needs the rows of P and D that are its own, so [B, A, queries of a block, S] is all that exists at a time, as in
 the tiles of FlashAttention (Dao et al. 2022, arXiv:2205.14135), and the backward computes it again. In a causal attention a block
-computes the keys that its last query sees, with a window those that its first one sees too. A small attention keeps its weights.
+computes the keys that its last query sees. A small attention keeps its weights.
 
 Sums are in float32 at least. Scale and 1 / (1 - p) are factors of the products, so they cost nothing.
 
@@ -81,20 +81,12 @@ def blocks(spec: AttentionSpec, pairs: Pairs, rows: slice, each_row: int) -> Ite
 
     `each_row` elements are computed for a query.
     """
-    num_keys = sum(map(len, pairs.keys))
     size = max(BLOCK_ELEMENTS // max(each_row, 1), LEAST_QUERIES)
     for start in range(rows.start, rows.stop, size):
         some = slice(start, min(start + size, rows.stop))
-        tokens = cut(pairs.queries, some)
-        low, high = 0, pairs.keys[-1].stop
-        if spec.window is not None:
-            low = tokens[0].start - spec.window + 1
-            high = min(high, tokens[-1].stop - 1 + spec.window)
-        if spec.causal:
-            high = min(high, tokens[-1].stop)
-        first, last = (sum(min(max(bound - run.start, 0), len(run)) for run in pairs.keys) for bound in (low, high))
-        first = min(first, num_keys - 1)
-        yield AttentionTile(some, slice(first, max(last, first + 1)))
+        high = cut(pairs.queries, some)[-1].stop if spec.causal else pairs.keys[-1].stop
+        last = sum(min(max(high - run.start, 0), len(run)) for run in pairs.keys)
+        yield AttentionTile(some, slice(0, max(last, 1)))
 
 
 # -- the formula of one block ----------------------------------------------------------------------
@@ -120,7 +112,7 @@ def weights_of(spec: AttentionSpec, scores: Tensor, *, needs_lse: bool) -> tuple
     A query that sees nothing has zeros, forward and backward, as in torch.
     """
     weights = scores.softmax(-1)
-    if not needs_lse and not (spec.mask is not None or spec.window is not None or spec.documents is not None):
+    if not needs_lse and spec.mask is None and spec.documents is None:
         return weights, None
     top = scores.amax(-1)
     is_blind = top == -math.inf
@@ -204,16 +196,13 @@ class _How(NamedTuple):
 
     spec: AttentionSpec
     scale: float
-    needs_lse: bool
 
 
-def attend_by_formula(
-    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, needs_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L], of no elements where none is needed."""
-    how = _How(spec.but(mask=None), scale_of(spec, query), needs_lse)
-    result: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, how)
-    return result
+def attend_by_formula(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the output of an attention [B, A, L, D]."""
+    how = _How(spec.but(mask=None), scale_of(spec, query))
+    output: Tensor = _Formula.apply(query, key, value, spec.mask, how)
+    return output
 
 
 def scale_of(spec: AttentionSpec, query: Tensor) -> float:
@@ -260,30 +249,23 @@ def _wide_rows(*tensors: Tensor) -> Sequence[Tensor]:
 
 class _Formula(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How) -> Tensor:
         ctx.how = how
         saved: tuple[Tensor | None, ...] = ()
-        ctx.set_materialize_grads(False)
         spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
         with disable_current_modes():  # selective recompute would keep the products of all blocks
             keys, values = widen(key), widen(value)
-            outputs, sums = Sum(query, value.shape[-1]), Sum(query, 0)
+            outputs = Sum(query, value.shape[-1])
             for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
                 scores = scores_of(spec, how.scale, pairs, block, query, keys)
-                weights, lse = weights_of(spec, scores, needs_lse=how.needs_lse)
+                weights, _ = weights_of(spec, scores, needs_lse=False)
                 drop = dropped_of(spec, pairs, block)
                 outputs.add(block.rows, output_of(spec, weights, drop, values[:, :, block.keys]))
-                if lse is not None:
-                    sums.add(block.rows, lse)
                 if weights.numel() <= KEPT_ELEMENTS and block.num_rows == query.shape[2]:
                     saved = weights, drop
             output = outputs.value.to(query.dtype)
-            log_sum_exp = sums.value if how.needs_lse else output.new_empty(0)
         ctx.save_for_backward(query, key, value, mask, *saved)
-        ctx.mark_non_differentiable(log_sum_exp)
-        return output, log_sum_exp
+        return output
 
     @staticmethod
     @once_differentiable
@@ -312,7 +294,7 @@ class Sum:
     def __init__(self, like: Tensor, width: int | None = None) -> None:
         """Begin with zeros of this shape, with so many features."""
         self._like = like
-        self._shape = like.shape if width is None else (*like.shape[:-1], width) if width else like.shape[:-1]
+        self._shape = like.shape if width is None else (*like.shape[:-1], width)
         self._sum: Tensor | None = None
 
     def add(self, rows: slice, part: Tensor) -> None:
@@ -362,16 +344,11 @@ def taken(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
 
 
 def _hidden(spec: AttentionSpec, pairs: Pairs, block: AttentionTile, device: torch.device) -> Tensor | None:
-    """Return which keys of a block causality, window and documents hide from a query, bool [..., b, b]; None where they hide none."""
+    """Return which keys of a block causality and documents hide from a query, bool [..., b, b]; None where they hide none."""
     queries, keys = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
-    first, last, window = queries[0].start, queries[-1].stop - 1, spec.window
     hidden: Tensor | None = None
-    if spec.causal and keys[-1].stop - 1 > first:
+    if spec.causal and keys[-1].stop - 1 > queries[0].start:
         hidden = _future(queries, keys, device)
-    if window is not None and max(last - keys[0].start, 0 if spec.causal else keys[-1].stop - 1 - first) >= window:
-        distance = _positions(queries, device)[:, None] - _positions(keys, device)
-        far = distance >= window if spec.causal else distance.abs() >= window
-        hidden = far if hidden is None else hidden | far
     if spec.documents is not None:
         of_queries, of_keys = taken(spec.documents, 1, queries), taken(spec.documents, 1, keys)
         others = of_queries[:, None, :, None] != of_keys[:, None, None, :]

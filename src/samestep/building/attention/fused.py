@@ -1,7 +1,7 @@
 """Kernels of attention that never hold its weights: torch's flash and variable length, one document at a time, and ours with dropout.
 
-Torch's kernels return the log-sum-exp. Given the output and the log-sum-exp of all keys, the backward of a part of the keys gives the
-gradients that this part has in them. Documents are attended one by one, or by one kernel of variable length (`torch.nn.attention.varlen`) for
+Torch's flash kernel returns the log-sum-exp. Given the output and the log-sum-exp of all keys, the backward of a part of the keys gives the
+gradients that this part has in them, as a ring needs it. Documents are attended one by one, or by one kernel of variable length (`torch.nn.attention.varlen`) for
 all of them, on GPUs; its offsets come from lengths that the host knows:
 
     tokens          d0 d0 d0 d0 d1 d1 d2 d2 d2
@@ -14,7 +14,7 @@ all of them, on GPUs; its offsets come from lengths that the host knows:
                                 ■ ...
 
 Torch's kernels draw dropout masks of their own. Ours (`kernels/flash_dropout.py`) draw the mask from its hashes as they need it, forward and
-backward, and take what dropout comes with: causality, a window, documents, and a mask that takes no gradient, such as one of padding. The
+backward, and take what dropout comes with: causality, documents, and a mask that takes no gradient, such as one of padding. The
 formula of `formula.py` has the rest, and float64.
 
 Legend: as in `attention_spec.py`; N documents of all samples, whose tokens stand one after another in q_tad [B T, A, D].
@@ -85,57 +85,23 @@ def flash_backward(
     return widen(results[0]), _summed_heads(results[1], key), _summed_heads(results[2], value)
 
 
-def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L]."""
-    result: tuple[Tensor, Tensor] = _Flash.apply(query, key, value, _How(spec.causal, scale_of(spec, query)))
-    return result
-
-
-class _How(NamedTuple):
-    is_causal: bool
-    scale: float
-
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-        ctx.how = how
-        ctx.set_materialize_grads(False)
-        with disable_current_modes():
-            output, log_sum_exp = flash_forward(query, key, value, is_causal=how.is_causal, scale=how.scale)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.mark_non_differentiable(log_sum_exp)
-        return output, log_sum_exp
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, output, log_sum_exp = ctx.saved_tensors
-        of_output = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
-        results = flash_backward(of_output, query, key, value, output, log_sum_exp, **ctx.how._asdict())
-        return *(result.to(like.dtype) for result, like in zip(results, (query, key, value), strict=True)), None
-
-
 @functools.cache
 def has_variable_length() -> bool:
-    """Return whether this torch has a kernel of variable length that takes windows."""
+    """Return whether this torch has a kernel of variable length that takes windows, the only way to say that it is causal."""
     return (
         _varlen is not None
         and {"window_size", "enable_gqa"} <= inspect.signature(_varlen.varlen_attn).parameters.keys()
     )
 
 
-def variable_length(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float, window: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return outputs [T, A, D] and log-sum-exps [A, T] of sequences that begin at some offsets, int32 [N + 1]."""
+def variable_length(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+    """Return the outputs [T, A, D] of causal attentions within sequences that begin at some offsets, int32 [N + 1]."""
     assert _varlen is not None
-    result: Any = _varlen.varlen_attn(
-        query, key, value, offsets, offsets, longest, longest, return_aux=_varlen.AuxRequest(lse=True), scale=scale,
-        window_size=window, enable_gqa=query.shape[1] != key.shape[1],
+    output: Tensor = _varlen.varlen_attn(
+        query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    output, log_sum_exp = result
-    return output, log_sum_exp
+    return output
 
 
 def _with_heads_of(query: Tensor, tensor: Tensor) -> Tensor:
@@ -150,11 +116,10 @@ def _summed_heads(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.unflatten(1, (-1, times)).sum(2, dtype=wide(gradient)) if times > 1 else widen(gradient)
 
 
-def dense_mask(documents: Tensor, *, causal: bool) -> Tensor:
-    """Return which tokens share a document, bool [B, 1, T, T]; of causal attentions, those that see each other."""
+def dense_mask(documents: Tensor) -> Tensor:
+    """Return which earlier tokens of its document a token sees, bool [B, 1, T, T]."""
     tokens = torch.arange(documents.shape[1], device=documents.device)
-    alike = documents[:, None, :, None] == documents[:, None, None, :]
-    return alike & (tokens[:, None] >= tokens) if causal else alike
+    return (documents[:, None, :, None] == documents[:, None, None, :]) & (tokens[:, None] >= tokens)
 
 
 def lengths_of(documents: Tensor) -> list[list[int]]:
@@ -170,26 +135,21 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) 
     outputs = []
     for *sample, lengths in zip(query.split(1), key.split(1), value.split(1), lengths_of_all, strict=True):
         for q, k, v in zip(*(tensor.split(lengths, 2) for tensor in sample), strict=True):
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=shared)
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=shared)
             outputs.append(output.squeeze(0).transpose(0, 1))
     joined = torch.cat(outputs).unflatten(0, (query.shape[0], -1))
     return joined.transpose(1, 2)
 
 
-def attend_by_length(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exps of attentions within each document, by one kernel for all of them."""
+def attend_by_length(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the output of attentions within each document, by one kernel for all of them."""
     assert spec.lengths is not None
     lengths = [*itertools.chain.from_iterable(spec.lengths)]
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     offsets = (ends.pin_memory() if query.is_cuda else ends).to(query.device, non_blocking=True)
     q_tad, k_tad, v_tad = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    window = -1 if spec.window is None else spec.window - 1
-    scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    output, log_sum_exp = variable_length(
-        q_tad, k_tad, v_tad, offsets, max(lengths), scale, (window, 0 if spec.causal else window)
-    )
-    rows = (query.shape[0], query.shape[2])
-    return output.unflatten(0, rows).transpose(1, 2), log_sum_exp.unflatten(1, rows).transpose(0, 1)
+    output = variable_length(q_tad, k_tad, v_tad, offsets, max(lengths), scale_of(spec, query))
+    return output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,7 +171,7 @@ def fits_dropped_flash(query: Tensor, key: Tensor, value: Tensor, spec: Attentio
         and width <= flash_launches.WIDEST
         and key.shape[:3] == value.shape[:3]
         and 0 not in (*query.shape, *key.shape, *value.shape)
-        and spec.has_only("window", "documents", "dropout")
+        and spec.has_only("documents", "dropout")
         and (spec.mask is None or (spec.mask.dim() <= 4 and not spec.mask.requires_grad))
         and (not query.is_cuda or agrees(query.device, query.dtype, (query.shape[3], value.shape[3]), spec.causal))
     )
@@ -243,8 +203,7 @@ def agrees(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], ca
             for is_formula in (False, True):
                 leaves = [number.clone().requires_grad_() for number in numbers[:3]]
                 query, key, value = leaves
-                by_formula = attend_by_formula(query, key, value, spec, needs_lse=False) if is_formula else None
-                output, _ = by_formula or attend_dropped(query, key, value, spec)
+                output = (attend_by_formula if is_formula else attend_dropped)(query, key, value, spec)
                 runs.append([output.detach(), *torch.autograd.grad(output, leaves, numbers[3])])
     except Exception:  # whatever the compilers of a machine raise
         return False
@@ -270,7 +229,6 @@ def flash_form(spec: AttentionSpec, scale: float, queries: range, keys: range, r
         p=drop.p,
         scale=scale,
         causal=spec.causal,
-        window=spec.window,
         mask=spec.mask,
         documents=spec.documents,
         query_start=queries.start,
@@ -278,11 +236,11 @@ def flash_form(spec: AttentionSpec, scale: float, queries: range, keys: range, r
     )
 
 
-def attend_dropped(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L]."""
+def attend_dropped(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the output of an attention [B, A, L, D]."""
     how = _DroppedForm(spec.but(mask=None), scale_of(spec, query))
-    result: tuple[Tensor, Tensor] = _DroppedFlash.apply(query, key, value, spec.mask, how)
-    return result
+    output: Tensor = _DroppedFlash.apply(query, key, value, spec.mask, how)
+    return output
 
 
 class _DroppedForm(NamedTuple):
@@ -297,16 +255,12 @@ class _DroppedForm(NamedTuple):
 
 class _DroppedFlash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _DroppedForm
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _DroppedForm) -> Tensor:
         ctx.how = how
-        ctx.set_materialize_grads(False)
         with disable_current_modes():
             output, log_sum_exp = flash_launches.forward(query, key, value, how.form(query, key, mask))
         ctx.save_for_backward(query, key, value, mask, output, log_sum_exp)
-        ctx.mark_non_differentiable(log_sum_exp)
-        return output, log_sum_exp
+        return output
 
     @staticmethod
     @once_differentiable

@@ -45,7 +45,7 @@ from samestep.building.torch_seams import (
     pop_function_mode,
     push_function_mode,
 )
-from samestep.errors import JobError, ModelError, did_you_mean
+from samestep.errors import JobError, ModelError, did_you_mean, first_line
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import CompileMode, RunTable
 from samestep.models.spec import MaskSpec, ModelAnalysis, is_below
@@ -56,7 +56,7 @@ from samestep.randomness.masks import MaskSource
 from samestep.runtime.axes import rank_crossings
 from samestep.runtime.axes.context.block_exchanges import attend_around
 from samestep.runtime.axes.context.slicing import Exchanging, GraphAttentions
-from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
+from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, pluralise
 from samestep.runtime.axes.precision import MixedProducts, RaiseIslands
 
 InGraph = Callable[[str, Callable[..., Any]], Callable[..., Any]]

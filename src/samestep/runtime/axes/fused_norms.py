@@ -115,18 +115,24 @@ def _agrees(
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=draws).to(device, compute)
 
+    names: set[str] = set()
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names.add(func.overloadpacket.__name__.removesuffix("_"))  # in place or not
+        return func(*args, **kwargs)
+
     drawn_weights = {name: (1 + 0.5 * draw(*weight.shape)).requires_grad_() for name, weight in weights.items()}
     for leading, scale in itertools.product(_LEADING, _SCALES):
         x = (scale * draw(*leading, *weights["weight"].shape)).requires_grad_()
         raised = {name: weight.to(master) for name, weight in drawn_weights.items()}
         try:
-            with _Names() as seen, torch.enable_grad():
+            with DispatchMode(run), torch.enable_grad():
                 expected = functional_call(module, raised, (x.to(master),)).to(compute)
             with torch.enable_grad():
                 result = call(_Held(module, drawn_weights), x)  # type: ignore[arg-type]
         except Exception:  # a norm with other arguments, or with an input of another shape
             return False
-        if not seen.names <= _OPS or expected.shape != result.shape or expected.dtype != result.dtype:
+        if not names <= _OPS or expected.shape != result.shape or expected.dtype != result.dtype:
             return False
         asked, out = [x, *drawn_weights.values()], draw(*result.shape)
         gradients = torch.autograd.grad(expected, asked, out), torch.autograd.grad(result, asked, out)
@@ -143,18 +149,6 @@ class _Held:
 
     def __getattr__(self, name: str) -> Any:
         return self._parameters[name] if name in self._parameters else getattr(self._module, name)
-
-
-class _Names(DispatchMode):
-    """Records the names of the aten operations that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__.removesuffix("_"))  # in place or not
-        return func(*args, **(kwargs or {}))
 
 
 def _is_one_rounding(first: Tensor, second: Tensor) -> bool:

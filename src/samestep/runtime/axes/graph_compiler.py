@@ -25,6 +25,7 @@ from samestep.building.torch_seams import (
     inductor_options,
     num_graph_breaks,
 )
+from samestep.errors import first_line
 from samestep.models.spec import is_below
 from samestep.randomness import graph_draws
 from samestep.randomness.masks import MaskSource
@@ -165,11 +166,6 @@ class _NewGraph:
 def pluralise(number: int, noun: str) -> str:
     """Return a number with its noun."""
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that has any, or the name of its class."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def run_once(graph: Callable[..., Any], inputs: Sequence[Any]) -> None:

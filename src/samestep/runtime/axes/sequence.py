@@ -5,7 +5,7 @@ the whole sequence by `gather`, and its row-cut modules leave a rank its tokens 
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
 where `independence/dependence.py` has shown it; the residual sums are the block's own code. A part that computes
 whole sequences as under tp alone is given them by `_join`, and `_split` leaves a rank its tokens of what it returns.
-`independence/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
+`independence/sequence_proof.py` finds all of it on the meta device, in the forward of one sample.
 """
 
 from __future__ import annotations

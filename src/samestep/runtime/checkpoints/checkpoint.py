@@ -103,7 +103,6 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
         SaveError: the folder cannot be made.
     """
     durable_files.refuse_remote(folder)
-    run.replicas.settle()
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
@@ -412,10 +411,6 @@ class _StoredStates:
 
     run: PreparedRun
     stored: OpenCheckpoint
-
-    def has(self, key: str, name: str) -> bool:
-        """Return whether there is a state of a weight."""
-        return key in self.stored.states.get(name, {})
 
     def read(self, key: str, piece: Piece) -> Tensor:
         """Read a state of a piece."""

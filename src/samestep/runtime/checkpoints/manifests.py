@@ -33,7 +33,7 @@ from samestep import calls, rules
 from samestep.errors import CheckpointError, short_repr
 from samestep.job import Job
 from samestep.job_files import model_folder
-from samestep.job_tables import MayChange
+from samestep.job_tables import MayChange, without_removed
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 
@@ -143,7 +143,7 @@ NAME = "manifest.json"
 FORMAT_VERSION = 3
 _LARGEST_BYTES = 1 << 30
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
-_OF_EXCHANGES = ("outer_lr", "outer_momentum", "exchange_mix")
+_OF_EXCHANGES = ("outer_lr", "outer_momentum")
 """Keys of numerics that say something of replicas that are trained apart alone."""
 _MAY_CHANGE = (
     "numerics.on_nonfinite",
@@ -255,7 +255,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
     """
     now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
     # A key that is younger than the checkpoint had its default.
-    saved = {table: {**defaults.get(table, {}), **keys} for table, keys in manifest["job"].items()}
+    saved = {table: {**defaults.get(table, {}), **keys} for table, keys in without_removed(manifest["job"]).items()}
     keys = [(table, key) for table in _RESULT_KEYS for key in sorted(saved.get(table, {}).keys() | now[table].keys())]
     keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps", "ema")]
     changed = {

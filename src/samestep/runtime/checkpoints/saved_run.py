@@ -32,10 +32,8 @@ from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
 from samestep.runtime.checkpoints import checkpoint, manifests, other_state, whole_state
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
-from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import set_options
-from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.state.fingerprints import fingerprint
 
@@ -57,8 +55,6 @@ class Lent(Enum):
 class SavedRun(PreparedRun):
     """The weights and states of a run, as its loop saves, loads and reads them."""
 
-    _own: HeldAssembly
-    _stepper: Stepper
     _owner: OwnedModel | None
     _lent = Lent.NOTHING
     _checkpoint: Path | None = None

@@ -1,6 +1,6 @@
 """The exchange of encoded contributions: collectives that sum some buffers over ranks, and the residuals of their codes.
 
-With N ranks, each of them with a buffer of N chunks (`program/exchange_times.py` has the formula):
+With N ranks, each of them with a buffer of N chunks (`program/contributions.py` has the formula):
 
 ```
 rank r      G_r + e_r ─ encode ─► [ c_0 | c_1 | ... ] ─ all_to_all ─► chunk r of all ranks ─ decode, sum, + s, encode
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CODECS, PLAIN, CodedPart
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import SUM, BufferResidual, Directions, codec_of
 from samestep.runtime.processes.mesh import all_gather
 from samestep.wings import required

@@ -25,7 +25,7 @@ _LOOKS_UP = (
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]  # of C
 
 
-class _Detaching(TorchFunctionMode):
+class _Detaching:
     """Knows what code of the user's detaches: by a function, or by what it computes under `no_grad`."""
 
     def __init__(self) -> None:
@@ -35,7 +35,9 @@ class _Detaching(TorchFunctionMode):
 
     def _is_detached(self, func: Callable[..., Any], args: Any, frame: FrameType) -> bool:
         """Return whether the result of a function, which a frame calls, is one that the user's code has detached."""
-        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of another mode
+        while frame.f_back is not None and (
+            _is_of_mode(frame) or _is_of_mode(frame.f_back)
+        ):  # of another mode, and what it calls
             frame = frame.f_back
         if getattr(func, "__name__", "") == "_set_grad_enabled":  # of a class that __enter__ and __exit__ make
             self._enter(frame if frame.f_code.co_name != "__init__" else frame.f_back, is_off=not args[0])
@@ -51,11 +53,15 @@ class _Detaching(TorchFunctionMode):
             self._without_gradients.pop()
 
 
+def _is_of_mode(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__torch_function__"
+
+
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "").partition(".")[0])
 
 
-class OtherDetached(_Detaching):
+class OtherDetached(_Detaching, TorchFunctionMode):
     """Gives code of the user's other values for what it detaches, each element the same function of its own: where a statistic of the
     batch is behind it, as in `s / s.detach()`, the loss of parts no longer adds up.
     """
@@ -72,7 +78,7 @@ def _other(value: Any) -> Any:
     return value + 0.1 * (1.0 + value.sin()) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-class LabelWatch(_Detaching):
+class LabelWatch(_Detaching, TorchFunctionMode):
     """Notes the labels that a forward gives to its loss, and the numbers by which it looks something up."""
 
     def __init__(self) -> None:

@@ -223,7 +223,7 @@ class Updater:
     def widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
         """Return the context in which pieces and their states are as the optimizer computes with them."""
         assert self.optimizer is not None
-        return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
+        return self.chunks.widened(self.optimizer, pieces, self.unused)
 
     def lent(self, chunk: list[Piece], tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of

@@ -5,17 +5,11 @@ Pieces are held as the optimizer computes with them and updated all at once, unl
 
     for each chunk: join its masters, widen its states, lend its gradients, optimizer.step() over it alone, split, pack
 
-Some pieces can be updated before others by the rules of torch's own optimizers alone. A state of the shape of its weight is packed:
-
-bf16   rounded at random, up or down with the probabilities that keep the mean: a second moment of which an update
-       changes less than half a last place would stay for ever where it is, were it rounded to the nearest (Zamirai et
-       al. 2020, arXiv:2010.06192). The random bits are a hash of (seed, step, weight, state, position in the whole weight), so
-       every layout, and a resumed run, rounds alike.
-8bit   codes of 256 numbers between -1 and 1, or 0 and 1 for states that are never negative, times a scale for each
-       block: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv:2110.02861; the numbers are those of its
-       implementation, bitsandbytes). The scale is the element of a block with the largest magnitude, with its sign, which
-       so keeps its value; each other element gets the nearest code. Blocks belong to the whole weight
-       (`program/update_rules.py`).
+Some pieces can be updated before others by the rules of torch's own optimizers alone. A state of the shape of its weight is packed: it
+is codes of 256 numbers between -1 and 1, or 0 and 1 for states that are never negative, times a scale for each block: block-wise
+dynamic quantisation (Dettmers et al. 2022, arXiv:2110.02861; the numbers are those of its implementation, bitsandbytes). The scale is
+the element of a block with the largest magnitude, with its sign, which so keeps its value; each other element gets the nearest code.
+Blocks belong to the whole weight (`program/update_rules.py`).
 
 To widen and pack a state again changes no bit of it.
 """
@@ -23,53 +17,39 @@ To widen and pack a state again changes no bit of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import members_of
-from samestep.job import Job
 from samestep.program.program import Program
 from samestep.program.update_rules import update_chunks
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.pieces import Piece, SplitMasters
-from samestep.runtime.weights.placement import Placements, WeightSlice
 
 SCALE = ".scale"
 """Ends the name of the scales that belong to the codes of a state."""
 _POSITIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size"})
 """States of torch's optimizers that are never negative."""
-_SLICE = 2**22
-"""Elements that are packed at a time."""
-_ODD = -0x61C88647  # 2^32 / golden ratio, as a signed number
 
 
 @dataclass(frozen=True, slots=True)
 class StatePacking:
     """The form in which the states of a run's optimizer are held between two updates."""
 
-    kind: str
-    """`bf16` or `8bit`."""
-    seed: int
-    slice_of: Callable[[Piece], WeightSlice]
-    """Returns the slice of the whole weight in which a piece lies."""
     blocks: Mapping[str, int]
     """Elements of a block of each weight's 8-bit states; 0, or no entry, for one whose states stay wide."""
 
     @classmethod
-    def of(cls, job: Job, program: Program, placements: Placements) -> StatePacking | None:
+    def of(cls, program: Program) -> StatePacking | None:
         """Return how a job holds the states of its optimizer; None where they are as it computes with them."""
-        kind = job.numerics.optimizer_states
-        if kind == "float32":
-            return None
-        return cls(kind, job.train.seed, placements.slice_of, program.step.states.blocks)
+        return cls(program.step.states.blocks) if program.step.states.are_packed else None
 
     def widen(self, piece: Piece, state: dict[str, Any]) -> None:
         """Replace the packed tensors of a state by those that the optimizer computes with."""
@@ -78,8 +58,8 @@ class StatePacking:
             del state[key]
 
     @contextmanager
-    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], step: int) -> Iterator[None]:
-        """Let an optimizer have the states of pieces as it computes with them inside, for its update of a step."""
+    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Let an optimizer have the states of pieces as it computes with them inside."""
         for piece in pieces:
             if (state := optimizer.state.get(piece.value)) is not None:
                 self.widen(piece, state)
@@ -88,89 +68,27 @@ class StatePacking:
         finally:
             for piece in pieces:
                 if (state := optimizer.state.get(piece.value)) is not None:
-                    self.pack(piece, state, step)
+                    self.pack(piece, state)
 
     def wide(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state with its tensors as the optimizer computes with them."""
         wide_state = {key: value for key, value in state.items() if not key.endswith(SCALE)}
         for key, value in wide_state.items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.dtype == torch.uint8 and key + SCALE in state:
+            if isinstance(value, Tensor) and value.dtype == torch.uint8 and key + SCALE in state:
                 numbers = _numbers(key in _POSITIVE, value.device).index_select(0, value.flatten().int())
                 scaled = numbers.view(len(state[key + SCALE]), -1).mul_(state[key + SCALE][:, None])
                 wide_state[key] = scaled.view(value.shape).to(piece.value.dtype)
-            elif value.dtype == torch.bfloat16 and self._is_packed(piece, key, value):
-                wide_state[key] = value.to(piece.value.dtype)
         return wide_state
 
     @torch.no_grad()
-    def pack(self, piece: Piece, state: dict[str, Any], step: int) -> None:
-        """Replace the tensors of a state by packed ones, in an update of a step counted from 0."""
-        for key, value in list(state.items()):
-            if not isinstance(value, Tensor) or not self._is_packed(piece, key, value):
-                continue
-            flat = value.detach().flatten()
-            if self.kind == "bf16":
-                state[key] = self._round_state(piece, key, flat, step).view(value.shape)
-            elif block := self.blocks.get(piece.name, 0):
-                codes, scales = quantise(flat.float(), block, is_positive=key in _POSITIVE)
+    def pack(self, piece: Piece, state: dict[str, Any]) -> None:
+        """Replace the tensors of a state by packed ones."""
+        block = self.blocks.get(piece.name, 0)
+        for key, value in list(state.items()) if block else ():
+            is_state = isinstance(value, Tensor) and value.is_floating_point() and value.shape == piece.value.shape
+            if is_state and key != "step" and value.numel():
+                codes, scales = quantise(value.detach().flatten().float(), block, is_positive=key in _POSITIVE)
                 state[key], state[key + SCALE] = codes.view(value.shape), scales
-
-    def _is_packed(self, piece: Piece, key: str, value: Tensor) -> bool:
-        return key != "step" and value.is_floating_point() and value.shape == piece.value.shape and value.numel() > 0
-
-    def _round_state(self, piece: Piece, key: str, flat: Tensor, step: int) -> Tensor:
-        tensor = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
-        positions = _Positions(self.slice_of(piece), piece.start)
-        salt = xxhash.xxh3_64_intdigest(f"{self.seed}/{step}/{piece.name}/{key}".encode())
-        for start in range(0, flat.numel(), _SLICE):
-            stop = min(start + _SLICE, flat.numel())
-            noise = random_bits(positions.of(start, stop, flat.device), salt)
-            tensor[start:stop] = round_stochastically(flat[start:stop].float(), noise)
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Positions:
-    """The positions in a flattened whole weight of the elements of a piece, modulo 2^32."""
-
-    slice: WeightSlice
-    start: int
-    """First element of the piece in the flattened slice."""
-
-    def of(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the positions of elements [start, stop) of the piece, int32."""
-        number = torch.arange(self.start + start, self.start + stop, device=device)
-        shape, dim, intervals = self.slice.shape, self.slice.dim, self.slice.intervals
-        if shape and sum(last - first for first, last in intervals) != shape[dim]:
-            inner = 1
-            for size in shape[dim + 1 :]:
-                inner *= size
-            along = torch.cat([torch.arange(first, last, device=device) for first, last in intervals])
-            row = torch.div(number, inner, rounding_mode="floor")
-            outer = torch.div(row, len(along), rounding_mode="floor")
-            number = (outer * shape[dim] + along[row % len(along)]) * inner + number % inner
-        return number.to(torch.int32)
-
-
-def random_bits(positions: Tensor, salt: int) -> Tensor:
-    """Return 16 random bits, int32, for each position, which it overwrites: a hash of position and salt.
-
-    Two rounds of the quadratic permutation x (2x + 1) of RC6 (Rivest et al. 1998), of which the upper bits are taken.
-    """
-    hashed = positions.mul_(_ODD).bitwise_xor_(_to_signed(salt & 0xFFFFFFFF))
-    hashed.addcmul_(hashed, hashed, value=2)
-    hashed.bitwise_xor_(hashed >> 15).add_(_to_signed(salt >> 32))
-    hashed.addcmul_(hashed, hashed, value=2)
-    return hashed.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-
-
-def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """Return float32 values in bfloat16, each rounded away from zero if its lower half is above 2^16 - 1 - `noise`."""
-    bits = values.contiguous().view(torch.int32)
-    raised = (bits + noise).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(values.isfinite(), raised, values).bfloat16()
 
 
 def quantise(values: Tensor, block: int, *, is_positive: bool) -> tuple[Tensor, Tensor]:
@@ -231,11 +149,6 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
 
 
-def _to_signed(number: int) -> int:
-    """Return 32 bits as a signed number."""
-    return number - 2**32 if number >= 2**31 else number
-
-
 _AS_THEY_ARE = nullcontext()
 
 
@@ -248,9 +161,7 @@ class OneChunk:
     def __iter__(self) -> Iterator[list[Piece]]:
         yield self.pieces
 
-    def widened(
-        self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused, step: int
-    ) -> AbstractContextManager[None]:
+    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return _AS_THEY_ARE
 
@@ -266,13 +177,13 @@ class NarrowChunks:
         yield from self.chunks
 
     @contextmanager
-    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused, step: int) -> Iterator[None]:
+    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused) -> Iterator[None]:
         """Let pieces have master values inside, and the optimizer states as it computes with them, for the update of a step.
 
         The weights that are `unused`, which the update leaves as they are, keep their states packed.
         """
         used = [piece for piece in pieces if piece.name not in unused]
-        packed = self.packing.widened(optimizer, used, step) if self.packing is not None else nullcontext()
+        packed = self.packing.widened(optimizer, used) if self.packing is not None else nullcontext()
         with _joined_masters(pieces), packed:
             yield
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.optimizer import OptimizerSource
+from samestep.building.torch_seams import FunctionMode
 from samestep.errors import ModelError
 from samestep.state.step_code import StepCode
 from samestep.trees import tree_leaves
@@ -88,7 +88,7 @@ def skeleton(
         for name, shape in shapes.items():
             weights[name] = nn.Parameter(torch.empty((), device=device).expand(shape))  # one element in memory
             weights[name].__dict__.update(marks.get(name, {}))
-        with CountsOnHost():
+        with FunctionMode(_counts_on_host):
             return source(list(weights.items())), weights
 
     try:
@@ -159,17 +159,13 @@ def _move_state(optimizer: Any, weights: Mapping[str, Tensor], others: Mapping[s
             }
 
 
-class CountsOnHost(TorchFunctionMode):
-    """Makes counts and rates, tensors without dimensions, on the host: the code may read their values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; a tensor of one number is not created on the meta device."""
-        kwargs = kwargs or {}
-        if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
-            size = args[0] if args else kwargs.get("size", kwargs.get("data"))
-            if (isinstance(size, int | float) and func in _OF_DATA) or (isinstance(size, tuple | list) and not size):
-                kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+def _counts_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch. Counts and rates, tensors without dimensions, are made on the host: the code may read their values."""
+    if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
+        size = args[0] if args else kwargs.get("size", kwargs.get("data"))
+        if (isinstance(size, int | float) and func in _OF_DATA) or (isinstance(size, tuple | list) and not size):
+            kwargs = {**kwargs, "device": "cpu"}
+    return func(*args, **kwargs)
 
 
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.scalar_tensor)

@@ -249,7 +249,7 @@ class UpdateTrial:
                 starts[name] = weight.detach().clone()
                 if watch is not None:
                     watch.note(weight, weight.grad)
-            with alone(self.kind), watch or _NOTHING, torch.no_grad():
+            with alone(self.kind), _NOTHING if watch is None else DispatchMode(watch.carry_out), torch.no_grad():
                 if self.before is not None:
                     self.before(code.optimizer)
                 code.optimizer.step()
@@ -306,22 +306,20 @@ class UpdateTrial:
         return 8.0 + sum(float(step[name].abs().nan_to_num(0.0, 0.0, 0.0).max()) for step in together)
 
 
-class _Watch(DispatchMode):
+@dataclass(slots=True)
+class _Watch:
     """Notes draws of random numbers, numbers of weights and gradients that lead an update, and the rounding of what is computed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = ""
-        self.leads = False
-        """Whether code reads such a number, or computes with it and a tensor of several."""
-        self.rounding = 0.0
-        self._numbers = set[int]()
-        """Memories of one number that depends on weights or gradients; counters and rates depend on none."""
-        self._held: list[Tensor] = []
+    draws: str = ""
+    leads: bool = False
+    """Whether code reads such a number, or computes with it and a tensor of several."""
+    rounding: float = 0.0
+    _numbers: set[int] = field(default_factory=set)
+    """Memories of one number that depends on weights or gradients; counters and rates depend on none."""
+    _held: list[Tensor] = field(default_factory=list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation."""
-        kwargs = kwargs or {}
         tensors = operands(*args, *kwargs.values())
         depends = [tensor for tensor in tensors if self._depends(tensor)]
         name = func._schema.name.split("::")[1]

@@ -2,8 +2,8 @@
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 created twice. `cp` has a separate group: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and
-each link between two stages of a pipeline (`schedules.link_of`).
+sent meanwhile; so have `dp`, over which batch norm takes statistics, and each link between two stages of a pipeline
+(`schedules.link_of`).
 
 [Note: collective calls]
 A function is *collective* over a group of ranks (`world`, or an axis such as `tp`) if it sends something within the group, or may.

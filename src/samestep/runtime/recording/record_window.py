@@ -286,7 +286,7 @@ def sent_ops(program: Program) -> list[SentOp]:
         for task, op in program.ops()
         if op.axis is not None
     ]
-    exchanged = [op for phases in program.exchanges for ops in phases.values() for op in ops if op.axis is not None]
+    exchanged = [op for op in program.exchange if op.axis is not None]
     last = f"{program.tasks[-1].kind}{program.tasks[-1].microbatch}"
     return sent_ops + [SentOp(op.owner, str(op.kind), str(op.axis), op.size_bytes, last) for op in exchanged]
 

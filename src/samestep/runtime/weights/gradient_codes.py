@@ -29,7 +29,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, coded_bytes
 from samestep.program.ops import UPDATE_BODY, Op, OpKind, Task, ends_step
 from samestep.program.program import Program
-from samestep.program.units import Unit, coded_parts, exchanged_parts, padded_rows
+from samestep.program.units import Unit, coded_parts, padded_rows
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Directions, Residual, residuals_of_weights
 from samestep.runtime.codecs.exchange import CodedExchange, Exchange, exchange_of
@@ -77,7 +77,7 @@ class BucketCodes(GradientCodes):
         assert contributions is not None, "a step without contributions"
         self._made = contributions
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group = mesh.groups[contributions.sent_over] if contributions.ranks > 1 else None
+        group = mesh.groups[contributions.axis] if contributions.ranks > 1 else None
         for bucket in program.buckets:
             parts, gathers = [bucket.coded(contributions)], bucket.gathers_codes(contributions)
             self.exchanges[bucket.name] = exchange_of(
@@ -164,49 +164,45 @@ class UnitCodes(GradientCodes):
         """Make the exchange or the scatter of each unit, given with the names of its weights in FSDP2's order."""
         self._trains_apart = program.step.sharing.trains_apart
         self.scatters = EncodedScatters(program, mesh, laid_out)
-        self._shards: dict[tuple[int, str], _Shard] = {}
-        """Shard of each unit, by the part of the weights that is exchanged (0 where all are) and the unit's name."""
+        self._shards: dict[str, _Shard] = {}
+        """Shard of each unit, by the unit's name."""
         contributions, step = program.step.contributions, program.step
         if contributions is None or step.scatters_codes:
             return
         of_name = {piece.name: piece for piece in pieces}
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group = mesh.groups[contributions.sent_over]
+        group = mesh.groups[contributions.axis]
         for unit in program.units:
-            for exchanged in exchanged_parts(step, unit):
-                parts = coded_parts(step, contributions, unit, exchanged)
-                exchange = exchange_of(
-                    unit.codec, [*parts], contributions, group, like, gathers=True, backend=step.sharing.backend
-                )
-                pieces_of = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
-                buffers = [like.new_zeros(part.numel) for part in parts]
-                self._shards[exchanged, unit.name] = _Shard(exchange, pieces_of, buffers)
+            if not (parts := coded_parts(step, contributions, unit)):
+                continue
+            exchange = exchange_of(
+                unit.codec, [*parts], contributions, group, like, gathers=True, backend=step.sharing.backend
+            )
+            pieces_of = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
+            self._shards[unit.name] = _Shard(exchange, pieces_of, [like.new_zeros(part.numel) for part in parts])
 
     def begin_step(self) -> None:
         """Discard the contributions of the previous step."""
         if not self._trains_apart:
-            self.begin_part(0)
+            self.begin_sums()
             self.scatters.begin_step()
 
-    def begin_part(self, part: int) -> None:
-        """Discard what was last summed of a part of the weights."""
-        for shard in self._of(part):
+    def begin_sums(self) -> None:
+        """Discard what was last summed."""
+        for shard in self._shards.values():
             shard.exchange.begin_step()
-
-    def _of(self, part: int) -> list[_Shard]:
-        return [shard for (part_of_shard, _), shard in self._shards.items() if part_of_shard == part]
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program is one of an exchange."""
         return op.codec is not None
 
     @torch.no_grad()
-    def send(self, op: Op, part: int = 0) -> None:
+    def send(self, op: Op) -> None:
         """Issue one collective of a unit's exchange.
 
         Collective over `op.axis`, see [Note: collective calls].
         """
-        shard = self._shards[part, op.owner]
+        shard = self._shards[op.owner]
         _wait(shard)
         if op.kind is not OpKind.ALL_GATHER:
             for gradients, windows in _pairs(shard):
@@ -217,12 +213,12 @@ class UnitCodes(GradientCodes):
     def finish(self) -> None:
         """Wait for the exchanges of a step, and set the gradients to the sums."""
         if not self._trains_apart:
-            self.finish_part(0)
+            self.take_sums()
 
     @torch.no_grad()
-    def finish_part(self, part: int) -> None:
-        """Wait for the exchanges of a part of the weights, and set the gradients to the sums."""
-        for shard in self._of(part):
+    def take_sums(self) -> None:
+        """Wait for the exchanges, and set the gradients to the sums."""
+        for shard in self._shards.values():
             _wait(shard)
             shard.exchange.finish(shard.buffers)
             for gradients, windows in _pairs(shard):
@@ -331,7 +327,7 @@ class EncodedScatter:
         ]
         assert sum(part.numel for part in parts) == unit.padded_grad_numel, f"weights of {unit.name} are missing"
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group, backend = mesh.groups[contributions.sent_over], step.sharing.backend
+        group, backend = mesh.groups[contributions.axis], step.sharing.backend
         self.exchange = CodedExchange(
             unit.codec, parts, contributions, group, like, gathers=False, backend=backend, scratch=scratch
         )

@@ -83,7 +83,7 @@ class Owning:
         for level in self._levels:
             level.gather()
 
-    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+    def publish(self, *, waits: bool = True) -> None:
         """Scatter the updated weights to the ranks that hold parts of them, and let the store publish the others.
 
         Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
@@ -92,7 +92,7 @@ class Owning:
         for level in reversed(self._levels):
             level.scatter()
         self._lent.publish()
-        self._store.publish(waits=waits, part=part)
+        self._store.publish(waits=waits)
 
 
 @dataclass(slots=True)

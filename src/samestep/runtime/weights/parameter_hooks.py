@@ -64,7 +64,8 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
         weight = plan.materialize(alike[0], mesh.device, torch.float64)
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
         function = gradient_function(valued, weight)
-        with FirstRead(_unlike_a_loop(plan, program)) as read, _preserved(valued):
+        read = FirstRead(_unlike_a_loop(plan, program))
+        with read.mode, _preserved(valued):
             is_shared = _is_shared(owners, (*marks.hooks, *marks.late_hooks))
             drawn = _check_linear(spec.name, valued, function, weight, program, is_shared=is_shared)
         if read.name:

@@ -370,14 +370,14 @@ class Replicated(WeightStore):
             return self.local.norm_squared(names)
         return self._norms.squared(names)
 
-    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+    def publish(self, *, waits: bool = True) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
 
         Collective over `dp_shard`, see [Note: collective calls].
         """
         self.settle()
         for flat in reversed(self._flats):
-            for op in flat.gathers if part in (None, flat.bucket.part) else ():
+            for op in flat.gathers:
                 assert flat.weights is not None
                 self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
         if waits:

@@ -105,7 +105,7 @@ class Sharded(WeightStore):
         self.local = ShardedGradients(self._trained, _gradient)
         self.watch = GatheredWatch(self._units, self._params, program.step.zero)
         self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
-        self.exchange = UnitExchange(program, self.pieces, self.codes)
+        self.exchange = UnitExchange(program, self.codes)
         allow_whole_writes()
         _take_single_numbers(slots, {param.name for param in program.step.model.params if not param.shape})
         for running in self._units:

@@ -15,17 +15,14 @@ What only some runs need is in five parts of a store, which have nothing to do e
 The nouns are defined in [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`. All ranks call a
 collective method alike, since they agree on skipping a step first, see [Note: collective calls].
 
-The exchange of replicas that are trained independently sums the moves of their weights. The gradients of a bucket are the buffer in which moves are
-written. Where steps go on while an exchange is under way they need it themselves, so the moves are copied to a second buffer, which exists
-from the start of the exchange to its end.
-
-    moves of a part's weights ─► gradients ─► (second buffer) ─► exchange ─► ... steps ... ─► gradients
+The exchange of replicas that are trained independently sums the moves of their weights, which are written into the gradients.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,11 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program.buckets import Bucket
-from samestep.program.exchange_times import Phase
-from samestep.program.ops import Task
+from samestep.program.ops import Op, OpKind, Task
 from samestep.program.program import Program
-from samestep.runtime.codecs.exchange import Exchange
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, squared_norm
@@ -48,101 +42,54 @@ from samestep.runtime.weights.pieces import NO_ROW, Piece, dense_of_rows
 
 
 class ReplicaExchange:
-    """The sums of what the weights of replicas have moved by, part by part; none where all ranks train one model.
+    """The sum of what the weights of replicas have moved by; none where all ranks train one model."""
 
-    `start`, `sum` and `end` of a part are called in this order, by every rank after the same steps.
-    """
+    def sum(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients of the store's pieces to the sums, over all replicas, of what `fill(index)` writes into them.
 
-    def start(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum, over all replicas, what `fill(index)` writes into the gradients of the store's pieces of a part.
-
-        `fill` is called for each replica of this rank; unless the exchange ends after the same step, the gradients are
-        restored. Collective over the axis of the program's contributions: see [Note: collective calls] in
-        runtime/processes/mesh.py.
+        `fill` is called for each replica of this rank. Collective over the axis of the program's contributions: see [Note: collective
+        calls] in runtime/processes/mesh.py.
         """
 
-    def sum(self, part: int) -> None:
-        """Wait for what a started exchange sends, and issue the collectives that follow; collective as `start` is."""
 
-    def end(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
-
-
-@dataclass(slots=True)
-class _BucketMoves:
-    """The moves of one bucket's weights."""
-
-    bucket: Bucket
-    exchange: Exchange
-    gradients: Tensor
-    """Gradients of the weights that this rank updates: the whole bucket, or its chunk under zero=1."""
-    moves: Tensor | None = None
-    """The buffer that is exchanged, between the start and the end of the exchange."""
-    work: dist.Work | None = None
-
-    def wait(self) -> None:
-        """Wait for the collective that was issued last."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+def _sends_of(program: Program) -> Iterator[Op]:
+    """Yield the collectives of an exchange before its outer step."""
+    return itertools.takewhile(lambda op: op.kind is not OpKind.OUTER, program.exchange)
 
 
+@dataclass(frozen=True, slots=True)
 class BucketExchange(ReplicaExchange):
     """The `ReplicaExchange` of buckets."""
 
-    def __init__(self, program: Program, codes: BucketCodes, gradients: Sequence[Tensor]) -> None:
-        """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
-        self._program = program
-        self._moved = [
-            _BucketMoves(bucket, codes.exchanges[bucket.name], gradient)
-            for bucket, gradient in zip(program.buckets, gradients, strict=True)
-            if bucket.name in codes.exchanges
-        ]
+    program: Program
+    codes: BucketCodes
+    gradients: Sequence[Tensor]
+    """For each bucket, the gradients of the weights that this rank updates: the whole bucket, or its chunk under zero=1."""
 
-    def _of(self, part: int) -> list[_BucketMoves]:
-        return [moved for moved in self._moved if moved.bucket.part == part]
-
-    def start(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
-        moves, step = self._of(part), self._program.step
-        is_hidden = step.sharing.delay > 0
-        copies = [moved.gradients.clone() for moved in moves] if is_hidden else []
-        for moved in moves:
-            moved.exchange.begin_step()
-        for index in range(step.replicas_each):
+    def sum(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients to the sums of what `fill` writes; collective as `ReplicaExchange.sum` says."""
+        names = [bucket.name for bucket in self.program.buckets]
+        moved = {
+            name: (self.codes.exchanges[name], gradients) for name, gradients in zip(names, self.gradients, strict=True)
+        }
+        for exchange, _ in moved.values():
+            exchange.begin_step()
+        last = self.program.step.replicas_each - 1
+        for index in range(last + 1):
             fill(index)
-            for moved in moves if index < step.replicas_each - 1 else ():
-                moved.exchange.add([moved.gradients])
-        for moved in moves:
-            moved.moves = moved.gradients.clone() if is_hidden else moved.gradients
-        for moved, gradients in zip(moves, copies, strict=is_hidden):
-            moved.gradients.copy_(gradients)
-        self._send(part, Phase.START)
-
-    def sum(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
-        self._send(part, Phase.SUM)
-
-    def _send(self, part: int, phase: Phase) -> None:
-        by_name = {moved.bucket.name: moved for moved in self._of(part)}
-        for op in self._program.exchanges[part][phase] if self._program.exchanges else ():
-            if op.axis is None:
-                continue
-            moved = by_name[op.owner]
-            assert moved.moves is not None, "an exchange that has not started"
-            moved.wait()
+            for exchange, gradients in moved.values() if index < last else ():
+                exchange.add([gradients])
+        works: dict[str, dist.Work] = {}
+        for op in _sends_of(self.program):
+            exchange, gradients = moved[op.owner]
+            if op.owner in works:
+                works[op.owner].wait()
             with owned(op.owner) as issue:
-                moved.work = issue.sent(moved.exchange.send([moved.moves]))
-
-    def end(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        for moved in self._of(part):
-            assert moved.moves is not None, "an exchange that has not started"
-            moved.wait()
-            moved.exchange.finish([moved.moves])
-            if moved.moves is not moved.gradients:
-                moved.gradients.copy_(moved.moves)
-            moved.moves = None
+                works[op.owner] = issue.sent(exchange.send([gradients]))
+        for name, (exchange, gradients) in moved.items():
+            if name in works:
+                works[name].wait()
+            exchange.finish([gradients])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,32 +97,15 @@ class UnitExchange(ReplicaExchange):
     """The `ReplicaExchange` of units, whose codes are those of the gradients too; a rank trains one replica."""
 
     program: Program
-    pieces: Sequence[Piece]
     codes: UnitCodes
 
-    def start(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
-        step = self.program.step
-        gradients = [piece.gradient() for piece in self.pieces if step.sharing.part_of(piece.name) == part]
-        copies = [gradient.clone() for gradient in gradients] if step.sharing.delay else []
-        self.codes.begin_part(part)
+    def sum(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients to the sums of what `fill` writes; collective as `ReplicaExchange.sum` says."""
+        self.codes.begin_sums()
         fill(0)
-        self._send(part, Phase.START)
-        for gradient, copied in zip(gradients, copies, strict=False):
-            gradient.copy_(copied)
-
-    def sum(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
-        self._send(part, Phase.SUM)
-
-    def _send(self, part: int, phase: Phase) -> None:
-        for op in self.program.exchanges[part][phase]:
-            if op.axis is not None:
-                self.codes.send(op, part)
-
-    def end(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        self.codes.finish_part(part)
+        for op in _sends_of(self.program):
+            self.codes.send(op)
+        self.codes.take_sums()
 
 
 class LocalGradients(Protocol):
@@ -405,9 +335,8 @@ class WeightStore(Protocol):
         """
         ...
 
-    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Make the updated weights visible to the next forward, and to all other code unless `waits` is False; if a `part` is
-        given, only those of buckets in this part of the weights.
+    def publish(self, *, waits: bool = True) -> None:
+        """Make the updated weights visible to the next forward, and to all other code unless `waits` is False.
 
         Called after every update, by every rank; not after a skipped step. Under zero=1 each rank gathers what the others
         have updated; otherwise it sends nothing. Collective over `dp_shard` with zero=1: see [Note: collective calls] in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class Differences:
     one: OneSide
     other: OneSide
     causes: tuple[str, ...]
+    alike: OneSide | None = None
+    """The prediction for the layout of the measured side, if the other side is the prediction for another layout."""
 
     @property
     def rows(self) -> list[tuple[str, str | None, float, float]]:
@@ -72,11 +74,16 @@ class Differences:
 
     @property
     def verdict(self) -> str:
-        """The seconds of both sides, in one line."""
-        more = self.other.step_s - self.one.step_s
+        """The seconds of both sides, in one line; predictions for both layouts, if one side is a prediction and there are both."""
+        sides = self.one, self.other
+        if self.alike is None:
+            kinds = [("predicted", "measured")[not side.predicted_for] for side in sides]
+            return _compared(sides, [f" ({kind})" if kinds[0] != kinds[1] else "" for kind in kinds])
+        measured = next(side for side in sides if not side.predicted_for)
+        first, second = (self.alike if side is measured else side for side in sides)
         return (
-            f"{self.other.name} takes {self.other.step_s * 1e3:,.4g} ms a step, {self.one.name} {self.one.step_s * 1e3:,.4g} ms: "
-            f"{abs(more) / self.one.step_s:.0%} {'longer' if more > 0 else 'shorter'}"
+            f"predicted for {self.alike.predicted_for}: {_compared((first, second), ('', ''))}. {measured.name} was measured at "
+            f"{measured.step_s * 1e3:,.4g} ms"
         )
 
     def _repr_html_(self) -> str | None:
@@ -107,6 +114,15 @@ class Differences:
         }
 
 
+def _compared(sides: Sequence[OneSide], kinds: Sequence[str]) -> str:
+    (first, second), (first_kind, second_kind) = sides, kinds
+    more = second.step_s - first.step_s
+    return (
+        f"{second.name}{second_kind} takes {second.step_s * 1e3:,.4g} ms a step, {first.name}{first_kind} {first.step_s * 1e3:,.4g} ms: "
+        f"{abs(more) / first.step_s:.0%} {'longer' if more > 0 else 'shorter'}"
+    )
+
+
 def differences(one: str, other: str, hardware: Hardware | str | Path | None = None) -> Differences:
     """Return what differs between two steps.
 
@@ -131,7 +147,10 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
             "command-options",
             f"explain {one} {other}: both are one step; two runs, two layouts, or a run and a layout are compared",
         )
-    return Differences(sides[0], sides[1], tuple(_causes(*sides)))
+    others = {side.layout for side in sides if side.predicted_for and side.place == side.layout}
+    is_mixed = measured is not None and len(others) == 1 and SIMULATION not in words and measured.layout not in others
+    alike = _side(measured.layout, words, measured, hardware) if measured is not None and is_mixed else None
+    return Differences(sides[0], sides[1], tuple(_causes(*sides)), alike)
 
 
 def _side(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep import hardware, wings
+from samestep import calls, hardware, wings
 from samestep import job_files as jobs
 from samestep.errors import LayoutError, RecordError
 from samestep.hardware import Hardware
@@ -19,6 +19,7 @@ from samestep.output.text import align_columns
 from samestep.program import recorded
 from samestep.program.recorded import RankRecord
 from samestep.program.update_rules import states_per_param
+from samestep.training import run_folder
 from samestep.wings.explain.step_bytes import AxisBytes, StepMemory, bytes_of, flows_of, step_memory, traffic_line
 from samestep.wings.explain.step_kernels import RankKernels, kernels_of
 from samestep.wings.explain.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
@@ -250,8 +251,9 @@ def _as_process(trace: dict[str, Any], name: str, pid: int) -> list[dict[str, An
     return process
 
 
+@calls.checked
 def explain(
-    run: str | Path,
+    run: str | Path | None = None,
     *,
     step: int | str | None = None,
     hardware: Hardware | str | Path | None = None,
@@ -259,7 +261,7 @@ def explain(
     """Return the time of a run's recorded steps by category.
 
     Args:
-        run: a run folder, or a folder of records (`run.record`).
+        run: a run folder, or a folder of records (`run.record`); by default the newest run below runs/.
         step: one step, or several such as "101:104"; by default all recorded steps except the first.
         hardware: the profile for the prediction; by default the profile of this machine, if it has been measured.
 
@@ -268,7 +270,7 @@ def explain(
         InputError: the profile has mistakes, or `step` names no steps.
     """
     asked = recorded.asked_steps(step)
-    folder, records, others = read_run(Path(run), asked)
+    folder, records, others = read_run(run_folder.newest("to explain") if run is None else Path(run), asked)
     wanted = _steps_of(records, folder, asked, others)
     measured = measured_steps(records, wanted)
     said = _predicted(folder, records, hardware)

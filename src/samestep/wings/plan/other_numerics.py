@@ -18,7 +18,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.output.text import gib
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.program.ops import TF32
 from samestep.wings.plan.simulation.simulate import Prediction, predict
 

@@ -18,14 +18,6 @@ DiLoCo (Douillard et al. 2023, arXiv:2311.08105). The job fixes R and H, so a la
 
 A rank that trains several holds a whole assembly of each: weights, gradients, optimizer. The last exchange follows the last
 step of the job, whether or not H divides it.
-
-`numerics.exchange_parts` exchanges parts of the weights one after the other, each once in H steps, and with
-`numerics.exchange_delay = D` replicas take D steps more before the outer step (`program/exchange_times.py`). Their weights have
-moved on meanwhile, which w knows nothing of, so they are mixed, by `numerics.exchange_mix`, a (Douillard et al. 2025,
-arXiv:2501.18512, algorithm 2):
-
-    g = 1/R sum_r (w - w_r)      of the weights behind step t
-    w_r = a w_r + (1 - a) w      behind step t + D
 """
 
 from __future__ import annotations
@@ -36,15 +28,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.model_changes import copy_modes
+from samestep.building.parameter_marks import gradient_hooks_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Source, build_blueprint, examine, with_new_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.exchange_times import Contributions, ExchangeTimes, Phase
-from samestep.program.program import Program, ending_with
+from samestep.program.contributions import Contributions
+from samestep.program.program import Program, with_exchange
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.held_assembly import WEIGHT, HeldAssembly, StoredStates, set_weights
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -52,14 +45,68 @@ from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights.moving_averages import ModelAverages
 from samestep.runtime.weights.pieces import Piece
-from samestep.wings.slow_links.loop_changes import LoopChanges
+from samestep.state.fingerprints import attributes_of, digest
+from samestep.trees import tree_map_only
+
+_SOME = 16
+"""The number of elements of a tensor that are compared."""
+
+
+class LoopChanges:
+    """Changes that a loop makes between two steps to the first of several replicas of one rank, which `run.model` is."""
+
+    def __init__(self, assembly: Assembly, number: int) -> None:
+        """Note the state after a step."""
+        self._assembly, self._number = assembly, number
+        self._before = self._present()
+
+    def refusal(self) -> str:
+        """Return why the next step would not be that of one rank for each replica; empty if nothing shows it."""
+        now = self._present()
+        name = next((name for name in {**self._before, **now} if now.get(name) != self._before.get(name)), "")
+        return name and (
+            f"the loop has changed {name} of run.model, which is the first of the {self._number} replicas that this rank trains "
+            f"(numerics.replicas). Use a data rank for each replica"
+        )
+
+    def _present(self) -> dict[str, Any]:
+        module, optimizer = self._assembly.model.module, self._assembly.weights.updater.optimizer
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        groups, states = (optimizer.param_groups, optimizer.state.values()) if optimizer is not None else ((), ())
+        # Structures leave out the mode, which is that of all replicas.
+        return {
+            **{path or type(part).__name__: _structure_of(part) for path, part in module.named_modules()},
+            **{f"{path}.{key}".lstrip("."): digest(v) for path, key, v in attributes_of(module) if key[0] != "_"},
+            **{name: (_some_of(tensor), _hooks_of(tensor)) for name, tensor in tensors.items()},
+            **{f"group {i} of the optimizer": digest(group | {"params": 0}) for i, group in enumerate(groups)},
+            **{f"state {i} of the optimizer": tree_map_only(Tensor, _some_of, state) for i, state in enumerate(states)},
+        }
+
+
+def _structure_of(part: nn.Module) -> tuple[Any, ...]:
+    """Return a module's parts, its forward and its hooks."""
+    kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    tables = (part._modules, part._parameters, part._buffers)
+    return (*([*map(id, table.values())] for table in tables), id(vars(part).get("forward")), *map(list, kinds))
+
+
+def _some_of(tensor: Tensor) -> list[float]:
+    if tensor.is_meta:
+        return []
+    some: list[float] = tensor.detach().flatten()[:: max(1, tensor.numel() // _SOME)].double().tolist()
+    return some
+
+
+def _hooks_of(tensor: Tensor) -> tuple[bool, list[Any]]:
+    """Return whether a tensor asks for a gradient, and the keys of the hooks on it."""
+    hooks = gradient_hooks_of(tensor) if isinstance(tensor, nn.Parameter) else ()
+    return tensor.requires_grad, [key for kind in hooks for key in kind]
+
 
 OF_REPLICA = ":"
 """The separator, in the keys of a checkpoint's states, between a replica and what it is of it."""
 OUTER = "outer"
 """What the momentum of the outer weights is named by, where a replica is named by its number."""
-MOVE = f"{OUTER}{OF_REPLICA}move"
-"""The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""
 
 
 class LocalReplicas(HeldAssembly):
@@ -70,17 +117,12 @@ class LocalReplicas(HeldAssembly):
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         super().__init__(source, layout, job, place, averages)
         self.number = job.numerics.replicas
-        self.times = ExchangeTimes.of(job.numerics, job.train.steps)
         self.weights: list[Tensor] = []
         """The outer weights, one tensor for each piece of an assembly."""
         self.momentum: list[Tensor] = []
         self.is_fresh = True
         """Whether every replica has the outer weights."""
         self._changes: LoopChanges | None = None
-        self.under_way: dict[int, bool] = {}
-        """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
-        self.arrived: dict[int, list[Tensor]] = {}
-        """The summed moves of such parts, a tensor for each piece, where a checkpoint has waited for them or holds them."""
 
     def build(self, example: Any) -> None:
         """Build, cut and fill a model for each replica of one rank; they begin with equal weights, as the outer weights do.
@@ -152,115 +194,43 @@ class LocalReplicas(HeldAssembly):
 
     def program_behind(self, step: int) -> Program:
         """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""
-        return ending_with(self.assemblies[0].parallel.program, self.times.behind(step))
+        program = self.assemblies[0].parallel.program
+        return with_exchange(program) if self._exchanges_after(step) else program
 
-    def indices_of(self, part: int) -> list[int]:
-        """Return the indices of the pieces in a part of the weights."""
-        step = self.assemblies[0].parallel.program.step
-        return [index for index, piece in enumerate(self.pieces) if step.sharing.part_of(piece.name) == part]
+    def _exchanges_after(self, step: int) -> bool:
+        return step % self.job.numerics.exchange_every == 0 or step == self.job.train.steps
 
     @torch.no_grad()
     def exchange(self, step: int) -> None:
-        """Do what is due after a step: start exchanges, or take the outer steps of those that end.
+        """Take the outer step, if it is due after a step: every replica goes on from the outer weights.
 
         Collective over the axis of the program's contributions, and over `dp_shard` with zero=1, see
         [Note: collective calls].
         """
-        self.is_fresh, self.ended = False, frozenset()
-        started, ended = set[int](), []
-        for phase, part in self.times.behind(step):
-            if phase is Phase.START:
-                self._start(part)
-                started.add(part)
-            elif part not in self.under_way:  # a checkpoint of a job with fewer steps, which ended it
-                continue
-            elif phase is Phase.SUM:
-                self._sum(part)
-            else:
-                self._end(part, mixes=part not in started)
-                ended.append(part)
-        self.ended = frozenset(ended)
-        self.is_fresh = self.ended == {*range(self.times.parts)} and self.ended <= started
-
-    @torch.no_grad()
-    def catch_up(self, after: int, step: int) -> None:
-        """Take the outer steps that were due after steps `after` + 1 to `step`, which a run leaves out as it goes back to the
-        weights from behind `after`; exchanges that would have started there take place at their next time.
-
-        Collective as `exchange` is.
-        """
-        self.ended = frozenset()
-        for left_out in range(after + 1, step + 1):
-            for phase, part in self.times.behind(left_out):
-                if phase is Phase.END and part in self.under_way:
-                    self._end(part, mixes=True)
-        if step == self.times.last:  # behind which every part is exchanged
-            self.exchange(step)
-
-    def _start(self, part: int) -> None:
-        """Start to average the moves of a part of the weights of all replicas."""
-        assert part not in self.under_way, "an exchange starts once the one before has ended"
-        indices = self.indices_of(part)
+        self.is_fresh = self.has_exchanged = self._exchanges_after(step)
+        if not self.has_exchanged:
+            return
 
         def write_move(replica: int) -> None:
             theirs = self.assemblies[replica].weights.updater.pieces
-            for index in indices:
-                gradient = self.pieces[index].gradient()
-                gradient.copy_((self.weights[index] - theirs[index].master()).view_as(gradient))
+            for piece, weight, trained in zip(self.pieces, self.weights, theirs, strict=True):
+                gradient = piece.gradient()
+                gradient.copy_((weight - trained.master()).view_as(gradient))
 
-        self.assemblies[0].weights.store.exchange.start(part, write_move)
-        self.under_way[part] = False
-
-    def _sum(self, part: int) -> None:
-        if not self.under_way[part]:
-            self.assemblies[0].weights.store.exchange.sum(part)
-            self.under_way[part] = True
-
-    def _end(self, part: int, *, mixes: bool) -> None:
-        """Take the outer step of a part, from which every replica continues, with some of its present weights if it `mixes`."""
         numerics = self.job.numerics
-        self._receive(part)
-        for index, move in zip(self.indices_of(part), self.arrived.pop(part), strict=True):
-            weight, momentum = self.weights[index], self.momentum[index]
-            step = move.div_(numerics.replicas).view_as(weight)
-            momentum.mul_(numerics.outer_momentum).add_(step)
-            weight.sub_(step + numerics.outer_momentum * momentum, alpha=numerics.outer_lr)
-        del self.under_way[part]
-        self._go_on_from_outer(part, numerics.exchange_mix if mixes else 0.0)
-
-    def _receive(self, part: int) -> None:
-        """Wait for the summed moves of a part, which are then the gradients of the first replica."""
-        gradients = [self.pieces[index].gradient() for index in self.indices_of(part)]
-        if part not in self.arrived:
-            self._sum(part)
-            self.assemblies[0].weights.store.exchange.end(part)
-            self.arrived[part] = gradients
-            return
-        for gradient, move in zip(gradients, self.arrived[part], strict=True):
-            gradient.copy_(move.view_as(gradient))
-        self.arrived[part] = gradients
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Wait for the exchanges under way, so that a checkpoint holds their sums; they end when they would have.
-
-        Collective over the axis of the program's contributions, see [Note: collective calls].
-        """
-        for part in [part for part in self.under_way if part not in self.arrived]:
-            self._receive(part)
-            self.arrived[part] = [move.clone() for move in self.arrived[part]]
-
-    def _go_on_from_outer(self, part: int, rate: float) -> None:
-        """Set one part of every replica's weights to the outer ones, mixed with a kept fraction of its present ones."""
-        indices = self.indices_of(part)
+        self.assemblies[0].weights.store.exchange.sum(write_move)
+        for piece, weight, momentum in zip(self.pieces, self.weights, self.momentum, strict=True):
+            step_of_piece = piece.gradient().div_(numerics.replicas).view_as(weight)
+            momentum.mul_(numerics.outer_momentum).add_(step_of_piece)
+            weight.sub_(step_of_piece + numerics.outer_momentum * momentum, alpha=numerics.outer_lr)
         for assembly in self.assemblies:
-            updater = assembly.weights.updater
             assembly.weights.store.settle()  # a gather of the step still sends what is written over here
-            for index in indices:
-                piece, outer = updater.pieces[index], self.weights[index]
-                piece.set_master(outer if rate == 0.0 else torch.lerp(outer, piece.master().view_as(outer), rate))
-            updater.publish()
-            assembly.weights.store.publish(part=part)
+            set_weights(assembly, self.weights)
+
+    def catch_up(self, step: int) -> None:
+        """Exchange after the last step of the job, where a run has gone back to earlier weights; collective as `exchange` is."""
+        if step == self.job.train.steps:
+            self.exchange(step)
 
     @contextmanager
     def outer(self) -> Iterator[None]:
@@ -282,7 +252,6 @@ class LocalReplicas(HeldAssembly):
     @torch.no_grad()
     def restart(self, start: Sequence[Tensor]) -> None:
         """Begin again from these weights, one tensor for each piece, without momentum."""
-        self.forget_exchanges()
         for weight, momentum, value in zip(self.weights, self.momentum, start, strict=True):
             weight.copy_(value.view_as(weight))
             momentum.zero_()
@@ -290,21 +259,11 @@ class LocalReplicas(HeldAssembly):
             set_weights(assembly, self.weights)
         self.is_fresh = True
 
-    def forget_exchanges(self) -> None:
-        """Wait for the exchanges under way, and forget them; collective as `settle` is."""
-        self.settle()
-        self.under_way.clear()
-        self.arrived.clear()
-
     def states(
         self, updater: Updater, elsewhere: Collection[str], writes: Callable[[str], bool]
     ) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
-        """Yield the pieces whose states a checkpoint of this rank holds, and these by key: the momentum of the outer weights, moves under way,
-        and under keys that begin with the number of a replica its weights and its optimizer's states."""
-        for part, moves in self.arrived.items():  # `settle` has waited for them
-            for index, move in zip(self.indices_of(part), moves, strict=True):
-                if (piece := self.pieces[index]).name not in elsewhere:
-                    yield piece, {MOVE: move.view_as(piece.value)}
+        """Yield the pieces whose states a checkpoint of this rank holds, and these by key: the momentum of the outer weights, and under keys
+        that begin with the number of a replica its weights and its optimizer's states."""
         for index, (piece, momentum) in enumerate(zip(self.pieces, self.momentum, strict=True)):
             if piece.name not in elsewhere:
                 yield piece, {f"{OUTER}{OF_REPLICA}momentum": momentum}
@@ -315,7 +274,6 @@ class LocalReplicas(HeldAssembly):
 
     def load_states(self, updater: Updater, stored: StoredStates) -> None:
         """Set the outer weights and their momentum, and the weights and states of each replica of this rank; the first has the outer weights."""
-        self.forget_exchanges()
         for index, piece in enumerate(self.pieces):
             self.weights[index].copy_(piece.master().view_as(piece.value))
             self.momentum[index].copy_(stored.read(f"{OUTER}{OF_REPLICA}momentum", piece).view_as(piece.value))
@@ -327,7 +285,3 @@ class LocalReplicas(HeldAssembly):
             assembly.weights.updater.publish()
             assembly.weights.store.publish()
         self.is_fresh = False
-        step = self.assemblies[0].parallel.program.step
-        for part in sorted({step.sharing.part_of(p.name) for p in step.model.params if stored.has(MOVE, p.name)}):
-            moves = [stored.read(MOVE, self.pieces[index]).clone() for index in self.indices_of(part)]
-            self.under_way[part], self.arrived[part] = True, moves  # the same parts on all ranks with these weights

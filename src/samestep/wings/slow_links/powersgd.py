@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CodedPart, Matrix
-from samestep.program.exchange_times import Contributions
+from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import BufferResidual, Directions
 
 SMALLEST_SINE_SQUARED = 1e-10

@@ -68,7 +68,7 @@ class Ring(NamedTuple):
     group: dist.ProcessGroup
     owner: str
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention of this rank's queries to all tokens; query, key and value are [B, A, T/N, D], a mask is whole.
 
         Collective over the group, in the backward too, see [Note: collective calls].
@@ -77,8 +77,8 @@ class Ring(NamedTuple):
             heads = query.shape[1]
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         how = RingForm(self, spec.but(mask=None), scale_of(spec, query))
-        result: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, how)
-        return result
+        output: Tensor = _RingAttention.apply(query, key, value, spec.mask, how)
+        return output
 
     @property
     def degree(self) -> int:
@@ -124,15 +124,11 @@ class RingForm(NamedTuple):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: RingForm
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: RingForm) -> Tensor:
         ctx.how = how
-        ctx.set_materialize_grads(False)
         output, log_sum_exp = ring_forward(how, (query, key, value, mask))
         ctx.save_for_backward(query, key, value, mask, output, log_sum_exp)
-        ctx.mark_non_differentiable(log_sum_exp)
-        return output, log_sum_exp
+        return output
 
     @staticmethod
     @once_differentiable

@@ -37,9 +37,9 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.context import slicing as context
 from samestep.tracing import experts
-from samestep.tracing.backward import nodes_of_loss
+from samestep.tracing.arranged_layers import containers_of, opened_modules
+from samestep.tracing.backward import roots_of_loss
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.flow import (
     Container,
     Event,
@@ -400,7 +400,7 @@ class Flows:
                 with _without_modes(), checkpointed, followed, raised, sliced:
                     outputs = watch_forward(self._module, samples, 1, tracer, self._value_of, self._name, self._opened)
                     if loss is not None and not (tracer.looks.varies or tracer.looks.has_looked):
-                        tracer.flow_recorder.take_idle(nodes_of_loss(outputs, samples, loss))
+                        tracer.flow_recorder.take_idle(roots_of_loss(outputs, samples, loss)[0])
             except NeedsValuesError:
                 raise ModelError(
                     "pp-forward-differs",

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.wings.cluster.diagnosis.doors import REACHED, Attempt
-from samestep.wings.cluster.diagnosis.findings import HostFindings
+from samestep.wings.cluster.diagnosis.findings import HostFindings, Sight
 from samestep.wings.cluster.diagnosis.gpus import Torch
 from samestep.wings.cluster.diagnosis.identity import LOOPBACK_ADDRESSES, Identity
 from samestep.wings.cluster.diagnosis.report import Level, ReportLine
-from samestep.wings.cluster.diagnosis.shared_folder import Sight
 
 _LITTLE_SKEW_S, _SKEW_S = 1.0, 30.0
 """Seconds by which clocks may differ: log lines mix from the first on, credentials and leases end early from the second on."""
@@ -27,8 +26,6 @@ class Heard:
     """Every process that came."""
     hosts: tuple[HostFindings, ...]
     """The findings of one process on each host."""
-    unknown: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """The names of other hosts that have no address on a host."""
     reached: Mapping[tuple[int, int], tuple[Attempt, ...]] = field(default_factory=dict)
     """From one host to another."""
     meeting: Mapping[int, Attempt] = field(default_factory=dict)
@@ -57,7 +54,7 @@ class Heard:
 
 def lines_of(heard: Heard) -> list[ReportLine]:
     """Return the lines about all hosts together."""
-    parts = [world_lines, _software_lines, _unknown_lines, _reach_lines, _meeting_lines]
+    parts = [world_lines, _software_lines, _reach_lines, _meeting_lines]
     parts += [_folder_lines, _clock_lines, _gpu_lines, _mute_lines]
     return [line for part in parts for line in part(heard)]
 
@@ -167,26 +164,6 @@ def _different(heard: Heard, values: Sequence[tuple[int, Any]]) -> str:
     )
 
 
-def _unknown_lines(heard: Heard) -> Iterator[ReportLine]:
-    """Yield the names in the launcher's list that hosts do not know, where they know others: a list of mere labels is no fault.
-
-    A host always knows itself, so that its own name counts on the others alone. The name at which all meet has a line of each host.
-    """
-    asked = {
-        (place, name)
-        for place in heard.unknown
-        for name in heard.identities[0].listed
-        if name not in (heard.hosts[place].identity.host, heard.identities[0].meets_at)
-    }
-    dead = sorted((place, name) for place, name in asked if name in heard.unknown[place])
-    if len(dead) == len(asked):
-        return
-    for name in dict.fromkeys(name for _, name in dead):
-        places = [place for place, other in dead if other == name]
-        text, fix = f"the name {name} has no address here", "Add it to DNS or /etc/hosts"
-        yield ReportLine("fault", "names", text, fix, _hosts(heard, places))
-
-
 def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
     """Yield which hosts are not reached: over which interface, and at which ports."""
     problems: dict[tuple[int, str, str, str], list[int]] = {}
@@ -259,10 +236,7 @@ def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
         return
     folder = heard.hosts[0].folder
     path = folder.path if folder is not None else "the folder"
-    unseen: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for place, sight in heard.sights.items():
-        if sight.missing:
-            unseen[sight.missing].append(place)
+    unseen = {place: {*sight.missing} for place, sight in heard.sights.items() if sight.missing}
     if unseen:
         alone = _apart(len(heard.hosts), unseen)
         shown = _some([heard.name(place) for place in alone])
@@ -292,17 +266,15 @@ def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
         yield ReportLine("ok", "folder", f"{path} is one folder for all {len(heard.hosts)} hosts, with locks")
 
 
-def _apart(num_hosts: int, unseen: Mapping[tuple[int, ...], Sequence[int]]) -> list[int]:
+def _apart(num_hosts: int, unseen: Mapping[int, set[int]]) -> list[int]:
     """Return the hosts that see another folder than most: those outside of the largest set of hosts that see each other."""
-    misses = {place: {*missing} for missing, places in unseen.items() for place in places}
     groups: list[list[int]] = []
     for place in range(num_hosts):
-        for group in groups:
-            if group[0] not in misses.get(place, set()) and place not in misses.get(group[0], set()):
-                group.append(place)
-                break
-        else:
+        fitting = (g for g in groups if g[0] not in unseen.get(place, ()) and place not in unseen.get(g[0], ()))
+        if (group := next(fitting, None)) is None:
             groups.append([place])
+        else:
+            group.append(place)
     largest = max(groups, key=len)
     return [place for place in range(num_hosts) if place not in largest]
 

@@ -149,10 +149,6 @@ class Network:
     """Its own name."""
     own_addresses: tuple[str, ...]
     """The addresses of its own name; empty where it has none."""
-    reverse: str
-    """The name of the address over which it sends; empty where nothing gives one."""
-    reverse_addresses: tuple[str, ...]
-    """The addresses of that name."""
     meets_at: str
     meeting_addresses: tuple[str, ...]
     """The addresses of the host at which all meet; empty where it has none here."""
@@ -193,13 +189,9 @@ def find_network(meets_at: str, listed: Sequence[str] = (), env: Mapping[str, st
     env = os.environ if env is None else env
     name, interfaces = socket.gethostname(), _interfaces()
     chosen, chosen_by, unknown = _choose(meets_at, interfaces, env)
-    address = next((interface.address for interface in interfaces if interface.name == chosen), "")
-    reverse = _name_of(address)
     return Network(
         name=name,
         own_addresses=addresses_of(name),
-        reverse=reverse,
-        reverse_addresses=addresses_of(reverse) if reverse else (),
         meets_at=meets_at,
         meeting_addresses=addresses_of(meets_at) if meets_at else (),
         interfaces=interfaces,
@@ -218,18 +210,6 @@ def addresses_of(name: str) -> tuple[str, ...]:
         )
     except (OSError, UnicodeError):
         return ()
-
-
-def without_address(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some names that have no address here."""
-    return tuple(name for name in names if not addresses_of(name))
-
-
-def _name_of(address: str) -> str:
-    try:
-        return socket.gethostbyaddr(address)[0] if address else ""
-    except OSError:
-        return ""
 
 
 def _interfaces() -> tuple[Interface, ...]:

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import tomli_w
 
@@ -29,8 +28,6 @@ _ONE_STREAM_BYTES_PER_S = 1e9
 """The rate that one stream of Python reaches on any machine; a faster link is not told from this one."""
 _SLOW, _SLOW_INSIDE = 0.5, 0.1
 """Parts of the profile's rate below which a link is slow; inside a host other programs take their part."""
-_OUTLIER = 0.25
-"""Part of the other links' rate below which one is slow."""
 _LATE_TIMES, _LATE_S = 10.0, 5e-3
 """A latency is long if it is so many times that of the profile, and so many seconds longer."""
 
@@ -44,13 +41,6 @@ def rounds(num_hosts: int) -> list[list[tuple[int, int]]]:
         played.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         places = [places[0], places[-1], *places[1:-1]]
     return played[:MOST_ROUNDS]
-
-
-def doubtful(rates: Mapping[tuple[int, int], Rate]) -> list[tuple[int, int]]:
-    """Return the ways that are much slower than most, the slowest first."""
-    known = {pair: rate.bytes_per_s for pair, rate in rates.items() if not rate.error}
-    usual = median(known.values()) if known else 0.0
-    return sorted((pair for pair, rate in known.items() if rate < 2 * _OUTLIER * usual), key=lambda pair: known[pair])
 
 
 @dataclass(frozen=True)
@@ -112,29 +102,16 @@ def _faster(heard: Heard, machine: Hardware) -> list[str]:
 
 
 def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[ReportLine]:
-    wanted = min(machine.inter.bytes_per_s, _ONE_STREAM_BYTES_PER_S)
+    limit = _SLOW * min(machine.inter.bytes_per_s, _ONE_STREAM_BYTES_PER_S)
     rates = {pair: rate.bytes_per_s for pair, rate in measured.items()}
-    below = {pair: rate for pair, rate in rates.items() if rate < _SLOW * wanted}
-    outlying = {pair: rate for pair, rate in rates.items() if rate < _OUTLIER * median(rates.values())}
-    outlying = outlying if len(heard.hosts) > 2 else {}  # of two ways neither is the rule
-    for level, slow, what in (
-        ("fault", below, f"{machine.name} has {_rate(machine.inter.bytes_per_s)}"),
-        ("warning", outlying, f"the others have {_rate(median(rates.values()))}"),
-    ):
-        if not slow or (level == "warning" and below):
-            continue
-        places = _common(slow, rates)
-        worst = min(slow, key=lambda pair: slow[pair])
-        way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
-        text = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
-        fix = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the fast network. Otherwise write this rate with --out FILE, and use plan --hardware FILE"
-        yield ReportLine(
-            "fault" if level == "fault" else "warning",
-            "bandwidth",
-            text,
-            fix,
-            tuple(heard.name(place) for place in places),
-        )
+    slow = {pair: rate for pair, rate in rates.items() if rate < limit}
+    if not slow:
+        return
+    worst = min(slow, key=lambda pair: slow[pair])
+    way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
+    text = f"a slow link: {_rate(slow[worst])} from {way}, while {machine.name} has {_rate(machine.inter.bytes_per_s)}"
+    fix = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the fast network. Otherwise write this rate with --out FILE, and use plan --hardware FILE"
+    yield ReportLine("fault", "bandwidth", text, fix, tuple(heard.name(place) for place in _common(slow, rates)))
 
 
 def _common(slow: Mapping[tuple[int, int], float], every: Mapping[tuple[int, int], float]) -> list[int]:

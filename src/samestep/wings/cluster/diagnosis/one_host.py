@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.output.text import readable
-from samestep.wings.cluster.diagnosis.findings import NO_LIMIT, HostFindings, Limits
+from samestep.wings.cluster.diagnosis.findings import NO_LIMIT, Folder, HostFindings, Limits
 from samestep.wings.cluster.diagnosis.gpus import LEAST_DRIVER, Gpus, Torch
 from samestep.wings.cluster.diagnosis.identity import LOOPBACK_ADDRESSES, Identity, Network
 from samestep.wings.cluster.diagnosis.report import Level, ReportLine
-from samestep.wings.cluster.diagnosis.shared_folder import Folder
 
 _FULL_BYTES, _LITTLE_BYTES = 64 << 20, 1 << 30
 """Space below which a folder counts as full, and below which it is little."""
 _SHM_FULL_BYTES, _SHM_LITTLE_BYTES = 16 << 20, 512 << 20
 _FEW_FILES, _LITTLE_FILES = 256, 1024
-_FEW_PROCESSES, _LITTLE_PROCESSES = 64, 512
 
 
 def lines_of(host_findings: HostFindings) -> list[ReportLine]:
@@ -137,18 +135,9 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             f"its own name {net.name} is {net.own_addresses[0]}, which no interface here has",
             fix,
         )
-    elif net.reverse and net.reverse_addresses and not {*net.reverse_addresses} & addresses:
-        fix = "Use one entry for name and address"
-        yield (
-            "warning",
-            "names",
-            f"its address has the name {net.reverse}, which is {net.reverse_addresses[0]} here",
-            fix,
-        )
     else:
-        back = f"; its own address has the name {net.reverse}" if net.reverse else ""
         where = f" is {net.meeting_addresses[0]}" if net.meeting_addresses[0] != at else ""
-        yield "ok", "names", f"{at}, at which all meet,{where or ' is an address'}{back}"
+        yield "ok", "names", f"{at}, at which all meet,{where or ' is an address'}"
 
 
 def _folder_line(folder: Folder) -> Parts:
@@ -176,25 +165,12 @@ def _limit_lines(limits: Limits, gpus: Gpus | None) -> Iterator[Parts]:
     free, where = limits.temporary_free_bytes, limits.temporary
     level: Level = "fault" if free < _FULL_BYTES else "warning" if free < _LITTLE_BYTES else "ok"
     shown, fix = f"{where} has {readable(free)} left", "Use another TMPDIR, or remove files there"
-    if limits.temporary_unused:
-        shown = f"nothing can be written to {limits.temporary_unused}, and temporary files go to {where}: {shown}"
-        level = level if level == "fault" else "warning"
-        fix = "Set TMPDIR to a folder on each host that this user may write to"
     yield level, "disk", shown, "" if level == "ok" else fix
     yield _shm_line(limits, gpus)
     files = limits.open_files
     level = "ok" if files == NO_LIMIT or files >= _LITTLE_FILES else "fault" if files < _FEW_FILES else "warning"
     shown = "without a limit" if files == NO_LIMIT else f"at most {files}"
     yield level, "files", f"{shown} open in a process", "" if level == "ok" else "Use ulimit -n 65536"
-    left = limits.processes
-    level = "ok" if left == NO_LIMIT or left >= _LITTLE_PROCESSES else "fault" if left < _FEW_PROCESSES else "warning"
-    shown = "as many as the system has" if left == NO_LIMIT else f"{left} more"
-    yield (
-        level,
-        "processes",
-        f"{shown} may be started",
-        "" if level == "ok" else "Use a larger pids limit of the container, or ulimit -u",
-    )
 
 
 def _shm_line(limits: Limits, gpus: Gpus | None) -> Parts:

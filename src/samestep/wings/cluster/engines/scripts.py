@@ -1,12 +1,13 @@
 """The script for each engine: written, shown, kept in a file, and handed over only on request.
 
-Each is a template in `templates/`, whose words are filled in here, but for those of Kubernetes.
+Each is a template in `templates/`, whose words are filled in here.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
@@ -19,8 +20,73 @@ from samestep.job import Job
 from samestep.output.durable_files import write
 from samestep.runtime.processes.rank_variables import ON_HOSTS
 from samestep.training import run_folder
-from samestep.wings.cluster.engines import kubernetes
 from samestep.wings.cluster.engines.launch_request import LaunchRequest, filled, read_site, shell, wanted_of
+
+
+def _kubernetes(request: LaunchRequest) -> str:
+    """Return the manifest of Kubernetes: an indexed Job with a headless Service, or a TrainJob of Kubeflow's Trainer.
+
+    Each pod runs the command once, which starts the ranks of its node (`host_share.py`): the pods meet at the name that the Service
+    gives to the first one. A pod that is evicted gets SIGTERM, saves and ends with status 143, which does not count as a failure; all
+    pods start again and resume. The template is YAML, with values in JSON, so that no text is read as something else. Sources: the API
+    of batch/v1, Kubernetes 1.37, and of trainer.kubeflow.org/v1alpha1, Trainer 2.3.
+
+    Raises:
+        InputError: the site names no image.
+    """
+    site = request.site.kubernetes
+    if not site.image:
+        raise InputError(
+            "launch-nodes",
+            '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --site',
+        )
+    is_train_job = site.kind == "TrainJob"
+    # The Trainer gives its pods the variables of their rendezvous; the pods of a Job have the same ones from here.
+    meeting = {
+        "PET_NNODES": str(request.nodes),
+        "PET_NPROC_PER_NODE": str(request.ranks_per_node),
+        "PET_MASTER_ADDR": f"{request.name}-0.{request.name}",
+        "PET_MASTER_PORT": str(site.port),
+    }
+    variables = ({} if is_train_job else meeting) | request.site.run.environment
+    environment = [{"name": name, "value": _literal(value)} for name, value in variables.items()]
+    limits = {"limits": {site.gpu: str(site.gpus_per_node)}}
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if site.claim:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": site.claim}})
+        mounts.append({"name": "shared", "mountPath": site.at})
+    metadata = {"name": request.name, **({"namespace": site.namespace} if site.namespace else {})}
+    values: Mapping[str, Any] = {
+        "metadata": metadata, "run": request.name, "image": site.image, "nodes": request.nodes, "runtime": site.runtime,
+        "ranks_per_node": request.ranks_per_node, "failures": site.restarts * request.nodes, "grace_s": site.grace_s,
+        "port": site.port, "volumes": volumes, "mounts": mounts,
+    }  # fmt: skip
+    indent = " " * (4 if is_train_job else 8)
+    names = ("env:", "resourcesPerNode") if is_train_job else ("", "resources")
+    listed = [f"{indent}- {json.dumps(variable)}" for variable in environment]
+    return filled(
+        "kubernetes-trainjob.yaml" if is_train_job else "kubernetes-job.yaml",
+        request,
+        command=[f"{indent}- {json.dumps(word)}" for word in _command(request)],
+        environment=[f"{indent}{names[0]}", *listed] if names[0] and listed else listed,
+        resources=[f"{indent}{names[1]}: {json.dumps(limits)}"] if site.gpus_per_node else (),
+        **{name: json.dumps(value) for name, value in values.items()},
+    )
+
+
+def _command(request: LaunchRequest) -> list[str]:
+    """Return the command of a pod: the words alone, or in a shell after the lines of the site."""
+    words, setup = request.train_words(), request.site.run.setup
+    if setup:
+        words = ["sh", "-c", "\n".join([*setup, 'exec "$@"']), "sh", *words]
+    return [_literal(word) for word in words]
+
+
+def _literal(text: str) -> str:
+    """Return a text as Kubernetes passes it on: it replaces $(NAME) by a variable, and reads $$ as one $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
 
 # Slurm: srun starts one task for each rank, or one torchrun on each node. A run that nears its time limit, or is preempted, gets SIGTERM,
 # saves, writes its summary and ends with status 143; the script then puts the job back into the queue, where it goes on by
@@ -167,7 +233,7 @@ class Engine:
 
 ENGINES: Mapping[str, Engine] = {
     "slurm": Engine(_slurm, ".sbatch", ("sbatch",)),
-    "kubernetes": Engine(kubernetes.script, ".yaml", ("kubectl", "apply", "-f")),
+    "kubernetes": Engine(_kubernetes, ".yaml", ("kubectl", "apply", "-f")),
     "ray": Engine(_ray, ".sh", ("bash",)),
     "mpi": Engine(_mpi, ".sh", ("bash",)),
     "ssh": Engine(_ssh, ".sh", ("bash",)),

@@ -25,7 +25,7 @@ from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
 from samestep.output.text import duration, gib, readable, wrap
 from samestep.program.ops import COPIES, COPY_STREAMS, Op
-from samestep.program.program import Program, hiding
+from samestep.program.program import Program, with_exchange
 from samestep.program.update_rules import states_per_param
 from samestep.strategies import programs_of
 from samestep.wings.plan.simulation import clock, cost, reserved_memory
@@ -94,8 +94,7 @@ class Prediction:
     labels: Mapping[str, str]
     """Origin of the numbers: `labels`."""
     exchange_s: float = 0.0
-    """Seconds by which the exchanges of all parts of the weights make steps longer, each after the steps that hide it, where
-    replicas are trained independently."""
+    """Seconds of an exchange of weights, where replicas are trained independently."""
 
     @property
     def step_s(self) -> float:
@@ -255,15 +254,10 @@ def predict_programs(
 
 
 def _exchange_s(programs: tuple[Program, ...], hardware: Hardware) -> float:
-    """Return the seconds of the exchanges of all parts of the weights, played with the steps that hide them, which these do not."""
-    if not any(program.exchanges for program in programs):
+    """Return the seconds by which an exchange of weights makes a step longer."""
+    if not any(program.exchange for program in programs):
         return 0.0
-
-    def played_s(part: int | None) -> float:
-        return clock.play(tuple(hiding(program, part) for program in programs), hardware).step_s
-
-    alone_s = played_s(None)
-    return sum(played_s(part) - alone_s for part in range(programs[0].step.sharing.num_parts))
+    return clock.play(tuple(map(with_exchange, programs)), hardware).step_s - clock.play(programs, hardware).step_s
 
 
 @calls.checked
@@ -399,10 +393,9 @@ def _list_program(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         yield f"  {key}"
         yield from map(_line, ops)
-    for part, phases in enumerate(program.exchanges):
-        for phase, ops in phases.items():
-            yield f"  exchange of part {part}, every {program.step.sharing.every} steps: {phase}"
-            yield from map(_line, ops)
+    if program.exchange:
+        yield f"  exchange, every {program.step.sharing.every} steps"
+        yield from map(_line, program.exchange)
 
 
 def _line(op: Op) -> str:
