@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import samestep
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import samestep
 from samestep.errors import UnprovenError
 from samestep.layout import Layout
 from tests.plain import assert_trained, train_plainly
@@ -126,12 +126,3 @@ def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: st
     ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
     assert not any(error for *_, error in ranks)
     assert_trained(ranks, plain(when, change), 1e-9, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("when", "change"), [("a flag of the loop", "of each"), ("a counter", "by its largest"), ("a global", "of each")]
-)
-def test_features_that_meet_later_are_rejected_where_they_are_cut(when: str, change: str) -> None:
-    for losses, _, error in pool(2).run(learned, "tp=2", when, change):
-        assert f"step {LATE + 1}: the forward has come to run M" in error
-        assert losses == pytest.approx(plain(when, change)[0][:LATE], rel=1e-9)

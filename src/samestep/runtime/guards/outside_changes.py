@@ -63,11 +63,6 @@ class OutsideChanges:
                 )
         return assembly.weights.updater.rates.refusal()
 
-    @property
-    def num_trained(self) -> int:
-        """Number of the weights that take a gradient now."""
-        return sum([param.requires_grad for _, param in self._params])
-
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
         if all(map(_IN_TRAINING, self._modes)):

@@ -57,7 +57,6 @@ from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
 from samestep.state.writes import Marks
-from samestep.trees import tensors_in
 
 
 class StepGuards:
@@ -157,24 +156,10 @@ class StepGuards:
         if isinstance(loss, ModelLoss) and loss.rule is None:
             self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
 
-    def note_forward(
-        self, assembly: Assembly, batch: StepBatch, task: Task, samples: Any, outputs: Any, num_nodes: int
-    ) -> None:
-        """Ask for a trial of a forward that has built another graph than before, and refuse one whose new operations meet what is cut."""
-        graphs = self._graphs
-        if graphs.tries and graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
+    def note_forward(self, task: Task, num_nodes: int) -> None:
+        """Ask for a trial of a forward that has built another graph than before, unless the step is watched."""
+        if self._graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
             self.refusals.has_new_forward, self._new_microbatch = True, task.microbatch
-        if not graphs.compares:
-            return
-        shapes = tuple(leaf.shape for leaf in tensors_in(samples))
-        circumstances = (task.chunk, shapes, self._outside.num_trained, self._outside.evaluated_paths())
-        if name := graphs.come_to(circumstances, outputs, num_nodes):
-            layout = assembly.parallel.program.step.layout
-            self.refuse_state(
-                batch,
-                f"the forward has come to run {name}, which it had not run before, so that no proof has seen what it reads of what "
-                f"{'cp' if layout.cp > 1 else 'tp'} cuts. Use a flag that has its value when the run is made, or {'cp' if layout.cp > 1 else 'tp'}=1",
-            )
 
     @functools.cached_property
     def _graphs(self) -> ForwardGraphs:
