@@ -28,7 +28,4 @@ class ForwardGraphs:
         if not self._tries or (chunk, num_nodes) in self._sizes or len(self._sizes) >= _MOST:
             return False
         self._sizes.add((chunk, num_nodes))
-        if len(self._sizes) > 1:
-                f"{self._sizes} {__import__('os').environ.get('PYTEST_CURRENT_TEST')}\n"
-            )
         return True
