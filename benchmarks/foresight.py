@@ -38,7 +38,7 @@ from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import calibrate, cross_validate
-from foresight_parts import by_part, coverage, interval, own_factors, ratios, ratios_by_kind
+from foresight_parts import Ratio, by_part, coverage, interval, own_factors, ratios, ratios_by_kind
 from foresight_tables import Table, as_document, as_lines, tables_of
 from foresight_workers import Workers
 from published_memory import TARGETS, is_reserved
@@ -250,13 +250,12 @@ _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a ne
 
 
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """Write the intervals of measured over predicted, of steps and of peaks of memory."""
+    """Write the intervals of measured over predicted, of steps and of peaks of memory; a peak does not depend on the links of a machine, so
+    all classes share its interval."""
     lines = [_RECORD.rstrip()]
     for kind, parts in ratios_by_kind(*_of_files(rows, outcomes, composed(rows), is_in=False)).items():
         for name, found in parts.items():
-            if kind != "all" and len(found) < LEAST_OF_KIND:
-                continue
-            if found:
+            if found and (kind == "all" or (name == "time" and len(found) >= LEAST_OF_KIND)):
                 low, high = map(rounded, interval(found))
                 lines += ["", f"[{kind}.{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
@@ -275,6 +274,7 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
     aside = composed(all_rows)
     rows, outcomes = _of_files(all_rows, all_outcomes, aside, is_in=False)
     by_file = _by_file(rows, outcomes)
+    by_kind = ratios_by_kind(rows, outcomes)
     reasons = Counter((row["file"], o.reason) for row, o in zip(rows, outcomes, strict=True) if o.reason)
     return {
         "units": "per cent, but for rows, skipped, groups and tau; errors of the step time as parts of the measured",
@@ -294,8 +294,12 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         "inverted": {name: inverted(groups) for name, groups in by_file.items()},
         **_of_intervals(rows, outcomes),
         "kinds": {
-            kind: {name: _kind(alike) for name, alike in parts.items() if alike}
-            for kind, parts in ratios_by_kind(rows, outcomes).items()
+            kind: {
+                name: _kind(alike, by_kind["all"][name] if name == "memory" else alike)
+                for name, alike in parts.items()
+                if alike
+            }
+            for kind, parts in by_kind.items()
         },
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
@@ -317,10 +321,10 @@ def _of_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str,
     }
 
 
-def _kind(found: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Return what a class of machines has of one part: rows, errors, its interval, and what that of other sources covers."""
+def _kind(found: Sequence[Ratio], known: Sequence[Ratio]) -> dict[str, Any]:
+    """Return what a class of machines has of one part: rows, errors, the interval of known rows, and what that of other sources covers."""
     off = sorted(100 * abs(1 / ratio - 1) for _, ratio in found)
-    covered = coverage(found)
+    covered = coverage(found, known)
     rows = Counter(source for source, _ in found)
     by_rows = sum(share * rows[source] for source, share in covered["sources"].items())
     return {
@@ -328,7 +332,7 @@ def _kind(found: Sequence[tuple[str, float]]) -> dict[str, Any]:
         "sources": len(rows),
         "mape": rounded(statistics.fmean(off)),
         "median_ape": rounded(statistics.median(off)),
-        "interval": [*map(rounded, interval(found))],
+        "interval": [*map(rounded, interval(known))],
         "covered": covered["mean"],
         "covered_rows": rounded(by_rows / sum(rows[source] for source in covered["sources"]))
         if covered["sources"]

@@ -123,11 +123,12 @@ def ratios_by_kind(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str
     return found
 
 
-def coverage(found: Sequence[Ratio]) -> dict[str, Any]:
-    """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources."""
+def coverage(found: Sequence[Ratio], known: Sequence[Ratio] = ()) -> dict[str, Any]:
+    """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources; of those found,
+    or of all that are known."""
     covered: dict[str, float] = {}
     for source, values in _by_source(found).items():
-        others = [one for one in found if one[0] != source]
+        others = [one for one in known or found if one[0] != source]
         if others:
             low, high = interval(others)
             covered[source] = 100 * statistics.fmean(low <= value <= high for value in values)

@@ -63,8 +63,8 @@ LAUNCHERS = {
 }  # fmt: skip
 ASPECTS = {
     "losses": "losses of one rank",
-    "stop": "asked to stop: saves, ends with its status, goes on",
-    "lost": "a part is lost: goes on, or ends with its name",
+    "stop": "after a signal: saves, ends with its status, resumes",
+    "lost": "after losing a host or rank: continues, or names it",
 }
 
 

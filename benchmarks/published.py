@@ -13,7 +13,8 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; the whole batch in MaxText and on TPUs; 1 in a pipeline, in torchtitan's as many as stages; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0; in MaxText and on TPUs 3 within a slice or node, whose weights others hold too; with experts at most 1 |
-| recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
+| recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits within the error of memory, and full where nothing does; none of convolutions |
+| order of an image's elements | torch's default, channels first; last in entries to MLPerf                              |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
@@ -75,7 +76,7 @@ from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, is_compiled, recipe_of
 from published_precision import precision_of, wide_layers
 from published_recompute import as_it_recomputes, recompute_of
-from published_vision import reading_s, vision_model, vision_of
+from published_vision import has_channels_last, vision_model, vision_of
 
 from samestep.hardware import Hardware
 from samestep.job_tables import LoraTable
@@ -84,6 +85,7 @@ from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
+from samestep.program.ops import TF32
 
 _YES = ("true", "yes", "1", "on", "1.0")
 COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
@@ -204,10 +206,11 @@ def case_of(row: Row) -> Case:
         splits,
         pp > 1,
         adapters.targets if (adapters := adapters_of(row)) else (),
+        has_channels_last(row),
     )
     model = _interned(with_its_windows(row, with_its_modules(row, with_its_logits(row, model)))) if decoder else model
     precision, products = precision_of(row, machine)
-    products = products if decoder else ""
+    products = products if decoder or products == TF32 else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
     if decoder and decoder.experts:
@@ -219,9 +222,8 @@ def case_of(row: Row) -> Case:
         model, starts = _interned(as_tested(row, model)), len(model.params) // pp * LOGGED
     if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
         starts += _matrices(model, pp, ep) * MUON_STARTS
-    read_s = 0.0 if decoder else reading_s(row, global_batch // dp)
     copied_s = _copied_s(model, machine, cp * dp) if offloads(row) else 0.0
-    host_step_s = machine.host_step_s + starts * machine.kernel_launch_s + read_s + copied_s
+    host_step_s = machine.host_step_s + starts * machine.kernel_launch_s + copied_s
     machine = replace(machine, host_step_s=host_step_s)
     tokens_of_step = global_batch * tokens
     return Case(
@@ -274,12 +276,12 @@ def _network_of(row: Row, machine: Hardware) -> tuple[Decoder | None, str]:
 @lru_cache(maxsize=256)
 def _model(
     decoder: Decoder | str, known: str, source: str, recipe: Recipe | None, is_packed: bool, splits: bool,
-    has_stages: bool, targets: tuple[str, ...],
+    has_stages: bool, targets: tuple[str, ...], channels_last: bool,
 ) -> ModelSpec:  # fmt: skip
     """Return the model of a row of a source; rows that have these alike have one model, which is made once."""
     row = {"source": source}
     if isinstance(decoder, str):
-        model = vision_model(decoder, is_fused="MLPerf" in source)
+        model = vision_model(decoder, is_fused="MLPerf" in source, channels_last=channels_last)
     else:
         model = with_its_loss(row, _spec_of(decoder, known or "published", targets), recipe, is_packed=is_packed)
         model = with_mixers(model, decoder, MIXERS[known]) if known else model

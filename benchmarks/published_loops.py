@@ -216,14 +216,15 @@ EXPERT_STARTS = 9
 
 
 def on_its_link(machine: Hardware, row: Row) -> float | None:
-    """Return the bytes a second of a card's link to the others of its machine, where the row says what that is: a bridge of two cards,
-    half of a slot, a slot of a generation before; None where it says nothing of it."""
+    """Return the bytes a second of a card's link to the others of its machine, where the row says what that is: a bridge of two cards, some
+    lanes of a slot, a slot of a generation before; None of a machine that has no slots."""
     said = (row.get("interconnect") or "").lower()
     if re.search(r"nvlink bridge|\bnv4\b", said) and "no nvlink" not in said:
         return BRIDGE_BYTES_PER_S
-    if machine.intra.bytes_per_s > SLOT_BYTES_PER_S or not re.search(r"\bx[48]\b|slow|pcie.?3", said):
+    if machine.intra.bytes_per_s > SLOT_BYTES_PER_S:
         return None
-    return machine.intra.bytes_per_s / 2
+    lanes = 4 if re.search(r"\bx4\b", said) else 2 if re.search(r"\bx8\b|slow lanes", said) else 1
+    return machine.intra.bytes_per_s / lanes / (2 if re.search(r"pcie.?3|older", said) else 1)
 
 
 BRIDGE_BYTES_PER_S = 45e9

@@ -9,6 +9,7 @@ from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_machines import is_by_engine, is_late
 from published_memory import is_titan
 from published_models import recipe_of
+from published_vision import vision_of
 
 from samestep.hardware import Hardware
 from samestep.models.layer_parts import Product
@@ -66,6 +67,8 @@ def repeated(layer: LayerSpec) -> tuple[Product, ...]:
 def recompute_of(row: Row, machine: Hardware, model: ModelSpec) -> str:
     """What is said; nothing for the least that fits."""
     text = (row.get("recompute") or "").strip().lower()
+    if not text and vision_of(row):
+        return "none"
     if "not set" in text or (says_nothing(text) and not re.search(_KEPT, text)):
         text = ""
     if not text and _counts_four_forwards(row, model):

@@ -18,10 +18,6 @@ DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 VGG = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and convolutions of 3 x 3 before each pooling of VGG-16 (Simonyan and Zisserman 2014, arXiv:1409.1556, table 1, D)."""
 
-IMAGE_S = 0.2e-3
-"""Seconds of one process for an image of 224 x 224 that nothing hides. Fitted: ResNet-50 on nine cards from V100 to B200 takes what its
-products and bytes do and this, where the cards' rates differ ninefold (Lambda's rows)."""
-
 
 def vision_of(row: Row) -> str:
     """Return the network of convolutions that a row names; nothing for another model, or for one that has it as a part."""
@@ -33,12 +29,17 @@ def vision_of(row: Row) -> str:
     return "vgg16" if re.search(r"\bvgg.?16\b", name) else ""
 
 
-def vision_model(name: str, *, is_fused: bool = False) -> ModelSpec:
+def has_channels_last(row: Row) -> bool:
+    """Whether images have their channels last: where the row says so, and in entries to MLPerf; torch's default has them first."""
+    return re.search(r"channels.last|nhwc|mlperf", joined(row, "source", "notes"), re.IGNORECASE) is not None
+
+
+def vision_model(name: str, *, is_fused: bool = False, channels_last: bool = False) -> ModelSpec:
     """Return the shape of a network of convolutions; one whose norms, sums and ReLUs are one kernel moves no more than norms do."""
-    if name == "vgg16":
-        return _vgg()
-    model = resnet(name, stages=DEPTHS[int(name.removeprefix("resnet"))])
-    if not is_fused:
+    model = _vgg() if name == "vgg16" else resnet(name, stages=DEPTHS[int(name.removeprefix("resnet"))])
+    if channels_last:
+        model = replace(model, layers=tuple(map(_with_channels_last, model.layers)))
+    if not is_fused or name == "vgg16":
         return model
     fused = (
         replace(la, moved=replace(la.moved, elements=la.saved_elements + la.output_elements)) if la.name != "fc" else la
@@ -47,13 +48,8 @@ def vision_model(name: str, *, is_fused: bool = False) -> ModelSpec:
     return replace(model, layers=tuple(fused))
 
 
-def reading_s(row: Row, samples: int) -> float:
-    """Return the seconds in which one process reads, decodes and copies so many images, where they come from files and no pipeline of
-    an entry to MLPerf hides it."""
-    made_up = re.search(
-        r"synthetic|random|dummy|no optimizer step|mlperf", joined(row, "source", "notes"), re.IGNORECASE
-    )
-    return 0.0 if made_up else samples * IMAGE_S
+def _with_channels_last(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, products=tuple(replace(product, channels_first=False) for product in layer.products))
 
 
 def _vgg(size: int = 224, classes: int = 1000) -> ModelSpec:
@@ -83,7 +79,14 @@ def _vgg(size: int = 224, classes: int = 1000) -> ModelSpec:
     channels, side, given = 3, size, 3 * size**2
     for stage, (width, count) in enumerate(VGG):
         for index in range(count):
-            product = Product(rows=side**2, inner=9 * channels, columns=width, taps=9, owner=f"conv{stage}_{index}")
+            product = Product(
+                rows=side**2,
+                inner=9 * channels,
+                columns=width,
+                taps=9,
+                channels_first=True,
+                owner=f"conv{stage}_{index}",
+            )
             kept = width * (side // 2 if index == count - 1 else side) ** 2
             add(product, given, kept, (width, channels, 3, 3), is_block=True)
             channels, given = width, kept

@@ -76,27 +76,23 @@ def _step_time() -> str:
 
 
 def _predictions() -> str:
-    """The intervals of the record of predictions, of runs on several nodes and on fewer devices."""
+    """The intervals of past predictions, of runs on several nodes and on fewer devices."""
     record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
     nodes, cards = record["nodes"]["time"], record["cards"]["time"]
     return (
-        f"8 in 10 of {nodes['rows']:,} rows of whole nodes took {nodes['low']:.2f} to {nodes['high']:.2f} times the prediction; "
+        f"8 in 10 of {nodes['rows']:,} measurements on whole nodes took {nodes['low']:.2f} to {nodes['high']:.2f} times the prediction; "
         f"with cards on PCIe {cards['low']:.2f} to {cards['high']:.2f}"
     )
 
 
 def intervals() -> str:
-    """Return the table of docs/foresight.md: measured over predicted by class of machines, from the record of predictions."""
+    """Return the table of docs/foresight.md: measured over predicted by class of machines, from past predictions."""
     record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
     names = {"all": "all", "cards": "cards on PCIe", "few": "part of a node", "nodes": "whole nodes"}
-    lines = [
-        "| machines | measured time / predicted | rows | measured memory / predicted | rows |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for key, name in names.items():
-        time, memory = record[key]["time"], record[key]["memory"]
-        cells = [f"{one['low']:.2f} to {one['high']:.2f} | {one['rows']:,}" for one in (time, memory)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    figures = [(f"time, {name}", record[key]["time"]) for key, name in names.items()]
+    lines = ["| prediction | measured / predicted | measurements |", "| --- | ---: | ---: |"]
+    for name, one in (*figures, ("memory", record["all"]["memory"])):
+        lines.append(f"| {name} | {one['low']:.2f} to {one['high']:.2f} | {one['rows']:,} |")
     return "\n".join(lines)
 
 
@@ -118,9 +114,9 @@ def accuracy() -> str:
             source[1],
         ),
         ("step time, the same, on 1 to 8 devices", few[1], few[2], few[0]),
-        ("step time, rows predicted before any rule followed from them", *first),
+        ("step time, measurements predicted before any rule followed from them", *first),
         ("step time, constants as shipped", *shipped, "all"),
         ("peak memory", *memory[1:], memory[0]),
     )
-    lines = ["| prediction of | mean error, % | median error, % | rows |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| prediction of | mean error, % | median error, % | measurements |", "| --- | ---: | ---: | ---: |"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

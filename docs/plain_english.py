@@ -16,9 +16,11 @@ import sys
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import api_tables
 import error_codes
 from pydantic import BaseModel
 
@@ -38,7 +40,7 @@ def _patterns(surface: str) -> list[tuple[re.Pattern[str], str, str]]:
 
 PATTERNS = {surface: _patterns(surface) for surface in ("", "errors", "messages")}
 """The patterns of errors and of other messages, and the ones of every other surface."""
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md", "tests/README.md", "docs")
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
 OF_SENTENCES = ("R1", "R2")
@@ -126,12 +128,14 @@ def _keys() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the paragraphs of the docstrings of public functions and classes, and of the methods of a run."""
+    """Yield the paragraphs of the docstrings of public functions and classes with their fields, and of the methods of a run."""
     public = {name: getattr(samestep, name) for name in samestep.__all__}
     public |= {f"Run.{name}": getattr(samestep.Run, name) for name in dir(samestep.Run) if not name.startswith("_")}
     for name, one in public.items():
         for paragraph in (inspect.getdoc(one) or "").split("\n\n"):
             yield name, re.sub(r"^ *(\w+): ", r"`\1`: ", paragraph, flags=re.MULTILINE)
+        if is_dataclass(one) and isinstance(one, type):
+            yield from ((f"{name}.{field}", text) for field, _, text in api_tables.fields_of(one))
 
 
 def _messages() -> Iterator[tuple[str, str]]:

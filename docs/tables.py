@@ -196,7 +196,7 @@ TECHNIQUES = (
     ),
     ("offload of the optimizer", "runtime/optimizers/optimizer_step.py runtime/host_copies.py"),
     (
-        "parameter offloading of frozen models (weights on the host)",
+        "parameter offloading of frozen models (weights in CPU memory)",
         "strategies/host_weights.py runtime/axes/host_weights.py program/program.py",
     ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),

@@ -18,7 +18,7 @@ from tests import shard, turns
 
 PARTS = (("tests/parity", "tests/code"), ("tests", "--ignore=tests/parity", "--ignore=tests/code"))
 """What the sessions run: each takes about half of the processor time, and they trace few models twice."""
-AIM_S = 900.0
+AIM_S = 700.0
 """Seconds of processor time that `make test` is to use at most."""
 _printing = threading.Lock()
 

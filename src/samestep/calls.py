@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from samestep.errors import InputError, JobError, LayoutError, ModelError, did_you_mean, short_repr
@@ -89,6 +89,17 @@ def _path(name: str, value: Any) -> None:
         _refuse(name, value, "the path of a file or a folder")
 
 
+def _several(name: str, value: Any) -> None:
+    works = {
+        "layouts": 'a list, such as layouts=["dp=2", "tp=2"]',
+        "rows": "the path of a file, or a list of paths",
+        "args": "a tuple of further arguments of the function, such as args=(3,)",
+    }
+    is_single = isinstance(value, (str, Layout)) and name != "rows"
+    if is_single or not isinstance(value, (Iterable, os.PathLike)):
+        _refuse(name, value, works[name])
+
+
 def _hardware(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike, Hardware)):
         _refuse(name, value, "the name of a profile, its file, or a samestep.Hardware")
@@ -162,6 +173,6 @@ def _kind(value: Any) -> str:
 _KINDS: dict[str, Callable[[str, Any], None]] = {
     "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "metrics": _measure, "main": _main,
     "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,
-    "hardware": _hardware, "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
+    "layouts": _several, "rows": _several, "args": _several, "hardware": _hardware, "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
 }  # fmt: skip
 """The arguments that public functions share, by name, and the function that refuses another kind of value."""

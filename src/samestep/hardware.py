@@ -141,8 +141,8 @@ class Hardware:
     num_units: Annotated[int, Field(ge=0)] = 0
     """Number of multiprocessors; 0 leaves tiles and waves out of the prediction."""
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
-    """Fraction of a dtype's peak that the best large product reaches; under `attention` that of FlashAttention-2, forward and
-    backward, with long heads of 128 and without a mask."""
+    """Fraction of a dtype's peak that the best large product reaches; under `attention` the fraction of
+    FlashAttention-2, forward and backward, with long heads of 128 and without a mask."""
     attention_kernel: Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"] = "sdpa"
     """Family of kernels that computes a fused attention (`wings/plan/simulation/attention.py`)."""
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
@@ -150,10 +150,10 @@ class Hardware:
     )
     """For each dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
     host_bytes_per_s: NonNegative = 0.0
-    """Rate of copies from the host's memory to one device; 0 where the two are one memory."""
+    """Rate of copies from CPU memory to one device; 0 if the two share one memory."""
     host_update_bytes_per_s: Positive = 15e9
-    """Rate at which one device's share of the host reads and writes weights and states that it updates. By default an eighth of
-    what updates reach of the memory of two processors, assumed."""
+    """Rate at which one device's share of the CPU memory bandwidth in updates of weights and states. The default is an assumption:
+    an eighth of the rate that updates reach on two CPU sockets."""
     sustained: Annotated[float, Field(gt=0.0, le=1.25)] = 1.0
     """Clock that the device holds throughout a step over the one of its peak: lower under a power limit, as the best product was
     measured alone, and higher on cards that boost beyond their data sheet."""
@@ -162,13 +162,13 @@ class Hardware:
     kernel_s: NonNegative = 0.0
     """Seconds of the shortest kernel."""
     kernel_launch_s: NonNegative = 0.0
-    """Seconds in which the host launches one operation."""
+    """Seconds of CPU time to launch one operation."""
     host_step_s: NonNegative = 0.0
-    """Seconds of work of the host once a step."""
+    """Seconds of CPU work once per step."""
     fsdp_unit_s: NonNegative = 0.0
-    """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
+    """Seconds of the code around one gather or scatter of zero=2 and 3, if the CPU is the device."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
-    """Factor by which compute is slower while communication runs."""
+    """Slowdown of compute while communication runs, as a factor."""
     device_spread: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Standard deviation of the seconds of the same work over devices, as a fraction of their mean."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0

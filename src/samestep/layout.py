@@ -54,7 +54,7 @@ def model_axis() -> int:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """Degrees and switches of an arrangement of ranks: they change where and when a step is computed, never its result.
+    """How a step is parallelized: the size of each mesh dimension, and the memory options. It never changes the result.
 
     A layout is made from a line of text, from keywords, or from both: `Layout("dp=2 zero=3")`, `Layout(dp=2, zero=3)`.
     `microbatch` is in samples per rank; None runs all samples of a rank in one micro-batch.
@@ -67,7 +67,7 @@ class Layout:
     cp: int = degree()
     exchange: TokenExchange = "auto"
     """How attention sees all tokens under `cp`: by heads for tokens, by keys and values that pass around a ring, or by heads
-    among neighbours and a ring of such groups. `auto` exchanges heads where the degree divides them, and is a ring elsewhere."""
+    among neighbours and a ring of such groups. `auto` exchanges heads if the degree divides them, and is a ring otherwise."""
     pp: int = degree()
     ep: int = degree()
     schedule: str = DEFAULT
@@ -76,9 +76,9 @@ class Layout:
     zero: int = 0
     microbatch: int | None = None
     loss_chunk: int | None = None
-    """Tokens of a chunk in which logits and cross entropy are computed; None makes the logits of a micro-batch at once."""
+    """Tokens in a chunk of the logits and the cross-entropy; None computes the logits of a micro-batch at once."""
     mlp_chunk: int | None = None
-    """Tokens of a chunk in which the parts of blocks that act on each token by itself are computed; None computes all at once."""
+    """Tokens in a chunk of the MLP, and of other parts of blocks that act on each token alone; None computes all at once."""
     recompute: Recompute = "none"
     accumulate: Accumulate = "sharded"
     reduce: Reduce = "ring"

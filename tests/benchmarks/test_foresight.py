@@ -420,6 +420,7 @@ def test_rows_of_a_simulator_take_no_part_in_figures_of_measured_rows() -> None:
         assert "own" not in counted
     assert sum(part["rows"] for name, part in record["parts"].items() if "devices" in name) == 1
     assert "rows = 1\n" in foresight.as_intervals(rows, outcomes)
+    assert ".memory]" not in foresight.as_intervals(rows, outcomes).replace("[all.memory]", "")
     tables = foresight.tables_of(record)
     assert [line[0] for line in tables[0][1]] == ["real", "all"]
     assert [line[0] for line in tables[1][1]] == ["own"]
@@ -447,6 +448,8 @@ def test_intervals_are_monitor_sources_that_had_no_part_in_them() -> None:
     odd = foresight_parts.coverage([*alike, *(("d", 2.0) for _ in range(10))])
     assert odd["sources"]["d"] == 0, "its own rows do not widen the interval that judges it"
     assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
+    few = [("a", 1.0), ("d", 2.0)]
+    assert foresight_parts.coverage(few, [*alike, *few])["sources"] == {"a": 100.0, "d": 0.0}
 
 
 @pytest.mark.parametrize(("sources", "draws"), [(4, 400), (17, 30)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,54 @@ def test_a_functional_test_starts_what_it_logs_and_adds_up() -> None:
 )
 def test_what_a_functional_test_says_of_its_modules_is_started(less: dict[str, str], more: dict[str, str]) -> None:
     assert block_kernels(**less) < block_kernels(**more)
+
+
+IMAGES = {
+    "model": "ResNet-50", "gpu": "A100", "n_gpus": "1", "precision": "FP16 AMP", "micro_batch": "64", "global_batch": "64",
+    "metric_step_time_s": "0.1", "file": "own", "source": "own",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_first"),
+    [({}, True), ({"notes": "channels_last"}, False), ({"notes": "NHWC"}, False), ({"source": "MLPerf Training v3.1"}, False)],
+)  # fmt: skip
+def test_images_have_their_channels_first_unless_a_row_says_otherwise(cells: dict[str, str], is_first: bool) -> None:
+    case = published.case_of({**IMAGES, **cells})
+    kinds = {p.channels_first for layer in case.model.layers if layer.is_block for p in layer.products}
+    assert kinds == {is_first}
+    assert case.recompute == "none"
+
+
+@pytest.mark.parametrize(("gpu", "products"), [("A100", "tfloat32"), ("H100", "tfloat32"), ("V100", "")])
+def test_convolutions_in_float32_run_in_tf32_where_a_device_has_it(gpu: str, products: str) -> None:
+    assert published.case_of({**IMAGES, "gpu": gpu, "precision": "FP32"}).products == products
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("PCIe 4 x16 each", 1),
+        ("PCIe 4.0 x8, P2P disabled", 2),
+        ("PCIe 3.0", 2),
+        ("PCIe 3.0 x8", 4),
+        ("PCIe x4", 4),
+        ("older motherboard with slow lanes", 4),
+        ("", 1),
+    ],
+)
+def test_a_slot_of_fewer_lanes_or_an_older_one_is_as_much_slower(text: str, part: int) -> None:
+    link = published.case_of({**PLAIN, "gpu": "RTX 3090", "interconnect": text}).machine.intra
+    assert link.bytes_per_s == published.case_of({**PLAIN, "gpu": "RTX 3090"}).machine.intra.bytes_per_s / part
+
+
+@pytest.mark.parametrize("samples", [8, 16, 32])
+def test_a_run_that_took_place_is_taken_to_need_no_recompute_up_to_the_error_of_memory(samples: int) -> None:
+    """What is predicted to need a little more than the device has is not said to have repeated its forwards."""
+    cells = {**PLAIN, "n_gpus": "1", "recompute": "", "micro_batch": str(samples), "global_batch": str(samples)}
+    case = published.case_of(cells)
+    needed = forecast._peak(case, forecast.programs_for(case, "none"))
+    for room, recompute in ((needed, "none"), (round(0.96 * needed), "none"), (round(0.9 * needed), "selective")):
+        machine = replace(case.machine, memory_bytes=room + case.machine.reserved_bytes)
+        (program,) = forecast.chosen_programs(replace(case, machine=machine))
+        assert program.step.layout.recompute == recompute

@@ -38,16 +38,16 @@ INPUTS_BACK = ("to device pinned asynchronous", "runtime/axes/host_inputs.py:Hos
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_kept_or_counted")
 
 REASONS = {
-    SCALARS: "the count, the norm and the flags of all ranks, for which the host does not wait in the step",
-    STEP_BEFORE: "before a step the host waits for the sums of the one before, whose update the device then makes",
+    SCALARS: "the count, the norm and the flags of all ranks, for which the CPU does not wait in the step",
+    STEP_BEFORE: "before a step the CPU waits for the sums of the one before, whose update the device then makes",
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
-    WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",
-    SAMPLES: "tokens, labels and, for dropout, indices of samples come from the host, which does not wait",
-    KEYS: "dropout: the keys of all masks of a micro-batch come from the host, which does not wait",
-    GRADIENTS: "offload: the optimizer works on the host, where gradients arrive before the step's sums do",
-    WEIGHTS: "offload: updated weights go back, and the host does not wait",
-    INPUTS: "recompute=offload: inputs of blocks leave while the blocks compute, and the host does not wait",
-    INPUTS_BACK: "recompute=offload: they come back while the blocks behind go backward, and the host does not wait",
+    WRITTEN_THERE: "weights beside masters: the CPU waits until the device begins the step, all of which it has launched",
+    SAMPLES: "tokens, labels and, for dropout, indices of samples come from the CPU, which does not wait",
+    KEYS: "dropout: the keys of all masks of a micro-batch come from the CPU, which does not wait",
+    GRADIENTS: "offload: the optimizer works on the CPU, where gradients arrive before the step's sums do",
+    WEIGHTS: "offload: updated weights go back, and the CPU does not wait",
+    INPUTS: "recompute=offload: inputs of blocks leave while the blocks compute, and the CPU does not wait",
+    INPUTS_BACK: "recompute=offload: they come back while the blocks behind go backward, and the CPU does not wait",
     ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen; a repeated forward has kept it",
 }
 PIECES = 21

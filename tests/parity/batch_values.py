@@ -39,9 +39,12 @@ class Teacher(Encoder):
         with torch.no_grad():
             target = self.teacher(two)
             share = ((target - self.centre) / 0.5).softmax(-1)
-            if self.training:
-                self.centre.mul_(0.9).add_(0.1 * batch_mean(target))
+            self.follow(batch_mean(target))
         return self.embed(one), share
+
+    def follow(self, mean: Tensor) -> None:
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * mean)
 
 
 class Codebook(Encoder):
@@ -59,12 +62,15 @@ class Codebook(Encoder):
         z = self.embed(one)
         picked = F.one_hot(torch.cdist(z, self.codes).argmin(-1), 5).to(z.dtype)
         code = picked @ self.codes
-        if self.training:
-            with torch.no_grad():
-                self.usage.mul_(0.8).add_(0.2 * batch_sum(picked))
-                self.sums.mul_(0.8).add_(0.2 * batch_sum(picked[:, :, None] * z[:, None, :]))
-                self.codes.copy_(self.sums / (self.usage[:, None] + 1e-3))
+        with torch.no_grad():
+            self.follow(batch_sum(picked), batch_sum(picked[:, :, None] * z[:, None, :]))
         return self.back(z + (code - z).detach()), z, code.detach()
+
+    def follow(self, counts: Tensor, sums: Tensor) -> None:
+        if self.training:
+            self.usage.mul_(0.8).add_(0.2 * counts)
+            self.sums.mul_(0.8).add_(0.2 * sums)
+            self.codes.copy_(self.sums / (self.usage[:, None] + 1e-3))
 
 
 class Queue(Encoder):
@@ -82,44 +88,33 @@ class Queue(Encoder):
             key = F.normalize(self.key(two), dim=-1)
         query = F.normalize(self.embed(one), dim=-1)
         logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], 1) / 0.2
-        if self.training:
-            with torch.no_grad():
-                self.queue.copy_(torch.cat([batch_cat(key), self.queue])[: len(self.queue)])
+        with torch.no_grad():
+            self.follow(torch.cat([batch_cat(key), self.queue])[: len(self.queue)])
         return logits
+
+    def follow(self, queue: Tensor) -> None:
+        if self.training:
+            self.queue.copy_(queue)
 
 
 class LaterTeacher(Teacher):
     """DINO, whose centre follows once the step is made."""
 
-    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            target = self.teacher(two)
-            share = ((target - self.centre) / 0.5).softmax(-1)
-            after_step(self.centre, 0.9 * self.centre + 0.1 * batch_mean(target))
-        return self.embed(one), share
+    def follow(self, mean: Tensor) -> None:
+        after_step(self.centre, 0.9 * self.centre + 0.1 * mean)
 
 
 class LaterCodebook(Codebook):
-    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z = self.embed(one)
-        picked = F.one_hot(torch.cdist(z, self.codes).argmin(-1), 5).to(z.dtype)
-        code = picked @ self.codes
-        usage = 0.8 * self.usage + 0.2 * batch_sum(picked)
-        sums = self.sums.lerp(batch_sum(picked[:, :, None] * z.detach()[:, None, :]), 0.2)
+    def follow(self, counts: Tensor, sums: Tensor) -> None:
+        usage, sums = 0.8 * self.usage + 0.2 * counts, self.sums.lerp(sums, 0.2)
         after_step(self.usage, usage)
         after_step(self.sums, sums)
         after_step(self.codes, sums / (usage[:, None] + 1e-3))
-        return self.back(z + (code - z).detach()), z, code.detach()
 
 
 class LaterQueue(Queue):
-    def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        with torch.no_grad():
-            key = F.normalize(self.key(two), dim=-1)
-        query = F.normalize(self.embed(one), dim=-1)
-        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.T], 1) / 0.2
-        after_step(self.queue, torch.cat([batch_cat(key), self.queue])[: len(self.queue)])
-        return logits
+    def follow(self, queue: Tensor) -> None:
+        after_step(self.queue, queue)
 
 
 class LaterBlock(Block):

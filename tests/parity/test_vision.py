@@ -76,3 +76,11 @@ def test_the_preset_is_counted_as_its_module_is_traced() -> None:
     assert [layer.batch_norms for layer in traced.layers] == [layer.batch_norms for layer in counted.layers]
     assert [layer.forward_flops for layer in traced.layers] == [layer.forward_flops for layer in counted.layers]
     assert traced.buffer_bytes == counted.buffer_bytes
+    for layer, preset_layer in zip(traced.layers, counted.layers, strict=True):
+        assert preset_layer.saved_elements == pytest.approx(layer.saved_elements, rel=0.25)
+        assert preset_layer.backward_reads_weights == layer.backward_reads_weights
+        assert [(p.rows, p.inner, p.taps, p.channels_first) for p in preset_layer.products] == [
+            (p.rows, p.inner, p.taps, p.channels_first) for p in layer.products
+        ]
+    saved = [sum(layer.saved_elements for layer in model.layers) for model in (counted, traced)]
+    assert saved[0] == pytest.approx(saved[1], rel=0.02)

@@ -242,7 +242,7 @@ def _warnings_of(*words: str, monkeypatch: pytest.MonkeyPatch, cores: int, **cha
 def test_what_has_no_effect_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _warnings_of("--layout", "dp=2 offload", monkeypatch=monkeypatch, cores=8)
     assert found == [
-        "offload moves the optimizer's state to the host; on a CPU it is there already, so nothing is saved"
+        "offload moves the optimizer's state to CPU memory; on a CPU it is there already, so nothing is saved"
     ]
 
 

@@ -14,8 +14,7 @@ from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwis
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import CompileMode
-from samestep.runtime.axes.compiled_blocks import LOSS, UPDATE, CompiledBlocks
-from samestep.runtime.optimizers.update_rule import why_uncompiled
+from samestep.runtime.axes.compiled_blocks import LOSS, CompiledBlocks
 from tests.laboratory import clipped, in_loop, make_run, on_ranks
 from tests.models import Tokens
 
@@ -64,13 +63,6 @@ def test_a_loss_that_is_a_graph_gives_the_same_bits(layout: str, model: str, pre
     said = [line for _, _, lines in compiled for line in lines if line.startswith(f"run.compile: {LOSS} ")]
     assert said
     assert all(line.startswith(f"run.compile: {LOSS} as {graphs} of aot_eager") for line in said), said
-
-
-def test_the_update_says_why_it_is_no_graph() -> None:
-    _, _, said = stepped(0, 1, "plain", "dp=1", job("float32"))
-    assert [line for line in said if line.startswith(f"run.compile: {UPDATE} ")] == [
-        f"run.compile: {UPDATE} runs uncompiled: SGD is fused: one kernel updates many weights"
-    ]
 
 
 def test_a_loss_that_the_compiler_cannot_take_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,24 +156,6 @@ def test_a_compiled_update_would_be_another_and_compile_in_each_step() -> None:
     torch._dynamo.reset()
     _, changing = _updated(torch.optim.RMSprop, "eager", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert changing >= constant + 3
-
-
-class Keeps(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.count = getattr(self, "count", 0) + 1
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda held: torch.optim.AdamW(held, fused=True), "AdamW is fused"),
-        (lambda held: torch.optim.RMSprop(held), "RMSprop has a learning rate that is a number"),
-        (lambda held: Keeps(held, lr=0.1, fused=True), "Keeps is code that may keep numbers"),
-    ],
-)
-def test_each_optimizer_has_its_reason(make: Callable[..., torch.optim.Optimizer], reason: str) -> None:
-    assert why_uncompiled(make([nn.Parameter(torch.ones(2))])).startswith(reason)
 
 
 class Sloped(nn.Module):

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 from samestep.layout import Layout
 from tests import covering
 from tests.parity.axes import ROWS
+from tests.unit.test_turns import Item
 
 LAYOUTS = ["dp=1", "dp=1 microbatch=4", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2", "dp=4 zero=3"]
 
 
-class _Item:
-    """A test as pytest collects it, as far as `needless` looks at it."""
-
-    def __init__(self, function: str, marks: tuple[str, ...] = (), **values: Any) -> None:
-        self.function, self.values, self.marks = function, values, marks
-        self.nodeid = f"tests/parity/test_a.py::{function}[{'-'.join(map(str, values.values()))}]"
-        if values:
-            self.callspec = SimpleNamespace(params=values)
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.marks else None
-
-
-def left(items: list[_Item]) -> list[_Item]:
+def left(items: list[Item]) -> list[Item]:
     """Return the tests that run by default."""
     needless: list[Any] = covering.needless(items)  # type: ignore[arg-type]
     return [item for item in items if item not in needless]
 
 
 def test_each_function_each_value_and_each_setting_of_a_layout_is_left() -> None:
-    crossed = [_Item("crossed", layout=layout, model=model) for layout in LAYOUTS for model in "abcdefgh"]
-    other = [_Item("other", layout=layout) for layout in LAYOUTS]
+    crossed = [Item("crossed", layout=layout, model=model) for layout in LAYOUTS for model in "abcdefgh"]
+    other = [Item("other", layout=layout) for layout in LAYOUTS]
     kept = left(crossed + other)
     assert {item.function for item in kept} == {"crossed", "other"}
     assert {item.values["model"] for item in kept if item.function == "crossed"} == set("abcdefgh")
@@ -46,24 +33,24 @@ def test_each_function_each_value_and_each_setting_of_a_layout_is_left() -> None
 
 
 def test_the_layouts_of_equal_rows_are_used_in_turn() -> None:
-    items = [_Item("crossed", layout=layout, model=model) for model in range(12) for layout in LAYOUTS[1:4]]
+    items = [Item("crossed", layout=layout, model=model) for model in range(12) for layout in LAYOUTS[1:4]]
     counts = [sum(item.values["layout"] == layout for item in left(items)) for layout in LAYOUTS[1:4]]
     assert sorted(counts) == [4, 4, 4]
 
 
 def test_what_a_layout_leads_from_and_to_are_held_each() -> None:
     pairs = itertools.permutations(["dp=2", "tp=2", "pp=2 microbatch=2", "dp=2 zero=3"], 2)
-    kept = left([_Item("resumed", before=before, after=after) for before, after in pairs])
+    kept = left([Item("resumed", before=before, after=after) for before, after in pairs])
     for place in ("before", "after"):
         assert {item.values[place] for item in kept} >= {"tp=2", "pp=2 microbatch=2", "dp=2 zero=3"}
 
 
 def test_tests_without_a_layout_or_with_marks_of_their_own_stay_as_they_are() -> None:
-    plain = [_Item("plain", number=number) for number in range(5)] + [_Item("alone")]
-    nightly = [_Item("nightly", ("nightly",), layout=layout) for layout in LAYOUTS]
-    every = [_Item("every", ("every_row",), layout=layout) for layout in LAYOUTS]
+    plain = [Item("plain", number=number) for number in range(5)] + [Item("alone")]
+    nightly = [Item("nightly", marks=("nightly",), layout=layout) for layout in LAYOUTS]
+    every = [Item("every", marks=("every_row",), layout=layout) for layout in LAYOUTS]
     assert left(plain + nightly + every) == plain + nightly + every
-    some = [_Item("some", layout="tp=2")]
+    some = [Item("some", layout="tp=2")]
     assert left(nightly + some) == nightly + some, "nightly tests hold nothing"
 
 

@@ -331,6 +331,20 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(job=Job(train={"loss": "mse"})), r"does not read train\.loss of the job"),
         (lambda: _parallelized(job=Job(model={"source": "hf:gpt2"})), r"does not read model\.source of the job"),
         (lambda: _parallelized(job=Job(model={"freeze": ["a"]})), r"does not read model\.freeze of the job"),
+        (
+            lambda: _parallelized(job=Job(train={"evaluate_every": 2, "patience": 3})),
+            "alone reads train.evaluate_every, train.patience of",
+        ),
+        (
+            lambda: _parallelized(job=Job(run={"report": ["wandb"]})),
+            "alone reads run.report of the job. Remove .* use samestep.track",
+        ),
+        (lambda: _parallelized(job=Job(train={"sample_tokens": 5})), "samestep.train alone reads train.sample_tokens"),
+        (lambda: _parallelized(job=Job(run={"restarts": 5})), "samestep.train alone reads run.restarts"),
+        (lambda: samestep.benchmark_layouts(Job(), "dp=2"), r'is a str. Use a list, such as layouts=\["dp=2"'),
+        (lambda: samestep.benchmark_layouts(Job(), samestep.Layout("dp=2")), "is a Layout. Use a list, such as"),  # type: ignore[arg-type]
+        (lambda: samestep.calibrate(3), "rows = 3 is an int. Use the path of a file, or a list of paths"),  # type: ignore[arg-type]
+        (lambda: samestep.launch(print, 2, ranks=2), r"args = 2 is an int. Use a tuple .* args=\(3,\)"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_one_line(call: Any, says: str) -> None:

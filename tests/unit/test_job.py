@@ -100,10 +100,24 @@ def test_a_job_survives_pickling_and_cannot_be_changed() -> None:
         ("optimizer.no_weight_decay=['*bias']", "optimizer.no_weight_decay", ("*bias",)),
         ("numerics.tf32=true", "numerics.tf32", True),
         ("layout.dp=4", "layout", {"dp": 4}),
+        # large, but possible
+        ("train.seed=9223372036854775807", "train.seed", 2**63 - 1),
+        ("train.steps=1e3", "train.steps", 1000),
+        ("train.steps=100000000000", "train.steps", 10**11),
+        ("train.global_batch=16777216", "train.global_batch", 2**24),
+        ("run.timeout_s=86400", "run.timeout_s", 86400.0),
+        ("run.threads=192", "run.threads", 192),
+        ("run.ranks=16384", "run.ranks", 16384),
+        ("optimizer.lr=0", "optimizer.lr", 0.0),
+        ("optimizer.lr=1e30", "optimizer.lr", 1e30),
+        ("train.prompt='=3'", "train.prompt", "=3"),
+        ("model.config.limit=inf", "model.config", {"limit": float("inf")}),
+        ("run.allow=['loss', 'samples']", "run.allow", ("loss", "samples")),
     ],
 )
 def test_a_setting_overrides_a_key(setting: str, key: str, value: Any, tmp_path: Path) -> None:
     found: Any = load(_file(tmp_path, ""), [setting])
+    assert Job.model_validate_json(found.model_dump_json()) == found
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
@@ -297,31 +311,6 @@ def test_a_number_out_of_range_names_the_range(setting: str, says: str, tmp_path
 def test_a_file_that_no_reader_takes_is_said_not_to_be_toml(text: str, tmp_path: Path) -> None:
     (line,) = _mistakes(_file(tmp_path, text))
     assert "is not TOML: " in line
-
-
-@pytest.mark.parametrize(
-    ("setting", "key", "value"),
-    [
-        ("train.seed=9223372036854775807", "train.seed", 2**63 - 1),
-        ("train.steps=1e3", "train.steps", 1000),
-        ("train.steps=100000000000", "train.steps", 10**11),
-        ("train.global_batch=16777216", "train.global_batch", 2**24),
-        ("run.timeout_s=86400", "run.timeout_s", 86400.0),
-        ("run.threads=192", "run.threads", 192),
-        ("run.ranks=16384", "run.ranks", 16384),
-        ("optimizer.lr=0", "optimizer.lr", 0.0),
-        ("optimizer.lr=1e30", "optimizer.lr", 1e30),
-        ("train.prompt='=3'", "train.prompt", "=3"),
-        ("model.config.limit=inf", "model.config", {"limit": float("inf")}),
-        ("run.allow=['loss', 'samples']", "run.allow", ("loss", "samples")),
-    ],
-)
-def test_large_but_possible_numbers_are_taken(setting: str, key: str, value: Any, tmp_path: Path) -> None:
-    found: Any = load(_file(tmp_path, ""), [setting])
-    assert Job.model_validate_json(found.model_dump_json()) == found
-    for part in key.split("."):
-        found = getattr(found, part)
-    assert found == value
 
 
 def test_a_short_run_of_the_default_job_has_no_warm_up() -> None:

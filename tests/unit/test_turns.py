@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 LAYOUTS = ["dp=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2", "dp=2 loss_chunk=5"]
 
 
-class _Item:
-    """A test as pytest collects it, as far as `out_of_turn` looks at it."""
+class Item:
+    """A test as pytest collects it, as far as `covering` and `turns` look at it."""
 
     def __init__(
         self, function: str, file: str = "parity/test_a.py", marks: tuple[str, ...] = (), **values: Any
@@ -34,16 +34,16 @@ class _Item:
         self.marks = (*self.marks, mark.name)
 
 
-def ran(items: list[_Item], number: int) -> list[_Item]:
+def ran(items: list[Item], number: int) -> list[Item]:
     """Return the tests that the turn of a number runs."""
     waiting: list[Any] = turns.out_of_turn(items, number)  # type: ignore[arg-type]
     return [item for item in items if item not in waiting]
 
 
-def _rows() -> list[_Item]:
-    coded = [_Item("coded", layout=LAYOUTS[number % 4], code=f"code {number}") for number in range(30)]
-    given = [_Item("given", name=name, is_exact=exact) for name in "abcdefgh" for exact in (True, False)]
-    return coded + given + [_Item("few", number=1), _Item("chunked", layout=LAYOUTS[4]), _Item("single")]
+def _rows() -> list[Item]:
+    coded = [Item("coded", layout=LAYOUTS[number % 4], code=f"code {number}") for number in range(30)]
+    given = [Item("given", name=name, is_exact=exact) for name in "abcdefgh" for exact in (True, False)]
+    return coded + given + [Item("few", number=1), Item("chunked", layout=LAYOUTS[4]), Item("single")]
 
 
 def test_all_turns_run_every_row_and_each_its_share() -> None:
@@ -66,8 +66,8 @@ def test_every_turn_runs_each_function_each_of_few_values_and_each_setting_that_
 
 
 def test_nightly_tests_take_no_turn_nor_do_those_that_run_in_every_one_nor_rows_of_other_files() -> None:
-    others = [_Item("fault", file="proof/test_faults.py", name=name) for name in "abcdef"]
-    marked = [_Item("fixed", marks=(mark,), name=name) for mark in ("every_turn", "nightly") for name in "abcdef"]
+    others = [Item("fault", file="proof/test_faults.py", name=name) for name in "abcdef"]
+    marked = [Item("fixed", marks=(mark,), name=name) for mark in ("every_turn", "nightly") for name in "abcdef"]
     assert ran(others + marked, 0) == others + marked
 
 
@@ -75,8 +75,8 @@ def test_nightly_tests_take_no_turn_nor_do_those_that_run_in_every_one_nor_rows_
 def test_rows_for_a_gpu_hold_nothing_where_there_is_none(turn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would stand for a function, or for the setting of a layout, that no row then runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    of_gpu = [_Item("given", marks=("gpu",), layout=layout, model="llama") for layout in LAYOUTS]
-    items: list[Any] = [*of_gpu, *(_Item("given", layout=layout, model="llama") for layout in LAYOUTS[2:])]
+    of_gpu = [Item("given", marks=("gpu",), layout=layout, model="llama") for layout in LAYOUTS]
+    items: list[Any] = [*of_gpu, *(Item("given", layout=layout, model="llama") for layout in LAYOUTS[2:])]
     options: dict[str, Any] = {"--turn": turn or None, "--every-layout": False, "--shard": None}
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     option = SimpleNamespace(keyword="")

@@ -269,14 +269,14 @@ class Batch(OfStream):
     indices: Integers
     """The dataset indices of the global batch, in order."""
     dataset: Dataset | None
-    """None where the samples are those of a stream."""
+    """None if a stream yielded the samples."""
     stream: Steps | None = None
-    """What yielded it."""
+    """The stream that yielded it."""
     by_microbatch: bool = False
     """Whether micro-batch i of all ranks together is one contiguous range of the global batch, as grouped batch norm
     needs."""
     seed: int | None = None
-    """Seed of the random changes of a training step's samples; None where they are read unchanged."""
+    """Seed of the random changes of a training step's samples; None if samples are read unchanged."""
 
     @property
     def num_samples(self) -> int:

@@ -66,18 +66,39 @@ def imported(name: str, folder: str | None) -> ModuleType | None:
         return None
 
 
-def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
-    """Return the function `module:function`, also from a job's folder and the working directory; `key` is the job's
-    key.
+def import_named(source: str, key: str, error: type[InputError], folder: str | None = None) -> Any:
+    """Return what `module:name` names, also from a job's folder and the working directory; `key` begins the text of an error.
 
     Raises:
-        error: the text has another form, the import fails, or there is no such function.
+        error: the text has another form, or there is nothing of that name. Errors of the import are raised as they are.
     """
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:
         raise error("not-module-function", f"{key} = {source!r} is not of the form module:function")
+    if (module := imported(module_name, folder)) is None:
+        stem = module_name.removesuffix(".py").replace("/", ".")
+        works = f". Use {stem}:{name}" if stem != module_name and Path(module_name).exists() else ""
+        raise error(
+            "module-missing",
+            f"{key}: module not found: {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}",
+        )
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        raise error("function-missing", f"{key}: {module_name} has no function {name!r}{did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
+    """Return the function `module:function`, as `import_named` does; `key` is the job's key.
+
+    Raises:
+        error: there is no such function, or the import fails.
+    """
+    module_name = source.partition(":")[0]
     try:
-        module = imported(module_name, folder)
+        function = import_named(source, key, error, folder)
+    except error:
+        raise
     except ModuleNotFoundError as missing:
         raise error(
             "module-missing",
@@ -87,17 +108,6 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
         raise error(
             "module-missing", f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}"
         ) from failed
-    if module is None:
-        stem = module_name.removesuffix(".py").replace("/", ".")
-        works = f". Use {stem}:{name}" if stem != module_name and Path(module_name).exists() else ""
-        raise error(
-            "module-missing",
-            f"{key}: module not found: {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}",
-        )
-    function = getattr(module, name, None)
-    if function is None:
-        public = [word for word in vars(module) if not word.startswith("_")]
-        raise error("function-missing", f"{key}: {module_name} has no function {name!r}{did_you_mean(name, public)}")
     if not callable(function):
         raise error("function-missing", f"{key}: {source} is a {type(function).__name__}, not a function")
     return cast(Callable[..., Any], function)

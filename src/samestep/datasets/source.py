@@ -30,7 +30,7 @@ from samestep import wings
 from samestep.datasets.batch import Dataset, FileSamples, check_map_style
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.files import Split, name_of_part, part_of
-from samestep.datasets.imported import imported, looked_in
+from samestep.datasets.imported import import_named
 from samestep.datasets.order import permute_positions
 from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.datasets.token_files import looked_at
@@ -91,21 +91,10 @@ def function_part(data: DataTable, split: Split, folder: str | None = None) -> D
 
 def _named(source: str, folder: str | None) -> Any:
     """Import and return the function, the class or the dataset that `module:name` names."""
-    name, _, attribute = source.partition(":")
-    module = imported(name, folder)
-    if module is None:
-        raise DataError(
-            "module-missing",
-            f"{source}: module not found: {name!r}, neither in {looked_in(folder)} nor among the installed ones",
-        )
-    named = getattr(module, attribute, None)
+    named = import_named(source, source, DataError, folder)
     if callable(named) or hasattr(named, "__getitem__"):
         return named
-    known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
-    raise DataError(
-        "function-missing",
-        f"{source}: {name} has no function and no dataset {attribute!r}{did_you_mean(attribute, known)}",
-    )
+    raise DataError("function-missing", f"{source} is a {type(named).__name__}, not a function and not a dataset")
 
 
 SOURCES = {

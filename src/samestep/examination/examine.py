@@ -82,7 +82,6 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
     if layout is None:
         return traced
     num_samples = layout.microbatch or -(-job.train.global_batch // layout.dp)
-    _refuse_size(source, traced, layout, example, num_samples)
     analysis, plan = traced.analysis, traced.blueprint
 
     @functools.cache
@@ -91,28 +90,6 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
 
     case = LayoutCase(layout, num_samples, build)
     return functools.reduce(lambda model, find: find(model, case), FINDINGS, traced)
-
-
-def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> None:
-    """Refuse micro-batches of so many samples if the forward, which takes no single sample, does not take these together either.
-
-    Raises:
-        LayoutError: it does not.
-    """
-    module = traced.blueprint.module
-    if num_samples >= (size := samples_traced(module)) or size <= 2:
-        return
-    built = BuiltModel.of(source.name, traced.blueprint, source.loss, example, traced.analysis.stages)
-    try:
-        with built.repeating():
-            outputs_on_meta(module, built.sample, num_samples, built.value_of, keeps_all=False)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise LayoutError(
-            "microbatch-forward",
-            f'layout "{layout}": the forward takes {size} samples, and not the {num_samples} of a micro-batch ({reason}). Use larger '
-            "micro-batches, or one device with the whole batch at once",
-        ) from error
 
 
 def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks: bool) -> TracedModel:
@@ -277,6 +254,29 @@ class LayoutCase:
     """Returns the model with one sample; called if a finding is missing."""
 
 
+def _with_size(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model itself, if the forward, which takes no single sample, takes those of a micro-batch together.
+
+    Raises:
+        LayoutError: it does not.
+    """
+    size = samples_traced(traced.module)
+    if case.num_samples >= size or size <= 2:
+        return traced
+    built = case.build()
+    try:
+        with built.repeating():
+            outputs_on_meta(built.module, built.sample, case.num_samples, built.value_of, keeps_all=False)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LayoutError(
+            "microbatch-forward",
+            f'layout "{case.layout}": the forward takes {size} samples, and not the {case.num_samples} of a micro-batch ({reason}). Use '
+            "larger micro-batches, or one device with the whole batch at once",
+        ) from error
+    return traced
+
+
 def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
     """Return the model with the counts of a rank of this tp, and with the trials that its plan rests on.
 
@@ -349,7 +349,7 @@ def _with_calls(traced: TracedModel, case: LayoutCase) -> TracedModel:
     return _with_analysis(traced, spec, samples_examined=(*examined, count))
 
 
-FINDINGS = (_with_degree, _with_tokens, _with_slices, _with_loss_chunks, _with_calls)
+FINDINGS = (_with_size, _with_degree, _with_tokens, _with_slices, _with_loss_chunks, _with_calls)
 """Each returns the model with one finding that a layout needs, or the model itself if that is known, or not needed."""
 
 

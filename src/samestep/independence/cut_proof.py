@@ -124,7 +124,9 @@ def prove(
     whole. `cuts_logits` is whether a head stays cut by vocabulary, instead of being gathered. `looking` are modules whose code looks at
     values: all that they are given must be whole on every rank, and its gradient too.
     """
-    heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
+    heads = [
+        path for path, style in styles.items() if style == "vocab" and isinstance(model.get_submodule(path), nn.Linear)
+    ]
     cuts_logits = cuts_logits and bool(heads)
     way = dict(styles) if cuts_logits else {**styles, **dict.fromkeys(heads, "gather")}
     refused = CutProof(styles, cuts_logits=cuts_logits, looking=looking)
@@ -187,10 +189,6 @@ def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients
         for owner in {op.where} & owners or owners:
             uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
     return uses
-
-
-def _is_linear(model: nn.Module, path: str) -> bool:
-    return isinstance(model.get_submodule(path), nn.Linear)
 
 
 def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:

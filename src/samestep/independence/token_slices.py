@@ -61,7 +61,7 @@ def prove(
             "its samples are not sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
         return _refuse_slices(spec, length, reason)
-    sample = _shorten_sample(sample, length, size * parts)
+    sample = map_tensors(sample, lambda t: t[:, : size * parts] if t.dim() > 1 and t.shape[1] == length else t)
 
     def run(wider: frozenset[str]) -> tuple[tuple[_BlockProver, _BlockProver], str, str]:
         """Return the two forwards, why they do not prove that blocks work on slices, and the module where that shows."""
@@ -140,7 +140,3 @@ def _length(sample: Any) -> int:
     except InputError:
         return 0
     return tokens.shape[1] if tokens.dim() == (3 if tokens.is_floating_point() else 2) else 0
-
-
-def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
-    return map_tensors(sample, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t)

@@ -165,7 +165,7 @@ class ValueNumbers:
         )
         parts = []
         for name, value in _name_arguments(func, args, kwargs):
-            part = _describe_value(value, keys)
+            part = fold(value, lambda leaf: next(keys) if isinstance(leaf, Tensor) else repr(leaf))
             if beside and name == "tensors" and isinstance(part, tuple) and _joins_rows(func, args, kwargs, along):
                 part = tuple(dict.fromkeys(part))
                 apart = apart or self._joined(named, fresh[0][1], text)
@@ -283,10 +283,6 @@ def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
 def _name_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     schema = func._schema.arguments
     return [*((argument.name, value) for argument, value in zip(schema, args, strict=False)), *sorted(kwargs.items())]
-
-
-def _describe_value(value: Any, keys: Any) -> Hashable:
-    return fold(value, lambda leaf: next(keys) if isinstance(leaf, Tensor) else repr(leaf))
 
 
 _LONG = 256

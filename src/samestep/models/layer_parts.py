@@ -51,6 +51,8 @@ class Product:
     """Number of weights among which the rows are divided: experts."""
     taps: int = 1
     """Number of rows that share an element of the first factor: the elements of a convolution's kernel."""
+    channels_first: bool = False
+    """Whether it is a convolution of tensors with their channels before their pixels, torch's default memory format."""
     cut: Cutting = ""
     """Size that a tensor cut divides."""
     most_parts: int = 0

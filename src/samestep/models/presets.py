@@ -297,6 +297,7 @@ def gpt_of_size(num_params: float, sequence: int, vocab: int = 50257) -> Decoder
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
+_IMAGE, _CLASSES = 224, 1000
 _WIDTHS = (64, 128, 256, 512)
 """Channels inside the blocks of each stage."""
 
@@ -326,8 +327,6 @@ class _Convolution(NamedTuple):
 
 def resnet(
     name: str = "resnet50",
-    size: int = 224,
-    classes: int = 1000,
     *,
     normed: bool = False,
     stages: Sequence[int] = (3, 4, 6, 3),
@@ -338,10 +337,10 @@ def resnet(
     With `normed` its batch norms take the statistics of groups of samples, as a job's do; without, those of each rank alone, as
     in most published runs.
     """
-    stem = [_Convolution("conv", 7, 3, 64, size // 2)]
-    layers = [_convolution_layer("conv1", stem, size * size * 3, is_block=False)]
+    stem = [_Convolution("conv", 7, 3, 64, _IMAGE // 2)]
+    layers = [_convolution_layer("conv1", stem, 3 * _IMAGE**2, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
-    channels, side = 64, size // 4
+    channels, side = 64, _IMAGE // 4
     for stage, (width, count) in enumerate(zip(_WIDTHS, stages, strict=True)):
         for block in range(count):
             path, half = f"layer{stage + 1}.{block}", 2 if block == 0 and stage > 0 else 1
@@ -355,8 +354,8 @@ def resnet(
             shapes += [(f"{path}.{part}", shape, len(layers)) for part, shape in _shapes(parts)]
             layers.append(_convolution_layer(path, parts, layers[-1].output_elements, is_block=True))
             channels, side = 4 * width, side // half
-    shapes += [("fc.weight", (classes, channels), len(layers)), ("fc.bias", (classes,), len(layers))]
-    layers.append(_classifier_layer(channels, side, classes))
+    shapes += [("fc.weight", (_CLASSES, channels), len(layers)), ("fc.bias", (_CLASSES,), len(layers))]
+    layers.append(_classifier_layer(channels, side, _CLASSES))
     channels_of = [
         (path.removesuffix(".weight"), shape[0]) for path, shape, _ in shapes if path.endswith("_norm.weight")
     ]
@@ -392,26 +391,31 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
             inner=part.given * part.kernel**2,
             columns=part.made,
             taps=part.kernel**2,
+            channels_first=True,
             owner=f"{path}.{part.name}",
         )
         for part in parts
     )
-    touched = 3 * sum(part.elements for part in parts)  # the norm reads them twice and writes its result once
+    results = sum(part.elements for part in parts)
     elements = parts[2].elements if is_block else parts[-1].elements
-    # A ReLU reads and writes what it is given; the sum of a block reads two and writes one, and a pooling reads once more.
-    bent = 2 * sum(part.elements for part in parts[:2]) + (5 if is_block else 1) * elements
+    # A norm keeps what it is given and a ReLU its result. The sum of a block keeps nothing.
+    bent = sum(part.elements for part in parts[:2]) + elements * is_block
+    # A norm reads its input twice, a ReLU reads and writes, the sum of a block reads two and writes one, a pooling reads once more.
+    moved = 3 * results + 2 * bent + (3 if is_block else 1) * elements
     return LayerSpec(
         name=path,
         modules=(path,),
         is_block=is_block,
         forward_flops=sum(product.flops for product in products),
         output_elements=elements,
-        saved_elements=touched,
+        saved_elements=results
+        + bent
+        + (0 if is_block else given_elements + elements // 2),  # images, and where maxima are
         working=WorkingSet(2 * max(given_elements, elements)),
-        saved_selective_elements=sum(part.elements for part in parts),
+        saved_selective_elements=results + given_elements * is_block,
         input_elements=given_elements,
         products=products,
-        moved=OtherWork(touched + bent, kernels=3 * len(products) + 1),
+        moved=OtherWork(moved, kernels=3 * len(products) + 1),
     )
 
 

@@ -70,11 +70,11 @@ class Verdict:
     steps: int
     """The number of steps that were compared."""
     precision: str
-    """The precision of the first comparison: float64, or the job's own where the model cannot run in float64."""
+    """The precision of the first comparison: float64, or the job's own if the model cannot run in float64."""
     checks: tuple[Check, ...]
     cause: Cause | None = None
     explanation: str = ""
-    """One sentence about the cause, with names and numbers; empty where everything passed."""
+    """One sentence about the cause, with names and numbers; empty if everything passed."""
     notes: tuple[str, ...] = ()
     """Restrictions of this proof, such as a model with fewer layers; one line each."""
     seconds: float = 0.0

@@ -49,7 +49,6 @@ from samestep.runtime.objective import Objective
 from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.update_rule import why_uncompiled
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
@@ -169,8 +168,6 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
-    if (optimizer := assembled.weights.updater.optimizer) is not None:
-        axes.compiled.leave_update(why_uncompiled(optimizer))
     plan.plain.settle(functools.partial(plan.materialize, device=place.device), frees=plan.is_taken)
     return assembled
 

@@ -59,7 +59,7 @@ class Progress(Enum):
 
     BETWEEN = "no step is being taken; the update of the last one may be launched and not read (`StepState.LAUNCHED`)"
     WITHIN = "a step is being taken or has failed, so that weights may still be gathered"
-    REPEATING = "a step is taken once more, which some rank gave up: the host decides on it"
+    REPEATING = "a step is taken once more, which some rank gave up: the CPU decides on it"
 
 
 class StepState(Enum):
@@ -71,9 +71,9 @@ class StepState(Enum):
                  └─► HELD_BACK
     """
 
-    LAUNCHED = "the device makes it, which the host knows once it has read the sums"
-    SENT = "the host makes it, if it decides so, of gradients that are on their way to it and are multiplied by then"
-    HELD_BACK = "the host makes it, if it decides so, of gradients as the backwards have left them"
+    LAUNCHED = "the device makes it, which the CPU knows once it has read the sums"
+    SENT = "the CPU makes it, if it decides so, of gradients that are on their way to it and are multiplied by then"
+    HELD_BACK = "the CPU makes it, if it decides so, of gradients as the backwards have left them"
 
 
 @dataclass(slots=True)

@@ -119,7 +119,7 @@ class Run(RunInParts):
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
     def all_waived(self) -> tuple[str, ...]:
-        """Return the rejections that any rank met and `run.allow` skipped; `job.run.waived` notes each."""
+        """Return the failed checks of all ranks that `run.allow` skips; `job.run.waived` lists each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
@@ -143,7 +143,7 @@ class Run(RunInParts):
         self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
-        """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
+        """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.
 
         The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses:
         equal on all ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
@@ -236,7 +236,7 @@ class Run(RunInParts):
         return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
-        """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
+        """Return the batch of the loss: labels that are aligned with the inputs are shifted by one token.
 
         Raises:
             DataError: the samples of a causal model do not show which token their labels are, or contradict `data.labels`.
@@ -311,6 +311,11 @@ class Run(RunInParts):
 
 _READ_IN_A_LOOP = {"model.stages", "model.offload", "optimizer.clip_norm"}
 """The keys among those of model, loss and optimizer that a run in a loop of one's own reads."""
+_OF_TRAIN = (
+    "train.evaluate_every", "train.patience", "train.monitor", "train.evaluate_ema", "train.prompt", "train.sample_tokens",
+    "train.sample_temperature", "checkpoint.keep_best", "checkpoint.keep_every", "run.report", "run.restarts",
+)  # fmt: skip
+"""Keys that `samestep train` alone reads."""
 
 
 @calls.checked
@@ -388,6 +393,12 @@ def _check_keys(job: Job) -> None:
             "job-key-unread",
             f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
             "them. Remove these keys, or use samestep.train(job), which reads them.",
+        )
+    if unread := job.set_keys(*_OF_TRAIN):
+        raise JobError(
+            "job-key-unread",
+            f"samestep.train alone reads {', '.join(sorted(unread))} of the job. Remove these keys, and use samestep.track with loggers "
+            "and a samestep.EarlyStopping",
         )
 
 

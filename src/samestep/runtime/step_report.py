@@ -30,39 +30,39 @@ class StepReport(_Late):
     loss: float
     """The loss of the whole step: its sum over the global batch divided by its count; with several terms the sum of their means."""
     grad_norm: float
-    """The norm of the whole gradient, over all weights, in front of clipping; nan in the report of a `run.backward`."""
+    """The norm of the gradient of all weights, before clipping; nan in the report of a `run.backward`."""
     lr: float
-    """The learning rate of the update: that of the optimizer's first group."""
+    """The learning rate of the update, from the first parameter group of the optimizer."""
     tokens: int
     """Tokens or samples that the loss counted."""
     step_s: float
     """Seconds that the step took on this rank."""
     tokens_per_s: float
-    """Tokens or samples that the loss counted, of all ranks, in a second."""
+    """Throughput: tokens or samples that the loss counted, over all ranks, per second."""
     data_wait_s: float = 0.0
-    """Seconds of the step in which this rank waited for samples."""
+    """Seconds that this rank waited for samples in the step."""
     memory_bytes: int
     """Peak bytes on this rank since the step began: allocated on its GPU; on a CPU the process's resident memory so far."""
     reserved_bytes: int | None = None
     """Peak bytes that torch's allocator has taken from this rank's GPU since the step began; None on a CPU."""
     skipped: bool = False
-    """Whether the weights were left as they were: a number was not finite, no label counted, or the loss was a spike."""
+    """Whether the update was skipped: a number was not finite, no label counted, or the loss was a spike."""
     spike: bool = False
-    """Whether it was skipped because its loss is a spike (`numerics.on_spike`)."""
+    """Whether the update was skipped because the loss is a spike (`numerics.on_spike`)."""
     stop: bool = False
-    """Whether some rank was asked to stop."""
+    """Whether a rank has received a signal to stop (Ctrl-C, SIGTERM)."""
     save: bool = False
-    """Whether some rank was asked, by SIGUSR1, to save a checkpoint and go on."""
+    """Whether a rank has received SIGUSR1, the signal to save a checkpoint and continue."""
     note: str = ""
-    """Why the step is not finite or its loss a spike, or what a repetition of it showed that `run.allow` waives; mostly empty."""
+    """The reason if a number is not finite, the loss is a spike, or a skipped check (`run.allow`) has failed; otherwise empty."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The mean of each term that the loss has named, sum over count of the whole step; nan where nothing counts."""
+    """The mean of each named term of the loss: sum over count of the full step; nan if the count is 0."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """The mean of each value that the loss has returned besides, such as an accuracy."""
+    """The mean of each metric that the loss also returns, such as an accuracy."""
     held_out: Mapping[str, float] = field(default_factory=dict)
-    """The held-out loss of each set, by name, where `samestep train` evaluates after the step (`train.evaluate_every`)."""
+    """The validation loss of each set by name, if the loop evaluates after this step (`train.evaluate_every`)."""
     remarks: tuple[str, ...] = ()
-    """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
+    """Warnings of this rank for this step: checks that `run.allow` skips, a loss that couples samples."""
 
     @classmethod
     def late(cls, step: int, complete: Callable[[], None]) -> StepReport:

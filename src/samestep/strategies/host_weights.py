@@ -33,12 +33,12 @@ def refusal(step: StepSpec) -> LayoutError | None:
             return LayoutError(
                 "offload-trained-weight",
                 f"offload names {root!r}, and {trained} takes a gradient. Use requires_grad_(False) on it, or the word "
-                "offload in the layout, which holds the optimizer's states on the host",
+                "offload in the layout, which holds the optimizer states in CPU memory",
             )
     if step.offload and step.model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",
-            f"offload holds weights on the host between two uses, and {gradients_within(step.model)}. Use no offload",
+            f"offload holds weights in CPU memory between two uses, and {gradients_within(step.model)}. Use no offload",
         )
     return None
 

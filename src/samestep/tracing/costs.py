@@ -77,7 +77,8 @@ def product_of(
         count, taps = args[8], right.shape[2:].numel()
         columns, inner = right.shape[0] // count, right.shape[1:].numel()
         rows = outcome.numel() // right.shape[0]
-        return product(rows=rows, inner=inner, columns=columns, count=count, taps=taps)
+        channels_first = left.dim() == 4 and not left.is_contiguous(memory_format=torch.channels_last)
+        return product(rows=rows, inner=inner, columns=columns, count=count, taps=taps, channels_first=channels_first)
     if _is_grouped(func):
         rows, groups = left.shape[0], right.shape[0]
         return product(rows=rows, inner=left.shape[1], columns=right.shape[2], groups=groups)

@@ -104,7 +104,7 @@ def check(
     """
     refuse_resumed(init_from, resume)
     ranks = place.world_size if place else ranks
-    where = None if layout == AUTO else resolve_layout(job, layout, ranks, num_hosts)[0]
+    where = None if layout == AUTO else resolve_layout(job, layout, ranks, num_hosts)
     until = job.train.steps if steps is None else steps
     if until > job.train.steps:
         raise JobError(
@@ -196,10 +196,8 @@ def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tupl
     raise LayoutError("no-layout-fits", f"--layout auto found no layout for {count} ranks: {reason}")
 
 
-def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num_hosts: int = 1) -> tuple[Layout, int]:
-    """Return the layout of a run and its number of ranks.
-
-    The layout is the given one, or the job's own, or replicas over all ranks.
+def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num_hosts: int = 1) -> Layout:
+    """Return the layout of a run: the given one, or the job's own, or replicas over all ranks.
 
     Raises:
         LayoutError: the layout and the number of ranks contradict each other.
@@ -217,7 +215,7 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
             f"layout {words!r} has {of_run.world_size} rank{'s' if of_run.world_size > 1 else ''}, not {ranks}. Use "
             f"--ranks {of_run.world_size}, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
         )
-    return of_run, of_run.world_size
+    return of_run
 
 
 def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:

@@ -155,11 +155,11 @@ class EarlyStopping:
     """
 
     sets: Any
-    """A data set or the values of a batch, whose name is "held_out", or a dict of data sets by name."""
+    """A data set or the values of a batch, which gets the name "held_out", or a dict of data sets by name."""
     every: int = 100
     """Steps between two evaluations."""
     patience: int = 0
-    """Evaluations in a row without a better mean after which the loop ends; 0: it goes on."""
+    """End the loop after this many evaluations without a better mean; 0: never."""
     keep_best: bool = False
     """Whether FOLDER/best holds the checkpoint with the best mean."""
     metrics: Loss | None = None

@@ -279,7 +279,7 @@ def _warn(checked: Checked, place: RankInfo | None, hosts: RunHosts | None) -> N
     if checked.layout.recompute == "offload":
         moved["recompute=offload"] = "the inputs of blocks"
     for word, what in moved.items() if on_cpu else ():
-        moves = f"{word} moves {what} to the host; on a CPU it is there already, so nothing is saved"
+        moves = f"{word} moves {what} to CPU memory; on a CPU it is there already, so nothing is saved"
         warnings.warn(moves, stacklevel=3)
     here = checked.layout.world_size // (hosts.num_hosts if hosts else 1)
     if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):
@@ -316,7 +316,7 @@ def _run_share(
     """
     run, ranks = job.run, arguments["ranks"] or job.run.ranks
     if arguments["layout"] != AUTO and (arguments["layout"] or job.layout):
-        ranks = resolve_layout(job, arguments["layout"], ranks, info.num_hosts)[1]
+        ranks = resolve_layout(job, arguments["layout"], ranks, info.num_hosts).world_size
     ranks = ranks or (info.ranks_per_node or workers.default_ranks(run.device)) * info.num_hosts
     result, number = workers.run_workers(
         work,

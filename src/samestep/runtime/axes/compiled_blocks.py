@@ -63,8 +63,6 @@ InGraph = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _ISLAND = "samestep keeps it outside of the graph"
 LOSS = "the loss"
 """What lines of a run call the functions of the loss that samestep has written."""
-UPDATE = "the update"
-"""What they call the optimizer's step."""
 _CHANGES = 8
 """How often code may be compiled anew because what it is given has changed, before torch runs it uncompiled."""
 
@@ -103,11 +101,6 @@ class CompiledBlocks:
     def num_breaks(self) -> int:
         """The places where a graph ended in the middle of a block, counted once for all blocks that share it."""
         return max(num_graph_breaks() - self._breaks_before, 0) if self.compiler.name else 0
-
-    def leave_update(self, reason: str) -> None:
-        """Let the lines of a run say why its update runs uncompiled."""
-        if self.compiler.name:
-            self.of_loss.uncompiled[UPDATE] = reason
 
     @contextmanager
     def off(self) -> Iterator[None]:

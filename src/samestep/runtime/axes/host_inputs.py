@@ -97,7 +97,7 @@ class _InputOnHost:
         if marks_of([self._leaving]).differ(self._before):
             raise ModelError(
                 "recompute-unsupported",
-                f"the model writes into the input of {self._path} after its forward, and recompute=offload copies it to the host "
+                f"the model writes into the input of {self._path} after its forward, and recompute=offload copies it to CPU memory "
                 "meanwhile. Use recompute=none, or a forward that writes nowhere (x = x + y for x += y)",
             )
         self._lanes.wait_for(self._left, self._layer, _TO_HOST)

@@ -164,7 +164,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 @calls.checked
 def latest(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none.
+    """Return the newest checkpoint below `folder`, complete or damaged; None if there is no checkpoint.
 
     Raises:
         InputError: `folder` is the address of an object store.

@@ -160,7 +160,7 @@ class SavedRun(PreparedRun):
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the model as a new folder that transformers' `from_pretrained` loads as it is, and return it.
 
-        The folder must lie where all ranks can write; each of them writes files of its own.
+        All ranks must share the folder; each of them writes its own files.
 
         Raises:
             LayoutError: the run is not prepared yet.
@@ -176,7 +176,7 @@ class SavedRun(PreparedRun):
         return Path(folder)
 
     def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
-        """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
+        """Return all weights and persistent buffers of the model, in CPU memory, for `load_state_dict` of the plain module.
 
         Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision; before the first step they are
         those that the run will begin with.

@@ -120,20 +120,6 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
     )
 
 
-def why_uncompiled(optimizer: Optimizer) -> str:
-    """Return why an update is no graph of a compiler, which would gain nothing or give another result."""
-    members = members_of(optimizer)
-    name = " and ".join(dict.fromkeys(type(member).__name__ for member in members))
-    if not all(map(is_torchs_own, members)):
-        return f"{name} is code that may keep numbers, and a graph would keep the first ones"
-    if all(group.get("fused") for member in members for group in member.param_groups):
-        return f"{name} is fused: one kernel updates many weights"
-    return (
-        f"{name} has a learning rate that is a number: a graph would be compiled again for each value, and has powers of other numbers, "
-        "which a graph would take in float32"
-    )
-
-
 def has_hooks(optimizer: Optimizer) -> bool:
     """Return whether code of a user's runs before or after each step."""
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]

@@ -321,7 +321,7 @@ class RunInParts(SavedRun):
     # -- what waits --------------------------------------------------------------------------------
 
     def zero_grad(self, name: str | int | None = None) -> None:
-        """Forget the gradients that wait for an optimizer, or for all. Every rank calls it; it sends nothing.
+        """Clear the accumulated gradients of an optimizer, or of all. Every rank must call it; it communicates nothing.
 
         Raises:
             ModelError: no optimizer has the name.

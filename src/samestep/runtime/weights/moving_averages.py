@@ -166,7 +166,7 @@ class WeightAverages:
         """Update the averages of pieces whose `value` has just been updated; none of them where `held_back` is 1."""
         known = [piece for piece in pieces if id(piece) in self._of]
         for piece in pieces if len(known) < len(pieces) else ():
-            assert held_back is None, "the host waits for the first update"
+            assert held_back is None, "the CPU waits for the first update"
             self.set(piece, piece.value.detach())
         if not known:
             return

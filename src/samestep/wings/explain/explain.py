@@ -78,7 +78,7 @@ class Explained:
         rank, own_s = self.found.busiest, {part.name: part.measured_s for part in self.parts if part.axis is None}
         worked_s = sum(own_s.get(name, 0.0) for name in ("compute", "recompute", "optimizer"))
         without_s = max(0.0, worked_s - statistics.median(self.found.cpu_s[rank]))
-        return min(own_s.get("compute", 0.0), without_s, self.found.queued_for(rank) or 0.0)
+        return min(without_s, self.found.queued_for(rank) or 0.0) * own_s.get("compute", 0.0) / (worked_s or 1.0)
 
     @property
     def rest_s(self) -> float:
@@ -175,7 +175,7 @@ class Explained:
         lines += ["", f'"{self.layout}", {which}; rank {self.found.busiest}, the slowest rank', self._table()]
         if self.cpu_waits_s > GAIN * self.step_s:
             lines.append(
-                f"rank {self.found.busiest} waited for a CPU for {self.cpu_waits_s * 1e3:,.3g} ms of its compute"
+                f"rank {self.found.busiest} waited for a CPU for {self.cpu_waits_s * 1e3:,.4g} ms of its compute"
             )
         lines += self._waited_for()
         hidden = self.found.hidden[self.found.busiest]

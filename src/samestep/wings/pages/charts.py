@@ -140,7 +140,7 @@ def memory(curve: MemoryCurve, step_s: float, said: MemoryCurve | None = None, s
         above = [under + (values[place] if place >= 0 else 0) for under, place in zip(below, columns, strict=True)]
         if max(values, default=0) > 0.002 * top:
             paths.append(
-                f'<path class="{_word(name)}" d="{_area(below, above, top)}"><title>{escape(name)}</title></path>'
+                f'<path class="{name.replace(" ", "-")}" d="{_area(below, above, top)}"><title>{escape(name)}</title></path>'
             )
         below = above
     if said is not None:
@@ -248,10 +248,6 @@ def range_of(value: float, low: float, high: float, scale: tuple[float, float]) 
         '<svg class="range" height="14" role="presentation">'
         f'<line x1="{left:.1f}%" x2="{right:.1f}%" y1="7" y2="7"/><circle cx="{dot:.1f}%" cy="7" r="3.5"/></svg>'
     )
-
-
-def _word(name: str) -> str:
-    return name.replace(" ", "-")
 
 
 COLUMNS = 500

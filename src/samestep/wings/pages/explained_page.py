@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from html import escape
 from typing import Any, cast
 
 from samestep import hardware
 from samestep import job_files as jobs
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import REST
 from samestep.output.text import count, duration, share, size
@@ -53,10 +55,11 @@ def page_of(explained: Explained, *, small: bool = False) -> Page:
     keys = ("loss", "tokens_per_s", "samples_per_s", "mfu") if explained.folder.name == recorded.FOLDER else ()
     series = logged(explained.folder.parent, *keys)
     steps = explained.found.steps
+    mean = f", mean of {which(steps)}" if len(steps) > 1 else ""
     return Page(
         verb="explain",
-        title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{_averaged(steps)}",
-        subject=f'{_run_name(explained)} · "{explained.layout}" · {which(steps)}',
+        title=f"{duration(explained.step_s).text} per step on {ranks:,} rank{'s' * (ranks > 1)}{mean}",
+        subject=" · ".join([*_jobs(explained), f'"{explained.layout}"', _run_name(explained), which(steps)]),
         answers=_answers(explained, series),
         verdict=explained.verdict.line,
         reasons=explained.verdict.reasons,
@@ -75,17 +78,19 @@ def _machine(explained: Explained) -> str:
     """Return the hosts and devices of the run."""
     heads = [record.head for record in explained.found.records.values()]
     hosts, devices = (sorted({*names}) for names in ([head.host for head in heads], [head.device for head in heads]))
-    return f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}."
+    when = datetime.fromtimestamp(max(path.stat().st_mtime for path in explained.folder.glob("*.jsonl"))).astimezone()
+    return f"rank 0 to {len(heads) - 1} on {', '.join(hosts[:8])}: {', '.join(devices)}, recorded on {when:%Y-%m-%d %H:%M %Z}."
+
+
+def _jobs(explained: Explained) -> dict[str, Job]:
+    """Return the job of the run by its model; nothing if the folder has no job."""
+    path = explained.folder / recorded.JOB
+    return {job.model.source: job for job in (jobs.load(path),)} if path.is_file() else {}
 
 
 def which(steps: Sequence[int]) -> str:
     """Return some steps in words."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _averaged(steps: Sequence[int]) -> str:
-    """Return that the time is a mean, if it is of several steps."""
-    return "" if len(steps) == 1 else f", mean of {which(steps)}"
 
 
 def _record(explained: Explained) -> dict[str, object]:
@@ -172,7 +177,7 @@ def _bytes(explained: Explained) -> Iterator[Section]:
         for row in sent
     ]
     if rows:
-        head = ("axis", "predicted", *(["sent"] if is_counted else []))
+        head = ("mesh dimension", "predicted", *(["sent"] if is_counted else []))
         caption = f"Bytes of the buffers of rank {explained.found.busiest} in one step, with padding."
         yield Section("Communication", table(head, rows), caption)
 
@@ -188,8 +193,8 @@ def _timelines(explained: Explained, ranks: list[int], most: int, *, small: bool
         lanes = [lane for rank in ranks for lane in _lanes(explained, timeline, rank)]
         figure = TimelineFigure(lanes, max(timeline.step_s, longest_s), MOST_BOXES // len(shown))
         figures[step] = (steps[step], figure.to_html(small=small))
-    caption = f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank. One lane for each rank and stream."
-    caption += " The thin lane above each lane is the prediction." if explained.predicted else ""
+    caption = f"Step {shown[-1]} is shown first: {duration(steps[shown[-1]]).text} on its slowest rank. One track for each rank and stream."
+    caption += " The thin track above each track is the prediction." if explained.predicted else ""
     return Section("The step", of_steps(figures), caption + left_out(ranks, [*explained.found.records], "ranks"))
 
 
@@ -221,7 +226,7 @@ def _each_rank(explained: Explained) -> Section:
         parts, rest_s = parts_of(explained.found, rank, None)
         parts = (*parts, StepPart("rest", None, rest_s, None))
         shown[rank] = [(part.label, row_kind(part.name, part.axis), part.measured_s) for part in parts]
-    caption = "The step of every rank. The others wait for the slowest rank."
+    caption = "The step of every rank. The others wait for the slowest rank. Compute includes waiting for a CPU."
     return Section("Each rank", each_rank(shown, max(explained.found.lasted_s.values())), caption)
 
 
@@ -309,7 +314,6 @@ def _kernels(explained: Explained) -> Iterator[Section]:
 
 
 def _described(explained: Explained) -> Iterator[Section]:
-    path = explained.folder / recorded.JOB
-    if path.is_file():
+    for job in _jobs(explained).values():
         machine = explained.predicted.hardware if explained.predicted else hardware.own()
-        yield prediction_page.described(jobs.load(path), Layout(explained.layout), machine)
+        yield prediction_page.described(job, Layout(explained.layout), machine)

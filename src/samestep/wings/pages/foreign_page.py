@@ -56,7 +56,7 @@ def _timeline(foreign_steps: ForeignSteps, *, small: bool) -> Section:
     some = left_out(ranks, foreign_steps.ranks, "ranks")
     lanes = [replace(lane, name=_short(lane.name)) for lane in lanes_of(foreign_steps.last, ranks, {})]
     figure = TimelineFigure(lanes, foreign_steps.last.step_s)
-    caption = f"Step {foreign_steps.steps[-1]}, one lane for each rank and stream.{some}"
+    caption = f"Step {foreign_steps.steps[-1]}, one track for each rank and stream.{some}"
     return Section("The step", figure.to_html(small=small), caption)
 
 

@@ -83,7 +83,7 @@ def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     yield Section(
         "The step",
         figure.to_html(small=small),
-        f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{charts.left_out(drawn, stages, 'stages')}",
+        f"One track for each pipeline stage and stream; all ranks of a stage are equal.{charts.left_out(drawn, stages, 'stages')}",
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in step.parts]
     if step.exchange_s:
@@ -124,8 +124,8 @@ def lanes_of(
         known = amounts.get(stage, {})
         for span in timeline.spans_of(stage):
             if span.end_s > span.start_s:
-                kind, amount = _kind(span.stream, span.name), known.get(span.name, 0)
-                boxes[span.stream].append(Box(span.start_s, span.end_s, kind, span.name, span.task, amount))
+                name, kind = row_label(span.name, None), _kind(span.stream, span.name)
+                boxes[span.stream].append(Box(span.start_s, span.end_s, kind, name, span.task, known.get(span.name, 0)))
         for stream, lane_boxes in boxes.items():
             lane_boxes.sort(key=lambda box: box.start_s)
             meets = stream.partition("-")[0] in ("pp", "tie", "world")

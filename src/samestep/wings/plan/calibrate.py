@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def calibrate(
         check_writable(file)
     read, said = read_steps(paths, job)
     _refuse_other_machine(read, machine)
-    _refuse_impossible(read, machine)
+    _refuse(_impossible(read, machine))
     steps, programs = [], []
     for step in read:
         try:
@@ -178,9 +178,9 @@ def calibrate(
             "measured-steps",
             "\n".join([f"{len(steps)} of {len(read)} steps can be predicted; 2 are the least that a fit needs", *said]),
         )
-    _refuse_too_large(steps, programs, machine)
+    _refuse(_too_large(steps, programs, machine))
     fit = fit_of(steps, programs, machine)
-    _refuse_far(steps, fit.seconds({}), machine)
+    _refuse(_far(steps, fit.seconds({}), machine))
     return calibrated(steps, fit, machine, file, said)
 
 
@@ -229,21 +229,23 @@ def _why_kept(calibration: Calibration) -> str:
     return ""
 
 
-def _refuse_impossible(steps: Sequence[TimedStep], machine: Hardware) -> None:
-    """Refuse steps whose products alone would need more than the peak of all devices."""
-    mistakes = []
+def _refuse(mistakes: Iterable[str]) -> None:
+    """Raise an error that names all mistakes of the measured steps, if there are any."""
+    if text := "\n".join(mistakes):
+        raise InputError("measured-steps", text)
+
+
+def _impossible(steps: Sequence[TimedStep], machine: Hardware) -> Iterator[str]:
+    """Yield the steps whose products alone would need more than the peak of all devices."""
     for step in steps:
         dtype = COMPUTE_DTYPE[step.job.numerics.precision]
-        peak = machine.flops_per_s.get(dtype)
         flops = 3 * step.model.forward_flops * step.job.train.global_batch
-        if peak and flops / (step.step_s * step.layout.world_size) > peak:
-            share = flops / (step.step_s * step.layout.world_size * peak)
-            mistakes.append(
+        share = flops / (step.step_s * step.layout.world_size * machine.flops_per_s.get(dtype, math.inf))
+        if share > 1:
+            yield (
                 f"{step.origin}: {step.step_s:.4g} s a step would need {share:.0%} of the peak of {machine.name} in {dtype}: another "
                 f"batch ({step.job.train.global_batch} samples), precision, number of devices or --hardware may be right"
             )
-    if mistakes:
-        raise InputError("measured-steps", "\n".join(mistakes))
 
 
 def _refuse_other_machine(steps: Sequence[TimedStep], machine: Hardware) -> None:
@@ -256,34 +258,28 @@ def _refuse_other_machine(steps: Sequence[TimedStep], machine: Hardware) -> None
             )
 
 
-def _refuse_too_large(steps: Sequence[TimedStep], programs: Sequence[tuple[Program, ...]], machine: Hardware) -> None:
-    """Refuse steps whose weights, gradients and states alone do not fit, held in half the bytes: no such run was measured."""
-    mistakes = []
+def _too_large(steps: Sequence[TimedStep], programs: Sequence[tuple[Program, ...]], machine: Hardware) -> Iterator[str]:
+    """Yield the steps whose weights, gradients and states alone do not fit, held in half the bytes: no such run was measured."""
     for step, stages in zip(steps, programs, strict=True):
         size = max(at_rest(stage).total for stage in stages)
         if size > 2 * machine.memory_bytes:
-            mistakes.append(
+            yield (
                 f"{step.origin}: weights, gradients and optimizer states alone are {readable(size)} of a device that has "
                 f"{readable(machine.memory_bytes)}: another layout, such as a ZeRO stage that is missing, or --hardware may be right"
             )
-    if mistakes:
-        raise InputError("measured-steps", "\n".join(mistakes))
 
 
-def _refuse_far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machine: Hardware) -> None:
-    """Refuse steps that no factors explain: a unit, a batch or a machine is another one."""
-    mistakes = []
+def _far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machine: Hardware) -> Iterator[str]:
+    """Yield the steps that no factors explain: a unit, a batch or a machine is another one."""
     for step, before_s in zip(steps, predicted_s, strict=True):
         ratio = step.step_s / before_s
         if not 1 / _MOST < ratio < _MOST:
             unit = "milliseconds, " if 300 < ratio < 5000 else ""
-            mistakes.append(
+            yield (
                 f"{step.origin}: {step.step_s:.4g} s a step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
                 f"take, and no profile is that far off: {unit}tokens of one device given as the tokens of all {step.layout.world_size}, "
                 "another batch, precision or --hardware may be the reason"
             )
-    if mistakes:
-        raise InputError("measured-steps", "\n".join(mistakes))
 
 
 class Fit:

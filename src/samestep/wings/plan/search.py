@@ -61,9 +61,9 @@ class Plan:
 
     best: tuple[Prediction, ...]
     fallen: tuple[Fallen, ...]
-    """Layouts that fell out, in groups."""
+    """Rejected layouts, in groups."""
     played: int
-    """Layouts that were played on the clock."""
+    """Layouts that the simulator has timed."""
     seconds: float
     devices: int
     hardware: Hardware
@@ -74,9 +74,9 @@ class Plan:
     states_per_param: int
     """Tensors that the optimizer keeps of each weight."""
     nearest: str = ""
-    """The layout that comes nearest to fitting, as text; empty where one fits."""
+    """The layout that comes nearest to fitting, as text; empty if one fits."""
     safe: Prediction | None = None
-    """The fastest of the layouts that are likely to fit; None where none was looked for, or none is likelier than the best."""
+    """The fastest of the layouts that are likely to fit; None if there was no search for it, or if the best layout is the likeliest."""
     other_numerics: tuple[Saving, ...] = ()
     """Savings of other numerics in the best layout; only the job chooses them."""
 

@@ -63,7 +63,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "accumulate": Said(lacks="accumulate=full: gradients are reduced in each micro-batch"),
         "offload": Said({"deepspeed_config.offload_optimizer_device": "cpu"})
         if _uses_deepspeed(facts)
-        else Said(lacks="offload: FSDP2 would move the weights to the host too; it is left out"),
+        else Said(lacks="offload: FSDP2 would move the weights to CPU memory too; it is left out"),
     }
 
 

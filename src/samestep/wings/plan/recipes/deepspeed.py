@@ -104,7 +104,7 @@ def _recompute(facts: RecipeFacts) -> Said:
         return Said(
             {"activation_checkpointing.cpu_checkpointing": True},
             in_code="deepspeed.checkpointing.checkpoint around each block",
-            differs="cpu_checkpointing waits for each copy to the host; here it is made while the block computes",
+            differs="cpu_checkpointing waits for each copy to CPU memory; here it is made while the block computes",
         )
     return Said(
         in_code="model.gradient_checkpointing_enable(), or deepspeed.checkpointing.checkpoint around each block"

@@ -56,7 +56,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         ),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said({"accumulate": True}),
-        "offload": Said(lacks="offload: CPUOffloadPolicy moves the weights to the host too; it is left out"),
+        "offload": Said(lacks="offload: CPUOffloadPolicy moves the weights to CPU memory too; it is left out"),
     }
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -49,7 +48,7 @@ from samestep.program.repeated_products import repeated_products
 from samestep.program.step import StepSpec
 from samestep.wings.plan.simulation import attention
 from samestep.wings.plan.simulation.collectives import collective_s, group_of
-from samestep.wings.plan.simulation.tiles import TILES, waves
+from samestep.wings.plan.simulation.tiles import aligned, by_shortest_side, tiled_s
 
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
@@ -66,11 +65,16 @@ REACHED = 0.88
 """Fraction of the best shape's rate that products of a training step reach. Fitted once, on the published record."""
 ATTENTION_REACHED = 0.9
 """The same fraction for fused attention, of what its kernels reach alone. Fitted once, on the published record."""
-ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
-"""Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that
-products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 WINOGRAD_TAPS, WINOGRAD = 9, 2.25
 """Taps of a convolution that float32 computes with fewer products, and how many times fewer: 36 for 16 (Lavin and Gray 2015, arXiv:1509.09308)."""
+REORDERED = 2
+"""Times that a convolution's tensors are read or written more where their channels come first: tensor cores compute with channels last
+(NVIDIA, Convolutional Layers User's Guide), so cuDNN copies each before or after. Timm's ResNet-50 in AMP on an RTX 3090 takes 0.39 ms an
+image longer so; these copies alone take 0.33."""
+IMAGE_CHANNELS = 4
+"""Channels up to which the input of a convolution is an image, which has no gradient."""
+DIRECT = 0.25
+"""Part of float32's rate that a convolution in groups reaches without tensor cores, for which few channels of a group leave a tile empty."""
 ISSUED = 8
 """Instructions that an elementwise kernel issues for each element that it reads or writes: conversion, index, arithmetic. They bound kernels in
 16 bits on devices whose memory is fast for their clock: 11 are issued in the time of an element on A100 and B200, 49 on RTX A6000. Fitted on
@@ -310,15 +314,20 @@ def _product_s(
     if product.chunk_rows:
         m, count = min(m, product.chunk_rows), count * _chunks(product, samples)
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
+    taps = product.taps
+    alike = count, dtype, dtypes, hardware, taps, product.channels_first
     if not backward:
-        return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
+        return _matrix_s(m, k, n, *alike)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps) if product.chunk_rows else 0.0
-    total += _matrix_s(m, n, k, count, dtype, dtypes, hardware, folds=product.taps) if has_inputs else 0.0
+    has_inputs = has_inputs and (taps == 1 or product.count > 1 or k // taps > IMAGE_CHANNELS)
+    total = _matrix_s(m, k, n, *alike) if product.chunk_rows else 0.0
+    total += (
+        _matrix_s(m, n * taps, k // taps, *alike) if has_inputs else 0.0
+    )  # a convolution back: the same taps of the result
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
-        total += _matrix_s(k, m, n, count, dtype, dtypes, hardware, product.taps)
+        total += _matrix_s(k, m, n, *alike)
     if product.factors == "weight":
         total += 2 * k * n * count * BYTES_OF[dtypes.sums] / _bandwidth(hardware)
     return total
@@ -359,41 +368,34 @@ def _kept_scores_s(product: Product, samples: int, backward: bool, dtypes: _Dtyp
 
 @lru_cache(maxsize=2**16)
 def _matrix_s(
-    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, folds: int = 1
-) -> float:
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, reorders: bool = False
+) -> float:  # fmt: skip
     """Return the seconds of `count` equal products [m, k] x [k, n].
 
-    In memory `taps` elements of the first factor are one element, and so are `folds` elements of the result.
+    In memory `taps` elements of the first factor are one element. With `reorders` the activations have their channels first, and a
+    kernel on tensor cores reads and writes them in the other order (`REORDERED`).
     """
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     element_bytes = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
     if dtype in hardware.efficiency:
-        aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
-        rate *= REACHED * hardware.efficiency[dtype] * aligned
-    rate *= _product_efficiency(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
-    if dtype == "float32" and WINOGRAD_TAPS in (taps, folds):
+        rate *= REACHED * hardware.efficiency[dtype] * aligned(k, n)
+    rate *= by_shortest_side(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
+    if dtype == "float32" and taps == WINOGRAD_TAPS:
         rate *= WINOGRAD
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
-        compute_s = min(
-            waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
-            for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
-        )
-    moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n / folds)
+        compute_s = tiled_s(m, k, n, count, rate, hardware.num_units)
+    if taps > 1 and count > 1 and "float32" in hardware.flops_per_s and hardware.num_units:
+        direct_s = 2.0 * m * k * n * count / (DIRECT * hardware.flops_per_s["float32"])
+        compute_s, reorders = min((compute_s, reorders), (direct_s, False))
+    moved = count * (size * (m * k / taps + k * n) + element_bytes * m * n)
     # The kernel before it writes its result once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < element_bytes else 0.0
+    if reorders and hardware.num_units and dtype != "float32":
+        elements = count * (m * k / taps + k * n + m * n)
+        cast_s += _elementwise_s(REORDERED * elements, dtypes.values, hardware)
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
-
-
-def _product_efficiency(side: int, known: Mapping[int, float]) -> float:
-    """Return the fraction of the best rate that a product with a shortest side of this length reaches."""
-    below = max((edge for edge in known if edge <= side), default=0)
-    above = min((edge for edge in known if edge >= side), default=0)
-    if not above:
-        return known[below] if below else 1.0
-    low = known.get(below, 0.0)  # 0 for a side of length 0
-    return low + (known[above] - low) * (side - below) / max(above - below, 1)
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
@@ -467,7 +469,7 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
 
 def _factoring_s(op: Op, rank: int, hardware: Hardware) -> float:
     """Return the seconds of products of matrices with factors, for each of which a matrix is read or written."""
-    reached = _product_efficiency(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
+    reached = by_shortest_side(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
     moved = FACTOR_PASSES * op.flops / (2 * rank) * BYTES_OF[op.dtype]
     return max(op.flops / (_peak(hardware, op.dtype) * reached), moved / _bandwidth(hardware))
 

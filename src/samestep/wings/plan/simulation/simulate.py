@@ -84,17 +84,17 @@ class Prediction:
     states_per_param: int
     """Number of tensors that the optimizer keeps for each weight."""
     tokens: int
-    """Number of tokens of one step, or of samples if these are no sequences."""
+    """Number of tokens of one step; for a model without sequences, the number of samples."""
     unit: Literal["tokens", "samples"]
     """Unit of `tokens`."""
     model_flops: int
-    """FLOPs of one step over all ranks, without recompute, what a mask leaves out, and gradients of frozen weights."""
+    """FLOPs of one step over all ranks, without recompute, masked attention, and gradients of frozen weights."""
     dtype: str
     """Dtype of the factors of matrix products on this hardware."""
     labels: Mapping[str, str]
     """Origin of the numbers: `labels`."""
     exchange_s: float = 0.0
-    """Seconds of an exchange of weights, where replicas are trained independently."""
+    """Seconds of an exchange of weights, if replicas are trained independently (DiLoCo)."""
 
     @property
     def step_s(self) -> float:
