@@ -31,7 +31,7 @@ def check_batch(batch: Any, method: str) -> str:
             ""
             if sparse is None
             else (
-                f"{method} was given a tensor {list(sparse.shape)} with the layout {sparse.layout}, of which no rows are samples. Use "
+                f"{method} was given a tensor {list(sparse.shape)} with the layout {sparse.layout}, whose rows are no samples. Use "
                 "to_dense(), or its indices and values, with a row for each sample"
             )
         )
