@@ -27,14 +27,10 @@ def check_batch(batch: Any, method: str) -> str:
         return ""
     if is_values(batch):
         sparse = next((leaf for leaf in tensors_in(batch) if leaf.layout not in (torch.strided, torch.jagged)), None)
-        return (
-            ""
-            if sparse is None
-            else (
-                f"{method} was given a tensor {list(sparse.shape)} with the layout {sparse.layout}, whose rows are no samples. Use "
-                "to_dense(), or its indices and values, with a row for each sample"
-            )
-        )
+        if sparse is None:
+            return ""
+        shape = list(sparse.shape)
+        return f"{method} was given a tensor {shape} with the layout {sparse.layout}, which has no rows of samples. Use to_dense()"
     is_dataset = hasattr(batch, "__getitem__") and not isinstance(batch, str | bytes)
     what = "a data set itself" if is_dataset else f"a {type(batch).__name__}"
     return (
