@@ -169,8 +169,12 @@ def is_legal(row: Row, max_ranks: int) -> bool:
         return False
     if layout.world_size > max_ranks:
         return False
-    job = Job(train={"global_batch": BATCH}, numerics={"precision": row["precision"]})
-    return refusal_of(StepSpec.of(_spec(row["model"]), job, layout)) is None
+    return refusal_of(StepSpec.of(_spec(row["model"]), _job(row["precision"]), layout)) is None
+
+
+@functools.cache
+def _job(precision: str) -> Job:
+    return Job(train={"global_batch": BATCH}, numerics={"precision": precision})
 
 
 def without_needless(rows: Sequence[Any], held_by: Callable[[Any], Iterable[Hashable]]) -> list[Any]:

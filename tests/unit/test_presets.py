@@ -436,5 +436,5 @@ def test_a_long_trace_says_what_it_is_doing(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith("samestep: tracing no_such:build: ")
-    assert cli.main(["plan", "--set", "model.source=preset:llama3-8b", "--devices", "2", "--hardware", "h100x8"]) == 0
+    assert cli.main(["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--hardware", "h100x8"]) == 0
     assert capsys.readouterr().err == "samestep: comparing the layouts of 2 devices\n"

@@ -138,11 +138,10 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
         taken[-1] += ", with set_epoch(0) and so on"
     if not by_batch:
         taken.append(
-            "the last batch of an epoch "
-            + ("dropped where it is smaller" if _drops_last(loader) else "as small as it is")
+            "the last batch of an epoch " + ("only if it is full" if _drops_last(loader) else "also if it is smaller")
         )
     if workers:
-        taken.append(f"{workers} processes that read")
+        taken.append(f"{workers} reader processes")
     left = [
         name
         for name, value in (
@@ -154,7 +153,7 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
     left = [name for name in left if name != "generator" or loader.generator is not getattr(sampler, "generator", None)]
     if any(not isinstance(generator, torch.Generator) for generator in generators_in(sampler)):
         left.append("the seeds of its sampler's generators (train.seed replaces them)")
-    return f"taken from the DataLoader: {', '.join(taken)}" + (f"; not taken: {', '.join(left)}" if left else "")
+    return f"used from the DataLoader: {', '.join(taken)}" + (f"; ignored: {', '.join(left)}" if left else "")
 
 
 # -- the order -------------------------------------------------------------------------------------

@@ -105,12 +105,10 @@ def _of_loader(loader: DataLoader[Any]) -> Stream | None:
             draw_base_seed(loader.generator)
             return (dataset[index] for index in sampler)
 
-        remark = (
-            f"taken from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a whole batch"
-        )
+        remark = f"used from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a full batch"
         return Stream(type(dataset).__name__, items, again=True, batched=True, drawing=sampler, remark=remark + left)
     if loader.batch_size is None:
-        remark = f"taken from the DataLoader without batch_size: each item of the stream {type(dataset).__name__}, a whole batch"
+        remark = f"used from the DataLoader without batch_size: each item of the stream {type(dataset).__name__}, a full batch"
         return Stream(
             type(dataset).__name__,
             lambda: iter(dataset),
@@ -119,9 +117,9 @@ def _of_loader(loader: DataLoader[Any]) -> Stream | None:
             holder=dataset,
             remark=remark + left,
         )
-    last = "dropped where it is smaller" if loader.drop_last else "as small as it is"
+    last = "only if it is full" if loader.drop_last else "also if it is smaller"
     collate = "" if loader.collate_fn is default_collate else ", its collate_fn for each micro-batch"
-    remark = f"taken from the DataLoader: the samples of the stream {type(dataset).__name__} as one reader has them{collate}, the last batch {last}"
+    remark = f"used from the DataLoader: the samples of the stream {type(dataset).__name__} in the order of one reader{collate}, the last batch {last}"
     return Stream(
         type(dataset).__name__, lambda: iter(dataset), again=True, batched=False, collate=loader.collate_fn,
         drops_last=bool(loader.drop_last), holder=dataset, remark=remark + left,
