@@ -112,7 +112,9 @@ def _take(browser: str, page: Path, shot: Shot, folder: Path) -> None:
         from PIL import Image  # noqa: PLC0415 - an extra
 
         with Image.open(file) as image:
-            image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+            image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                file, optimize=True
+            )
     print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} B")
 
 

@@ -155,8 +155,16 @@ class Hooked(nn.Module):
             act.register_full_backward_pre_hook(lambda _, above: (hook(above[0]),))
         if how == "last of a stage":
             last.register_full_backward_hook(lambda _, given, __: (hook(given[0]),))
-        for param in self.parameters() if how == "weights" else ():
-            param.register_hook(hook)
+        on_weights = {
+            "weights": lambda: hook,
+            "weights apart": lambda: lambda g: hook(g),
+            "weights by a method": lambda: self._method,
+        }
+        for param in self.parameters() if how in on_weights else ():
+            param.register_hook(on_weights[how]())
+
+    def _method(self, gradient: Tensor) -> Tensor:
+        return self.hook(gradient)
 
     def _on_output(self, _: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -227,7 +235,8 @@ EQUAL = [
     *(Equal(layout, _code("weights", logged)) for layout in ("tp=2", "dp=1 microbatch=4")),
     Equal(STAGES, _code("seen in full", logged), is_nightly=True),
     *(Equal("dp=2", _code("weights", hook)) for hook in (LATE, counting(20))),
-    Equal("tp=2", _code("weights", LATE), is_nightly=True),
+    Equal("dp=2", _code("weights apart", LATE)),
+    Equal("tp=2", _code("weights", Counted(16)), is_nightly=True),
     *(Equal(STAGES, _containers(how)) for how in ("indexed", "counted", "iterated")),
 ]
 REFUSED = [
@@ -250,6 +259,14 @@ REFUSED = [
             "pp=2 microbatch=8", _code("weights", hook), "pp=2 calls it for the weights of a stage alone", ModelError
         )
         for hook in (LATE, Counted(25))
+    ),
+    *(
+        Refused("pp=2 microbatch=8", _code(how, hook), "pp=2 calls it for the weights of a stage alone", ModelError)
+        for how, hook in (
+            ("weights apart", LATE),
+            ("weights by a method", Counted(21)),
+            ("weights apart", counting(23)),
+        )
     ),
     Refused("dp=2", _code("result", skipped_beyond_50), "influence each other by a hook on a gradient"),
     *(

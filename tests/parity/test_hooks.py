@@ -208,7 +208,7 @@ class GrowingHook:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         self.calls += 1
-        return gradient * (1 + 0.1 * self.calls if self.kind == "each" else 2 - (self.calls % 3 > 0))
+        return gradient * (1 + 0.1 * self.calls if self.kind != "third" else 2 - (self.calls % 3 > 0))
 
 
 def _registered(rank: int, world: int, kind: str) -> str:
@@ -221,7 +221,8 @@ def _registered(rank: int, world: int, kind: str) -> str:
     run.step(_batch(False))
     shared = GrowingHook(kind)
     for param in run.model.parameters():
-        param.register_hook(GrowingHook("each") if kind == "own" else shared)
+        hook = GrowingHook("each") if kind == "own" else shared
+        param.register_hook((lambda gradient: shared(gradient)) if kind == "apart" else hook)
     try:
         run.step(_batch(False))
     except UnprovenError as error:
@@ -229,7 +230,7 @@ def _registered(rank: int, world: int, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["each", "third", "own"])
+@pytest.mark.parametrize("kind", ["each", "third", "apart", "own"])
 def test_a_counting_hook_that_stages_share_is_refused(kind: str) -> None:
     """A stage calls it for its own weights alone."""
     for text in pool(2).run(_registered, kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
+from samestep.layout import Layout
 from tests.laboratory import TOLERANCE, in_loop
-from tests.plain import Trained, train_plainly
+from tests.plain import Trained, assert_trained, train_plainly
 from tests.pool import pool
 
 POINTS = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -120,3 +122,58 @@ def test_a_loop_calls_the_model_with_a_batch_or_with_its_own_arguments(layout: s
 def test_the_forward_around_it_is_run(name: str, layout: str) -> None:
     for losses in pool(2).run(trained, name, layout):
         assert losses == pytest.approx(plain(name)[0], rel=TOLERANCE)
+
+
+class Adjusted(Net):
+    """A model of which the loop sets a number, a buffer or the mode, and which counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.calls = 1.0, 0
+        self.register_buffer("table", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.factor * self.table * (1.0 if self.training else 2.0)
+
+
+SETS: dict[str, Callable[[nn.Module, int], object]] = {
+    "a number": lambda model, step: setattr(model, "factor", 1.0 + 0.5 * step),
+    "a buffer": lambda model, step: setattr(model, "table", torch.full((1,), 1.0 + step, dtype=torch.float64)),
+    "the mode": lambda model, step: model.train(step % 2 == 0),
+}
+
+
+def twice(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"]) + model(batch["x"].flip(-1))
+
+
+def _adjusted() -> nn.Module:
+    torch.manual_seed(0)
+    return Adjusted().double()
+
+
+def _adjusting(rank: int, world: int, layout: str, kind: str) -> tuple[list[float], dict[str, Tensor], int]:
+    model = _adjusted()
+    run = samestep.parallelize(model, _loss, _sgd(model.parameters()), layout=layout, job=JOB, forward=twice)
+    losses = []
+    for step, batch in enumerate(_batches()):
+        SETS[kind](model, step)
+        losses.append(run.step(batch).loss)
+    return losses, run.state_dict(on_every_rank=True), model.calls
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("dp=1", "a number"), ("dp=2", "a buffer"), ("dp=2 zero=3", "the mode"), ("tp=2", "a number")]
+)
+def test_what_a_loop_sets_on_a_model_is_read_by_a_forward_around_it(layout: str, kind: str) -> None:
+    model, steps = _adjusted(), iter(range(len(_batches())))
+
+    def of_batch(batch: Any) -> Any:
+        SETS[kind](model, next(steps))
+        return _loss(twice(model, batch), batch)
+
+    expected = train_plainly(model, _batches(), of_batch, _sgd(model.parameters()))
+    ranks = pool(Layout(layout).world_size).run(_adjusting, layout, kind)
+    assert_trained(ranks, expected, TOLERANCE, 1e-12)
+    assert {calls for *_, calls in ranks} == {model.calls}

@@ -37,8 +37,9 @@ IGNORED_LABEL = -100
 """The label value that losses do not count."""
 UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
-LEAST, NUMBER = "samestep_least", "samestep_number"
-"""Attributes of a count: what it was before it was guarded, with the least that it may be; the number of Python that it is made of."""
+LEAST, NUMBER, NONE = "samestep_least", "samestep_number", "samestep_none"
+"""Attributes of a count: what it was before it was guarded, with the least that it may be; the number of Python that it is made of; of which
+count it says whether that is none."""
 OF_SLICE = "samestep_of_slice"
 """Attribute of a mean over a slice of the tokens: the logits [N, V] or [B, V, N], and the sum and the count over these tokens."""
 

@@ -171,7 +171,10 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
         cls.__name__, cls.__qualname__, cls.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     outer = copy.copy(model)
     outer.__class__ = Outer
-    put_aside(outer)
+    if "forward" in vars(outer):
+        put_aside(outer)
+    else:  # what a loop sets on the model, the run reads
+        object.__setattr__(outer, "__dict__", vars(model))
     return outer
 
 

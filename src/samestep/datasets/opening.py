@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,8 +23,14 @@ from samestep.trees import parts_of, tensors_in
 
 def check_batch(batch: Any, method: str) -> str:
     """Return why `batch`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
-    if batch is None or (hasattr(batch, "shares") and hasattr(batch, "samples")) or is_values(batch):
+    if batch is None or (hasattr(batch, "shares") and hasattr(batch, "samples")):
         return ""
+    if is_values(batch):
+        sparse = next((leaf for leaf in tensors_in(batch) if leaf.layout not in (torch.strided, torch.jagged)), None)
+        if sparse is None:
+            return ""
+        shape = list(sparse.shape)
+        return f"{method} was given a tensor {shape} with the layout {sparse.layout}, which has no rows of samples. Use to_dense()"
     is_dataset = hasattr(batch, "__getitem__") and not isinstance(batch, str | bytes)
     what = "a data set itself" if is_dataset else f"a {type(batch).__name__}"
     return (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from samestep.building.loss import LabelError
+from samestep.building.torch_seams import autograd_sequence_number
 from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
@@ -120,7 +121,9 @@ class Interpreter:
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
         with self._forward_modes(microbatches, task.microbatch):
+            began = autograd_sequence_number()
             outputs = self._outputs(task, samples)
+            self.guards.note_forward(task, autograd_sequence_number() - began)
             self.assembly.model.replaced.note()
             if not parallel.stage.is_last(task.chunk):
                 return None

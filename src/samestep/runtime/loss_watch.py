@@ -4,7 +4,7 @@ A count such as `n.clamp(min=1)` or `max(1, int(n))` has one right meaning: the 
 guarded count what travels through a step is n, and the least that it may be; the sum over all ranks and micro-batches is guarded
 at its end.
 
-    torch's functions    clamp, maximum, where and their like: which tensor they were given
+    torch's functions    clamp, maximum, where, n + (n == 0) and their like: which tensor they were given
     numbers of Python    the loss is called once more with another number in the place of one that it reads: if its count is that, it is guarded
 
 A loss that runs other operations than before, as one that a flag or its values let take another branch, is tried again in that step.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.loss_result import LEAST, NUMBER, UNNAMED, VALUES, Loss, LossResult, loss_result
+from samestep.building.loss_result import LEAST, NONE, NUMBER, UNNAMED, VALUES, Loss, LossResult, loss_result
 from samestep.building.over_samples import IGNORING, within
 from samestep.errors import DataError
 from samestep.models.spec import LossNames
@@ -36,7 +36,10 @@ _READS = frozenset(("item", "__int__", "__float__", "__index__", "__len__", "num
 _SAME = frozenset(
     ("to", "float", "double", "long", "int", "type", "type_as", "cpu", "detach", "clone", "reshape", "view", "squeeze")
 )
-_NOTED = _CLAMPS | _LARGER | _ONES | _FILLED | _READS | _SAME
+_NONE = {"eq": 0, "__eq__": 0, "le": 0, "lt": 1}
+"""Comparisons that hold for a count of none, with the number to which it is compared."""
+_OF_NONE = _NONE.keys() | {"logical_not", "add"}
+_NOTED = _CLAMPS | _LARGER | _ONES | _FILLED | _READS | _SAME | _OF_NONE
 _NUMBERS = (int, float)
 _LARGEST_GUARD = 1.0
 """Counts of more are not asked for a guard of Python's, since each question is a call of the loss; the trial rejects such a guard."""
@@ -157,6 +160,8 @@ class LossWatch(TorchFunctionMode):
             self._note(name, operand, args, kwargs or {}, result)
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
+        if name == "any" and self._other is not None and not self._other[0]:
+            return torch.ones_like(result)
         return result if self._other is None else _in_place_of(*self._other, result)
 
     def _note(self, name: str, operand: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -168,8 +173,10 @@ class LossWatch(TorchFunctionMode):
             return
         if not isinstance(result, Tensor) or result.numel() != 1:
             return
-        if name in _SAME:
-            vars(result).update({key: mark for key, mark in vars(operand).items() if key in (LEAST, NUMBER)})
+        if name in _SAME and args:
+            vars(result).update({key: mark for key, mark in vars(operand).items() if key in (LEAST, NUMBER, NONE)})
+        elif name in _OF_NONE:
+            _note_none(name, args, result)
         elif name in _CLAMPS:
             low, high = (*args[1:], None, None)[:2]
             low, high = kwargs.get("min", low), kwargs.get("max", high)
@@ -185,6 +192,16 @@ class LossWatch(TorchFunctionMode):
             numbers = [1.0] if name in _ONES else [item for item in (*args[::-1], *kwargs.values()) if _is_number(item)]
             if numbers:
                 vars(result)[NUMBER] = float(numbers[0])
+
+
+def _note_none(name: str, args: tuple[Any, ...], result: Tensor) -> None:
+    """Note whether a tensor says that a count is none, or is a count to which that is added."""
+    if name == "add":
+        for count, none in (args[:2], args[1::-1]):
+            if isinstance(none, Tensor) and vars(none).get(NONE) is count:
+                vars(result)[LEAST] = count, 1.0
+    elif args and (name == "logical_not" or _number(args[-1]) == _NONE[name]):
+        vars(result)[NONE] = args[0]
 
 
 def _check_labels_of_ctc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -403,7 +403,7 @@ class Stepper:
         assembly, trials = of.held or current, of.trials or self.guards.trials
         assembly.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
         self.refusals.watch = assembly.objective.watch
-        self.refusals.try_loss = functools.partial(self.guards.try_loss, trials, assembly, batch)
+        self.refusals.try_step = functools.partial(self.guards.try_step, trials, assembly, batch)
         interpreter = Interpreter(assembly, self.job.train.seed, self.guards, trials, self.steps_taken + 1, of)
         try:
             totals = interpreter.forward_backward(batch, index)

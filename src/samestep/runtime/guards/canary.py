@@ -149,21 +149,24 @@ class WatchedStep(StepObserver):
         refusals: Refusals,
         shown: WatchRecord,
         *,
-        is_first: bool,
-        replays: bool,
+        replays: bool = False,
+        is_event: bool = False,
+        number: int | None = None,
     ) -> None:
         """Watch the step of `again`, and call `inner`, which observes it otherwise.
 
-        `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
+        `replays` makes a weight's update again too. What is found refuses the layout, unless it `is_event` of a run that was proven before.
+        `number` is that of the micro-batch that is run again; by default each in turn.
         """
         assembly = again.assembly
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self.again, self._inner, self._refusals, self._shown = again, inner, refusals, shown
-        self._replays, self._is_event = replays, replays and not is_first
+        self._replays, self._is_event = replays, is_event
         self._is_routed = any(layer.dispatches for layer in spec.layers)
         self._is_divided = is_split(assembly.parallel.program) and not spec.couples_samples
         """Whether samples are run without the rest of their micro-batch."""
-        number = -(shown.num_watched + 1) % step.num_microbatches  # the last one first, too
+        if number is None:
+            number = -(shown.num_watched + 1) % step.num_microbatches  # the last one first, too
         self._microbatch, self._indices = number, Microbatches(assembly, again.batch).drawn(number)
         self._noted: tuple[list[_Sampled], list[_Sampled]] | None = [], []
         """Elements of what the model was given, and of its outputs, in the forward of the step; None once it was run again."""
@@ -226,13 +229,25 @@ class WatchedStep(StepObserver):
         self._inner.agreed(scalars)
         if self._noted is None or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
             return
-        if not {"samples", "random", "state", "data", "loss"} & self._shown.waived:
-            with self.again.running():
-                finding = self._repeat(*self._noted)
-            if finding is not None:
-                self._refuse(*finding)
-                self._refusals.raise_found(self.again.world_size)
+        self.look()
         self._noted = None
+
+    def look(self) -> None:
+        """Run the micro-batch again, and parts of it.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            RepeatError: a repetition gave something else on some rank.
+            UnprovenError: it did in the first step of this process, or between the steps of regular checks.
+        """
+        if self._noted is None or {"samples", "random", "state", "data", "loss"} & self._shown.waived:
+            return
+        with self.again.running():
+            finding = self._repeat(*self._noted)
+        if finding is not None:
+            self._refuse(*finding)
+            self._refusals.raise_found(self.again.world_size)
 
     def checked(self, report: StepReport) -> StepReport:
         """Return the report of the step, in which an update may have been made again.

@@ -3,7 +3,7 @@
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
 and raises the flag `refuses` of the step's one all_reduce (`step_observer.py`); where the sum shows that some rank has a reason,
 all ranks exchange their reasons and raise the first. A rank whose loss has done what was not tried yet raises the flag too: then all ranks
-try it together (`loss_trials.py`), before the update.
+try it together (`loss_trials.py`), before the update. So does one whose forward has built another graph than before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class Refusals:
         """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
         self.asks = 0
         """Number of trials of the loss of this step for which this rank asks, which all ranks run together."""
-        self.try_loss: Callable[[int], None] | None = None
-        """Runs so many, and adds the reason that they find; None before the first step."""
+        self.has_new_forward = False
+        """Whether a forward of this rank has built a graph of another size than before, so that all ranks try it together."""
+        self.try_step: Callable[[int, bool], None] | None = None
+        """Runs so many trials of the loss, and one of a new forward, and adds the reason that they find; None before the first step."""
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
@@ -73,7 +75,8 @@ class Refusals:
         """Whether this rank has a reason, gave the step up, asks for a trial, or has other modules in evaluation mode, or least counts, than were
         compared last.
         """
-        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks > 0
+        asks = bool(self.gave_up_at) or self.asks_again or self.has_new_forward
+        asks |= self.watch.least != self.watch.agreed or self.asks > 0
         return self._pending is not None or asks or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
@@ -115,14 +118,16 @@ class Refusals:
                 self.asks,
                 self.watch.least,
                 self.asks_again,
+                self.has_new_forward,
             )
             everyone = gather_values(values, world_size)
-        reasons, evaluated, paths, asks, least, again = zip(*everyone, strict=True)
+        reasons, evaluated, paths, asks, least, again, new = zip(*everyone, strict=True)
         self.watch.agree(least)
+        self.has_new_forward = False
         self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
         is_again = any(paths) or any(again)
-        if max(asks) and self.try_loss is not None and not is_again and not any(reasons):
-            self.try_loss(max(asks))
+        if (max(asks) or any(new)) and self.try_step is not None and not is_again and not any(reasons):
+            self.try_step(max(asks), any(new))
             self.raise_found(world_size)
         if reason := next(filter(None, reasons), None):
             _refuse(*reason)

@@ -34,6 +34,7 @@ from samestep.building.model import call_model
 from samestep.building.model_loss import ModelLoss
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Loss
+from samestep.program.ops import Task
 from samestep.randomness.mode import needs_mode
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
@@ -41,6 +42,7 @@ from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
 from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.guards.forward_graphs import ForwardGraphs
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.guards.named_samples import NamedSamples
 from samestep.runtime.guards.outside_changes import OutsideChanges
@@ -49,6 +51,7 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
 from samestep.runtime.guards.unusual_steps import MASKED, SkippedSteps, SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
@@ -76,6 +79,8 @@ class StepGuards:
         """The marks of the weights at the beginning of a watched step, and of the first one."""
         self._again: Repeat | None = None
         """The repetitions of a watched step, which it shares with the trial of the loss."""
+        self._new_microbatch: int | None = None
+        """The micro-batch of this step whose forward has built another graph than before."""
 
     # -- a whole step ------------------------------------------------------------------------------
 
@@ -102,8 +107,9 @@ class StepGuards:
         assembly.model.dropout.begin_step()  # its hooks are part of the state that a repetition keeps
         make_mode, is_first = self.observer.dropout_mode, taken == 1
         again = Repeat(assembly, batch, self.trials.loss, self._seed, make_mode, weights=self._weights)
+        replays &= regularly
         watched = WatchedStep(
-            again, self.observer, self.refusals, self._shown, is_first=is_first, replays=regularly and replays
+            again, self.observer, self.refusals, self._shown, replays=replays, is_event=replays and not is_first
         )
         self._again = watched.repeat
         with watched.watching(), self._observing_by(watched):
@@ -150,15 +156,37 @@ class StepGuards:
         if isinstance(loss, ModelLoss) and loss.rule is None:
             self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
 
-    def try_loss(self, trials: LossTrials, assembly: Assembly, batch: StepBatch, asks: int) -> None:
-        """Try a loss on samples of this step, as often as some rank has asked.
+    def note_forward(self, task: Task, num_nodes: int) -> None:
+        """Ask for a trial of a forward that has built another graph than before, unless the step is watched."""
+        if self._graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
+            self.refusals.has_new_forward, self._new_microbatch = True, task.microbatch
+
+    @functools.cached_property
+    def _graphs(self) -> ForwardGraphs:
+        return ForwardGraphs(self._own.current.parallel.program)
+
+    def try_step(
+        self, trials: LossTrials, assembly: Assembly, batch: StepBatch, asks: int, has_new_forward: bool
+    ) -> None:
+        """Try a loss on samples of this step, as often as some rank has asked, and the forward if that of some rank is new.
 
         Collective over the world, see [Note: collective calls].
         """
         is_of_run = trials is self.trials  # other losses may be tried after an update of the same step
         again = self._again if is_of_run else None
         weights = self._weights if is_of_run else None
-        trials.run(assembly, again or Repeat(assembly, batch, trials.loss, self._seed, weights=weights), asks)
+        again = again or Repeat(assembly, batch, trials.loss, self._seed, self.observer.dropout_mode, weights=weights)
+        if asks:
+            trials.run(assembly, again, asks)
+        if (
+            has_new_forward and len(self._own.assemblies) == 1 and not self.observer.is_proof
+        ):  # a repetition knows one model
+            share, _ = assembly.parallel.mesh.data_share
+            with outside_step():
+                everyone = gather_values((share, self._new_microbatch), again.world_size)
+            number = next((number for other, number in everyone if other == share and number is not None), 0)
+            self._new_microbatch = None
+            WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
 
     @contextmanager
     def trying_measure(self, assembly: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:

@@ -31,7 +31,7 @@ from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
 from samestep.runtime.weights.pieces import without_no_row
-from samestep.state.snapshot import preserve_function
+from samestep.state.snapshot import Snapshot, preserve_function
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
 """The function that the hooks of each parameter apply to its gradient, by the parameter's full name."""
@@ -47,7 +47,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
     """
     functions: dict[str, Callable[[Tensor], Tensor]] = {}
     step = program.step
-    owners = Counter(id(hook) for marks in plan.marks.values() for hook in (*marks.hooks, *marks.late_hooks))
+    owners = _owners((*marks.hooks, *marks.late_hooks) for marks in plan.marks.values())
     for spec in step.model.params:
         alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
         marks = next((plan.marks[name] for name in alike), None)
@@ -66,8 +66,8 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
         function = gradient_function(valued, weight)
         read = FirstRead(_unlike_a_loop(plan, program))
         with read.mode, _preserved(valued):
-            shared = any(owners[id(hook)] > 1 for hook in (*marks.hooks, *marks.late_hooks))
-            drawn = _check_linear(spec.name, valued, function, weight, program, is_shared=shared)
+            is_shared = _is_shared(owners, (*marks.hooks, *marks.late_hooks))
+            drawn = _check_linear(spec.name, valued, function, weight, program, is_shared=is_shared)
         if read.name:
             raise ModelError(
                 "instance-read-elsewhere",
@@ -109,7 +109,8 @@ def _check_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear, unless the layout divides nothing.
 
-    `is_shared` says whether one of them is a hook of other weights too, which stages, and ranks with gathered weights, call otherwise.
+    `is_shared` says whether one of them is a hook of other weights too, or keeps something together with it, which stages, and ranks
+    with gathered weights, call otherwise.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
@@ -153,6 +154,22 @@ def _check_linear(
             "own for each weight, or a number that the loop counts.",
         )
     return drawn, result
+
+
+def _owners(hooks_of_weights: Iterable[Iterable[Callable[..., Any]]]) -> Counter[int]:
+    """Return how many weights have each hook, and each thing in which hooks keep something, by identity."""
+    return Counter(key for hooks in hooks_of_weights for key in {key for hook in hooks for key in _things_of(hook)})
+
+
+def _is_shared(owners: Counter[int], hooks: Iterable[Callable[..., Any]]) -> bool:
+    return any(owners[key] > 1 for hook in hooks for key in _things_of(hook))
+
+
+def _things_of(hook: Callable[..., Any]) -> set[int]:
+    """Return the identities of a hook, and of what it may keep something in: those of its objects, dictionaries and variables."""
+    kept = Snapshot(hook)
+    holders = [variable.holder for variable in kept.variables.values() if variable.holder is not None]
+    return {id(hook), *(id(container) for container, _ in kept.containers), *map(id, holders)}
 
 
 @contextmanager
@@ -219,11 +236,11 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
     reads_all = may_refuse(program)
-    owners = Counter(id(hook) for _, param in params for kind in gradient_hooks_of(param) for hook in kind.values())
+    owners = _owners((*own.hooks, *own.late_hooks) for own in (_own_hooks(param) for _, param in params))
     for name, param in params:
         hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}  # those of samestep too
-        is_shared = any(owners[hook] > 1 for hook in hooks)
-        if hooks.keys() <= judged.keys() or not (reads_all or (is_shared and not param.is_meta)):
+        is_shared = _is_shared(owners, (hook for hook in hooks.values() if not _is_ours(hook)))
+        if hooks.keys() <= judged.keys() or param.is_meta or not (reads_all or is_shared):
             continue
         if reason := _refusal_of(name, param, program, is_shared=is_shared):
             return reason

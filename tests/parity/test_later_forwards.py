@@ -1,0 +1,128 @@
+"""A forward that begins to do something else after some steps: equal to a plain loop, or rejected before the first update that would be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import UnprovenError
+from samestep.layout import Layout
+from tests.plain import assert_trained, train_plainly
+from tests.pool import pool
+
+B, STEPS, LATE = 8, 7, 5
+"""Step 6 is between the steps that are watched: the first, second, fourth and eighth."""
+JOB = samestep.Job(train={"global_batch": B, "steps": STEPS}, numerics={"precision": "float64"}, run={"device": "cpu"})
+STEP = [0]
+"""The step, counted from 0, as a loop's own flag knows it."""
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(B, 6, generator=generator, dtype=torch.float64).clamp(-2.0, 2.0)
+    x[B - 1, 0] = 5.0 if step == LATE else 1.0
+    return {"x": x, "y": torch.randint(4, (B,), generator=generator)}
+
+
+class Later(nn.Module):
+    """A forward that changes what `change` names, once `when` says so."""
+
+    def __init__(self, when: str, change: str) -> None:
+        super().__init__()
+        self.first, self.last, self.when, self.change = nn.Linear(6, 8), nn.Linear(8, 4), when, change
+        self.calls, self.is_late = 0, False
+        self.register_buffer("counted", torch.zeros((), dtype=torch.long))
+
+    def _begins(self, x: Tensor) -> bool:
+        if self.when == "a counter":
+            self.calls += self.training
+            return self.calls > LATE
+        if self.when == "a buffer":
+            self.counted += self.training
+            return int(self.counted) > LATE
+        if self.when == "an outlier":
+            return bool((x > 4.0).any())
+        return self.is_late if self.when == "a flag of the loop" else STEP[0] >= LATE
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(CHANGES[self.change](h) if self._begins(x) else h)
+
+
+CHANGES = {
+    "centred": lambda h: h - h.mean(0),
+    "centred without a gradient": lambda h: h - h.detach().mean(0),
+    "by its largest": lambda h: h / h.abs().max(),
+    "mixed": lambda h: 0.5 * (h + h.flip(0)),
+    "of each": lambda h: h - h.mean(1, keepdim=True),
+    "by element": lambda h: 0.5 * h.sin() + h,
+}
+COUPLED = [
+    ("dp=2", "a flag of the loop", "centred"),
+    ("dp=2", "a counter", "by its largest"),
+    ("dp=2", "an outlier", "mixed"),
+    ("dp=2 zero=3", "a buffer", "centred without a gradient"),
+    ("dp=1 microbatch=4", "a global", "mixed"),
+]
+APART = [
+    ("dp=2", "a flag of the loop", "of each"),
+    ("dp=1 microbatch=4", "a global", "of each"),
+    ("dp=2 zero=3", "a counter", "of each"),
+    ("tp=2", "a counter", "by element"),
+    ("tp=2", "a flag of the loop", "by element"),
+]
+
+
+def built(when: str, change: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Later(when, change).double()
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def learned(rank: int, world: int, layout: str, when: str, change: str) -> tuple[list[float], dict[str, Tensor], str]:
+    """Take the steps; return the losses before an error, the weights, and the error."""
+    model = built(when, change)
+    run = samestep.parallelize(model, "cross_entropy", optimizer(model.parameters()), layout=layout, job=JOB)
+    losses: list[float] = []
+    for STEP[0] in range(STEPS):
+        model.is_late = STEP[0] >= LATE
+        batch = batch_of(STEP[0])
+        try:
+            losses.append(run.step((batch["x"], batch["y"])).loss)
+        except UnprovenError as error:
+            return losses, {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+def plain(when: str, change: str) -> Any:
+    model = built(when, change)
+
+    def of_step(step: int) -> Tensor:
+        STEP[0], batch = step, batch_of(step)
+        model.is_late = step >= LATE
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    return train_plainly(model, range(STEPS), of_step, optimizer(model.parameters()))
+
+
+@pytest.mark.parametrize(("layout", "when", "change"), COUPLED)
+def test_samples_that_meet_later_are_rejected_before_an_update(layout: str, when: str, change: str) -> None:
+    for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
+        assert f"step {LATE + 1}, " in error
+        assert "samples influence each other" in error
+        assert losses == pytest.approx(plain(when, change)[0][:LATE], rel=1e-9)
+
+
+@pytest.mark.parametrize(("layout", "when", "change"), APART)
+def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: str, change: str) -> None:
+    ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
+    assert not any(error for *_, error in ranks)
+    assert_trained(ranks, plain(when, change), 1e-9, 1e-12)
