@@ -50,6 +50,8 @@ class _Progress:
 _NUM_STEPS = 20
 _progress = _Progress()
 _took_s: deque[float] = deque(maxlen=_NUM_STEPS)
+_seen = threading.local()
+"""The `point` at which a thread that asks has seen the main thread last."""
 
 
 def begin() -> None:
@@ -163,14 +165,21 @@ class Whereabouts:
 
 
 def whereabouts_of(main_thread: int | None) -> Whereabouts:
-    """Return the progress of this process, by its main thread; another thread may ask."""
+    """Return the progress of this process, by its main thread; another thread may ask, again and again.
+
+    Task and module are known from the second time on that the main thread is at one instruction. To read the variables of a thread
+    that runs would keep its tensors, and can crash Python before 3.13.
+    """
     frame = sys._current_frames().get(main_thread) if main_thread else None
-    task, step, median_s = _task_in(frame), watched_step(), median_step_s()
+    calls, step, median_s = calls_made(), watched_step(), median_step_s()
+    point = None if frame is None else (id(frame), frame.f_lasti, calls)
+    standing = frame if point == getattr(_seen, "point", None) else None
+    _seen.point = point
     call, where = _waiting_at(frame)
     if frame is not None and not call and frame.f_code.co_filename.startswith(str(PACKAGE / "runtime")):
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # it may wait for a collective that was begun before
-    at = (call, where, task, step, median_s, task_outside_steps(), _module_in(frame))
-    return Whereabouts(calls_made(), *at, _progress.may_work and not where, _progress.hang_s)
+    at = (call, where, _task_in(standing), step, median_s, task_outside_steps(), _module_in(standing))
+    return Whereabouts(calls, *at, _progress.may_work and not where, _progress.hang_s)
 
 
 def calls_made() -> dict[str, int]:
