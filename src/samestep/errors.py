@@ -32,7 +32,7 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -208,6 +208,17 @@ _REMOVED = {
     "exchange_mix": "exchange_every, which exchanges all weights after one step",
 }
 """Words that jobs of earlier versions may have, and what to use in their place."""
+
+
+_ASKS_FOR_NOTHING = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
+"""Keys of `numerics` in jobs of earlier versions, with the values that ask for nothing."""
+
+
+def without_removed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a table without those of earlier versions that ask for nothing, which resolved jobs in old run folders have."""
+    return {
+        key: value for key, value in keys.items() if key not in _ASKS_FOR_NOTHING or _ASKS_FOR_NOTHING[key] != value
+    }
 
 
 def mistakes_in(error: ValidationError, source: Callable[[str], str], table: type[BaseModel]) -> tuple[str, str]:

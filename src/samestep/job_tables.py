@@ -6,7 +6,7 @@ The docstring of a key is its line in the reference of the docs. The optimizer a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import JobError, UnprovenError, mistakes_in, short_repr, types_in
+from samestep.errors import JobError, UnprovenError, mistakes_in, short_repr, types_in, without_removed
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
@@ -320,16 +320,6 @@ class TrainTable(Table):
         return text if re.fullmatch("[1-9][0-9]{0,5}", text) else _range_of_steps(text, "100:104, or a number of steps")
 
 
-_REMOVED = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
-"""Keys of `numerics` in jobs of earlier versions, with the values that ask for nothing."""
-
-
-def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a job without the keys of earlier versions that ask for nothing."""
-    numerics = {key: value for key, value in tables.get("numerics", {}).items() if _REMOVED.get(key) != value}
-    return {**tables, "numerics": numerics} if "numerics" in tables else dict(tables)
-
-
 class NumericsTable(Table):
     """Precision, and all other settings of the arithmetic that may change a result."""
 
@@ -374,6 +364,11 @@ class NumericsTable(Table):
     """fp16 only: initial loss scale. An overflow halves it and skips the step."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2000
     """fp16 only: steps without an overflow before the loss scale doubles."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _removed_keys_may_ask_for_nothing(cls, keys: Any) -> Any:
+        return without_removed(keys) if isinstance(keys, dict) else keys
 
 
 class CheckpointTable(Table):

@@ -7,7 +7,6 @@ import pytest
 from samestep.errors import JobError
 from samestep.hardware import load
 from samestep.job import Job
-from samestep.job_tables import without_removed
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest
 from samestep.program.ops import OpKind
@@ -73,4 +72,4 @@ def test_keys_of_streams_were_removed_and_ask_for_nothing_at_their_defaults(key:
     assert raised.value.code == "job-value-removed"
     tables = Job().model_dump()
     tables["numerics"] |= {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
-    assert Job(**without_removed(tables)) == Job()
+    assert Job(**tables) == Job()

@@ -27,7 +27,7 @@ from samestep.building.pretrained_form import Merged, PretrainedForm, is_of_tran
 from samestep.datasets import open_tokenizer
 from samestep.errors import CheckpointError, DataError, JobError, ModelError
 from samestep.job import Job
-from samestep.job_tables import Precision, without_removed
+from samestep.job_tables import Precision
 from samestep.layout import Layout
 from samestep.models.weight_files import ONE_FILE
 from samestep.output import durable_files
@@ -127,7 +127,7 @@ class StoredRun:
                 f"{folder} holds no checkpoint. Use a run folder, or a checkpoint in it",
             )
         manifest = manifests.read_manifest(path)
-        job = Job(lambda key: str(path), **without_removed(manifest["job"]))
+        job = Job(lambda key: str(path), **manifest["job"])
         if not allow_code:
             foreign_code.refuse(job, path)
         return cls(path, manifest, job)

@@ -30,10 +30,10 @@ from pydantic import (
 from safetensors import SafetensorError, safe_open
 
 from samestep import calls, rules
-from samestep.errors import CheckpointError, short_repr
+from samestep.errors import CheckpointError, short_repr, without_removed
 from samestep.job import Job
 from samestep.job_files import model_folder
-from samestep.job_tables import MayChange, without_removed
+from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 
@@ -255,7 +255,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
     """
     now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
     # A key that is younger than the checkpoint had its default.
-    saved = {table: {**defaults.get(table, {}), **keys} for table, keys in without_removed(manifest["job"]).items()}
+    saved = {table: {**defaults.get(table, {}), **without_removed(keys)} for table, keys in manifest["job"].items()}
     keys = [(table, key) for table in _RESULT_KEYS for key in sorted(saved.get(table, {}).keys() | now[table].keys())]
     keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps", "ema")]
     changed = {
