@@ -13,14 +13,16 @@ Change = Callable[[Tensor], Tensor]
 
 def through(x: Tensor, there: Change, back: Change) -> Tensor:
     """Return `there(x)`, whose gradient goes through `back`; collective where these are, see [Note: collective calls]."""
-    result: Tensor = _Through.apply(x, (there, back))
+    result: Tensor = Through.apply(x, (there, back))
     return result
 
 
-class _Through(torch.autograd.Function):
+class Through(torch.autograd.Function):
+    """The operation of `through`, which takes both functions as one argument: torch looks through each in Python."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: tuple[Change, Change]) -> Tensor:
-        there, ctx.back = how  # one argument: torch looks through each in Python
+        there, ctx.back = how
         return there(x)
 
     @staticmethod

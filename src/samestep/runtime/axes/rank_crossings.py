@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime import ledger
-from samestep.runtime.axes.differentiable import through
+from samestep.runtime.axes.differentiable import Through
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 
 MoveName = Literal[
@@ -63,7 +63,10 @@ class GroupLine(NamedTuple):
         total = x.clone(memory_format=torch.contiguous_format)
         with ledger.owned(self.owner) as issue:
             work = issue.sent(dist.all_reduce(total, group=self.group, async_op=True))
-        return self._awaited(total, work)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        work.wait()
+        return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, one behind the other along dimension 0."""
@@ -77,7 +80,10 @@ class GroupLine(NamedTuple):
         part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
         with ledger.owned(self.owner) as issue:
             work = issue.sent(reduce_scatter(part, x.contiguous(), group=self.group, async_op=True))
-        return self._awaited(part, work)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        work.wait()
+        return part
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each rank its part along dimension 0; return those of all ranks."""
@@ -86,12 +92,6 @@ class GroupLine(NamedTuple):
         with ledger.owned(self.owner):
             dist.all_to_all_single(received, sent, group=self.group)
         return received
-
-    def _awaited(self, tensor: Tensor, work: Any) -> Tensor:
-        if self.meanwhile is not None:
-            self.meanwhile()
-        work.wait()
-        return tensor
 
 
 def moved(
@@ -102,16 +102,14 @@ def moved(
     back: MoveName,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
-    """Return x after the move there; its gradient takes the move back, beside which `meanwhile` is called if that is a sum.
+    """Return x after the move there; its gradient takes the move back. Beside each sum of these `meanwhile` is called.
 
     Collective over `group` where the moves are, see [Note: collective calls].
     """
-    line, home = GroupLine(group, owner), GroupLine(group, owner, meanwhile)
-    return through(
-        x,
-        lambda x: x.view_as(x) if there == "keep" else _MOVES[there](x, line),
-        lambda gradient: gradient if back == "keep" else _MOVES[back](gradient, home),
-    )
+    line = GroupLine(group, owner, meanwhile)
+    moves = functools.partial(_MOVES[there], wire=line), functools.partial(_MOVES[back], wire=line)
+    result: Tensor = Through.apply(x, moves)
+    return result
 
 
 class GraphPlace:
