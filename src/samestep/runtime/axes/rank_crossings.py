@@ -238,7 +238,7 @@ def _to_tokens(part: Tensor, wire: Wire) -> Tensor:
     return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
-_MOVES: dict[str, Callable[[Tensor, Wire], Tensor]] = {
+_MOVES: dict[str, Callable[..., Tensor]] = {
     "sum": lambda x, wire: wire.all_reduce(x),
     "gather": _gather,
     "scatter": _scatter,
