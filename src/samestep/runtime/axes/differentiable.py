@@ -22,9 +22,11 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: tuple[Change, Change]) -> Tensor:
+        """Return `there(x)`."""
         there, ctx.back = how
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return `back` of the gradient."""
         return ctx.back(gradients[0]), None
