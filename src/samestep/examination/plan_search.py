@@ -280,18 +280,20 @@ def structural_plan(
 ) -> dict[str, str]:
     """Return the cut style of each module of a plan, by its path; empty where nothing in the blocks can be cut.
 
-    `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`. A layer
-    with adapters is one layer. Blocks that the forward does not run, as of another kind of data, are left out.
+    `operations` are those of a forward of the whole model. Modules that route tokens to `experts` stay whole, with all below them, so that
+    under `sequence_parallel` each rank routes its own tokens; so do modules in `whole`. A layer with adapters is one layer. Blocks that
+    the forward does not run, as of another kind of data, are left out.
     """
     computed, linears = _by_module(operations), dict[str, nn.Module]()
+    containers = containers_of(model)
+    routing = {_router_of(model, path, containers) for path in experts}
     for path, part in model.named_modules():
         if (
             (_adds_nothing_else(part, computed.get(path, ())) or is_transposed(part))
-            and not any(is_below(path, expert) for expert in experts)
+            and not any(is_below(path, router) for router in routing)
             and path not in whole
         ):
             linears.setdefault(path_without_adapters(path), part)
-    containers = containers_of(model)
     blocks = tuple(path for path in containers if any(is_below(op.where, path) for op in operations))
     flow = _flow(model, operations, linears, blocks)
     heads = flow.prediction if containers else ()
@@ -311,6 +313,14 @@ def structural_plan(
     plan = {path: "column" for path in inside if path in columns} | {path: "row" for path in inside if path in rows}
     plan |= {path: "vocab" for path in _vocabulary(model, linears, inside, flow) if path not in whole}
     return {part: cut for path, style in plan.items() for part, cut in cuts_of_parts(model, path, style).items()}
+
+
+def _router_of(model: nn.Module, expert: str, containers: Sequence[str]) -> str:
+    """Return the path of the module whose code calls a module of experts; of that one itself if a block calls it."""
+    owner = owner_of(expert)
+    if isinstance(model.get_submodule(owner), nn.ModuleList | nn.ModuleDict):
+        owner = owner_of(owner)
+    return expert if owner in ("", block_of(expert, containers)) else owner
 
 
 def _by_module(operations: list[Operation]) -> dict[str, list[Operation]]:
