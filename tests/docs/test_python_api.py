@@ -70,7 +70,7 @@ WRONG = {
     'Job(model={"lora": {"r": 4}})': "ModelKeys",
     'Job(run={"allow": ["lose"]})': "RunKeys",
     'Job(layout={"dpp": 2})': "LayoutKeys",
-    'Job(layout={"zero": 4})': 'item "zero"',
+    'Job(layout={"zero": 4})': "LayoutKeys",
     'wrong: OptimizerKeys = {"learning_rate": 1.0}': 'Extra key "learning_rate" for TypedDict "OptimizerKeys"',
 }
 
@@ -81,7 +81,7 @@ def test_a_type_checker_knows_the_keys_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         "\n".join(["from samestep.job import Job; from samestep.job_keys import OptimizerKeys", *WRONG])
     )
-    files = [source / name for name in ("job.py", "job_keys.pyi", "job_tables.py", "optimizer_tables.py")]
+    files = [source / name for name in ("job.py", "job_keys.pyi", "job_tables.py", "layout.py", "optimizer_tables.py")]
     options = [
         "--follow-imports=skip",
         "--config-file=",
