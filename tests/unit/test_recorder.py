@@ -489,7 +489,7 @@ def a_region() -> None:
 
 def test_a_record_takes_a_few_calls_and_what_follows_from_it_is_linear() -> None:
     recorder = StepRecorder(StepObserver(), Job(), torch.device("cpu"), 0)
-    nothing: Any = SimpleNamespace(ops=tuple, exchanges=(), tasks=(Task(UPDATE_BODY, 0),))
+    nothing: Any = SimpleNamespace(ops=tuple, exchange=(), tasks=(Task(UPDATE_BODY, 0),))
     step: Any = functools.partial(recorder.taking, program=nothing, module=nn.Module(), spec=nothing, held=dict)
 
     def a_task() -> None:
