@@ -165,7 +165,7 @@ def _sent(place: Any, workload: Workload, layout: str) -> dict[str, int]:
 # -- the recorder's cost -----------------------------------------------------------------------------------------------
 
 
-_NOTHING: Any = SimpleNamespace(ops=tuple, exchanges=(), tasks=(Task(UPDATE_BODY, 0),))
+_NOTHING: Any = SimpleNamespace(ops=tuple, exchange=(), tasks=(Task(UPDATE_BODY, 0),))
 """A program without ops, for steps of nothing but records."""
 
 
