@@ -19,6 +19,7 @@ from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
+from samestep.runtime.ledger import owned
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.flat_buffers import FlatBuffer
@@ -58,12 +59,13 @@ def messages_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_a_cut_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def unawaited(self: GroupLine, tensor: Tensor, work: Any) -> Tensor:
-        if self.meanwhile is not None:
-            self.meanwhile()
-        return tensor
+    def unawaited(self: GroupLine, x: Tensor) -> Tensor:
+        total = x.clone()
+        with owned(self.owner) as issue:
+            issue.sent(dist.all_reduce(total, group=self.group, async_op=True))
+        return total
 
-    patch.setattr(GroupLine, "_awaited", unawaited)
+    patch.setattr(GroupLine, "all_reduce", unawaited)
 
 
 def update_runs_aside(patch: pytest.MonkeyPatch) -> None:
