@@ -19,7 +19,7 @@ from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
-from samestep.runtime.ledger import owned
+from samestep.runtime.ledger import OwnedCollectives
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.flat_buffers import FlatBuffer
@@ -59,11 +59,12 @@ def messages_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_a_cut_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def unawaited(self: GroupLine, x: Tensor) -> Tensor:
-        total = x.clone()
-        with owned(self.owner) as issue:
-            issue.sent(dist.all_reduce(total, group=self.group, async_op=True))
-        return total
+    all_reduce = GroupLine.all_reduce
+
+    def unawaited(line: GroupLine, x: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(OwnedCollectives, "sent", lambda issue, work: SimpleNamespace(wait=lambda: None))
+            return all_reduce(line, x)
 
     patch.setattr(GroupLine, "all_reduce", unawaited)
 
