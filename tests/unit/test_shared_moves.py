@@ -19,11 +19,11 @@ from samestep.runtime.axes.sequence import Shared
 def test_what_was_moved_is_free_once_its_backward_is_over(
     there: Any, is_repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def awaited(gradient: Tensor, line: Any) -> Tensor:
-        line.meanwhile()
+    def awaited(gradient: Tensor, wire: Any) -> Tensor:
+        wire.meanwhile()
         return gradient
 
-    monkeypatch.setitem(rank_crossings._MOVES, "copy", lambda x, _: x.clone())
+    monkeypatch.setitem(rank_crossings._MOVES, "copy", lambda x, wire: x.clone())
     monkeypatch.setitem(rank_crossings._MOVES, "sum", awaited)
     shared = Shared(None, there, "sum")  # type: ignore[arg-type]
     made: list[weakref.ref[Any]] = []
