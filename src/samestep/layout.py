@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
@@ -209,6 +209,17 @@ class Layout:
             if value != entry.default:
                 words.append(entry.name if value is True else f"{entry.name}={value}")
         return " ".join(words)
+
+
+def layout_from(layout: str | Layout | Mapping[str, Any]) -> Layout:
+    """Return the layout that a line of text, or the table of a job, names.
+
+    Raises:
+        LayoutError: it names none.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    return Layout(layout) if isinstance(layout, str) else Layout(**layout)
 
 
 _VALUES_OF_OTHERS = {

@@ -83,7 +83,7 @@ def with_gradients(attend: Any, tensors: list[Tensor], spec: AttentionSpec, dtyp
     leaves = [one.to(dtype).requires_grad_() for one in tensors[:3]]
     output = attend(*leaves, spec)
     output.backward(tensors[3].to(dtype))
-    return [output.detach(), *(one.grad for one in leaves)]
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def compare(mine: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
@@ -202,7 +202,7 @@ def test_visits_of_a_ring_are_the_attention_of_one_device(form: str) -> None:
     spec = AttentionSpec(causal=form == "causal", mask=mask, scale=0.4, dropout=drawn(2, (2, 24, 24), 0.3))
     whole = with_gradients(attend_by_formula, tensors, spec, torch.float64)
     ranks = [around(rank, tensors, spec, ((2, 2, rank),), torch.float32) for rank in range(2)]
-    joined = [torch.cat([one[index] for one in ranks], 2) for index in range(2)]
+    joined = [torch.cat([tensors[index] for tensors in ranks], 2) for index in range(2)]
     compare([*joined, *(ranks[0][index] + ranks[1][index] for index in (2, 3))], whole, torch.float32)
 
 
@@ -228,7 +228,9 @@ def test_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     found = with_gradients(attend_dropped, tensors, spec, torch.bfloat16)
     compare(
-        found, with_gradients(attend_by_formula, [one.double() for one in halves], spec, torch.float64), torch.bfloat16
+        found,
+        with_gradients(attend_by_formula, [half.double() for half in halves], spec, torch.float64),
+        torch.bfloat16,
     )
 
 

@@ -64,5 +64,5 @@ def test_groups_of_few_channels_do_not_fill_tiles_with_nothing(channels: int) ->
     work = cost._Work((), 0, 0, True, True)
     dtypes = cost._Dtypes("float16", "float16", "float32")
     for backward in (False, True):
-        took_s = [cost._product_s(one, 64, backward, "all", work, dtypes, A100) for one in (grouped, dense)]
+        took_s = [cost._product_s(product, 64, backward, "all", work, dtypes, A100) for product in (grouped, dense)]
         assert took_s[0] < took_s[1]

@@ -391,7 +391,7 @@ def _plain_rolled_back(job: Job, saved: int, rolled: int) -> tuple[list[float], 
         losses.append(total / counted)
         exchanges.take(batch.step + 1)
         if batch.step + 1 == saved:
-            states = copy.deepcopy([one.state_dict() for one in everything])
+            states = copy.deepcopy([part.state_dict() for part in everything])
         if batch.step + 1 == rolled:
             for one, state in zip(everything, states, strict=True):
                 one.load_state_dict(state)

@@ -90,7 +90,7 @@ def with_gradients(function: Any, tensors: list[Tensor], spec: AttentionSpec, dt
     output = function(*leaves, spec.but(**extra))
     weights = drawn(*output.shape, seed=11)
     (output.double() * weights).sum().backward()
-    return [output.detach(), *(one.grad for one in (*leaves, *extra.values()))]
+    return [output.detach(), *(leaf.grad for leaf in (*leaves, *extra.values()))]
 
 
 def compare(mine: list[Tensor], theirs: list[Tensor], limit: float) -> None:
@@ -188,7 +188,9 @@ def test_documents_on_gpus_of_variable_length_have_their_offsets_from_the_host(m
         seen.append((offsets.tolist(), longest))
         documents = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())[None]
         spec = AttentionSpec(True, documents, scale)
-        return formula.attend_by_formula(*(one.transpose(0, 1)[None] for one in (q, k, v)), spec)[0].transpose(0, 1)
+        return formula.attend_by_formula(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), spec)[0].transpose(
+            0, 1
+        )
 
     monkeypatch.setattr(fused, "variable_length", kernel)
     tensors = [drawn(2, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]

@@ -60,7 +60,7 @@ def gradients(rank: int, world: int, use: Use) -> list[Tensor]:
     assert group is not None
     use(moved(x * 1.0, group, "tried", "keep", "sum"), weight, later).square().sum().backward()
     kept = [one.grad if one.requires_grad else one for one in KEPT]
-    return [one.clone() for one in (x.grad, other.grad, weight.grad, *kept) if one is not None]
+    return [tensor.clone() for tensor in (x.grad, other.grad, weight.grad, *kept) if tensor is not None]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda value: value.__name__)

@@ -80,7 +80,7 @@ def around(rank: int, world: int, may_split: bool, *case: Any) -> list[Tensor]:
     call = call._replace(query=parts[0], key=parts[1], value=parts[2])
     output = call.attend(across=Ring(placement, rank, group, "block.key_value"))
     output.backward(gradient[:, :, mine])
-    found = [output.detach(), *(one.grad for one in parts)]
+    found = [output.detach(), *(part.grad for part in parts)]
     if call.attn_mask is not None and call.attn_mask.requires_grad:
         found.append(call.attn_mask.grad)
     return found
@@ -157,7 +157,7 @@ def of_form(rank: int, world: int, form: str, may_split: bool, dtype: torch.dtyp
     ring = None if group is None or world == 1 else Ring(placement, rank, group, "block.key_value")
     output = output_of(*parts, spec, ring)
     output.backward(gradient[:, :, mine])
-    return [output.detach(), *(one.grad for one in parts)]
+    return [output.detach(), *(part.grad for part in parts)]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -42,9 +42,8 @@ from samestep.building.parameter_marks import TAKEN, ParameterMarks, take_marks,
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.replay import Ref, Slice, replay
 from samestep.building.stored_weights import StoredWeights, parts_of
-from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
+from samestep.building.surface import process_randomness, surface, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Tape, contiguous
-from samestep.building.torch_seams import FunctionMode
 from samestep.errors import JobError, ModelError, did_you_mean
 
 
@@ -233,7 +232,7 @@ def _with_stored(source: PretrainedModel, plan: Blueprint | None, failure: Excep
 def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Call the build function on the meta device, under a tape."""
     tape = Tape()
-    with process_randomness(seed), whole_truncated_normal(tape), tape, FunctionMode(Surface(tape)), torch.device("cpu"):
+    with process_randomness(seed), whole_truncated_normal(tape), tape, surface(tape), torch.device("cpu"):
         try:
             module = source()
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """The surroundings of a taped build: answers about devices, reads of values, and the random state of the process.
 
 The tape (`building/tape.py`) sees operations alone. Code also asks a tensor for its device, moves it to devices that are
-absent here, and reads its values in C++: `Surface` answers as if every tensor were real and on the CPU. A tensor that the
+absent here, and reads its values in C++: `surface` answers as if every tensor were real and on the CPU. A tensor that the
 code itself asked for on the meta device is said to be there.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from samestep import trees as pytree
 from samestep.building.tape import Tape
-from samestep.building.torch_seams import DisableTorchFunction, Replaced
+from samestep.building.torch_seams import DisableTorchFunction, FunctionMode, Replaced
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -31,8 +31,13 @@ _READS: frozenset[Any] = frozenset({Tensor.tolist, Tensor.__format__}) | _NUMPY
 _FROM_DATA: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
 
-class Surface:
-    """Carries out calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
+def surface(tape: Tape) -> FunctionMode:
+    """Return a function mode for calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
+    return FunctionMode(_Surface(tape))
+
+
+class _Surface:
+    """Carries out the calls of `surface`."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

@@ -58,6 +58,10 @@ INDICES_AT_ONCE = 1024
 """Samples whose indices are computed at once."""
 
 
+ONE_LOOP = "Set train.steps to the steps of all epochs, and use one loop over samestep.batches"
+"""The way out of a loop that asks for its batches again in each epoch."""
+
+
 class Steps(Iterator[Any]):
     """The batches of the remaining steps; they end early once the ranks have agreed, in a step, to stop."""
 
@@ -82,8 +86,7 @@ class Steps(Iterator[Any]):
         if self.is_over and self._next >= self._job.train.steps:
             raise DataError(
                 "stream-position",
-                f"the batches have ended with step {self._next}, the last of train.steps = {self._job.train.steps}. Set train.steps to "
-                "the steps of all epochs, and use one loop over samestep.batches",
+                f"the batches have ended with step {self._next}, the last of train.steps = {self._job.train.steps}. {ONE_LOOP}",
             )
         return self
 

@@ -108,6 +108,11 @@ def _drops_last(loader: DataLoader[Any]) -> bool:
     return bool(getattr(loader.batch_sampler, "drop_last", False))
 
 
+def last_batch(drops_last: bool | None) -> str:
+    """Return when the last batch of an epoch is taken, in words."""
+    return "only if it is full" if drops_last else "also if it is smaller"
+
+
 def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
     ranks = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
     size, wanted = _batch_size(loader) * ranks, job.train.global_batch
@@ -137,9 +142,7 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
     if hasattr(sampler, "set_epoch"):
         taken[-1] += ", with set_epoch(0) and so on"
     if not by_batch:
-        taken.append(
-            "the last batch of an epoch " + ("only if it is full" if _drops_last(loader) else "also if it is smaller")
-        )
+        taken.append(f"the last batch of an epoch {last_batch(_drops_last(loader))}")
     if workers:
         taken.append(f"{workers} reader processes")
     left = [

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.datasets.batch import Batch, GivenBatch, OfStream, Steps
 from samestep.datasets.generators import Generators, plain_states, states_of_plain
-from samestep.datasets.loaders import draw_base_seed
+from samestep.datasets.loaders import draw_base_seed, last_batch
 from samestep.datasets.order import draw_key
 from samestep.datasets.read_ahead import Wanted, refuse_shared_files
 from samestep.datasets.reading import SampleDraw, SampleReader
@@ -117,9 +117,8 @@ def _of_loader(loader: DataLoader[Any]) -> Stream | None:
             holder=dataset,
             remark=remark + left,
         )
-    last = "only if it is full" if loader.drop_last else "also if it is smaller"
     collate = "" if loader.collate_fn is default_collate else ", its collate_fn for each micro-batch"
-    remark = f"used from the DataLoader: the samples of the stream {type(dataset).__name__} in the order of one reader{collate}, the last batch {last}"
+    remark = f"used from the DataLoader: the samples of the stream {type(dataset).__name__} in the order of one reader{collate}, the last batch {last_batch(loader.drop_last)}"
     return Stream(
         type(dataset).__name__, lambda: iter(dataset), again=True, batched=False, collate=loader.collate_fn,
         drops_last=bool(loader.drop_last), holder=dataset, remark=remark + left,

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.tracing.batch_norms import OPERATIONS as BATCH_NORMS
-from samestep.tracing.batch_norms import arguments as arguments_by_name
-from samestep.tracing.meta_tensors import is_mask
+from samestep.tracing.meta_tensors import arguments, is_mask
 
 _aten = torch.ops.aten
 
@@ -53,7 +52,7 @@ Map = Callable[[Computation], Iterable[Sequence[Operand]]]
 
 def bind_arguments(call: Computation) -> dict[str, Any]:
     """Return all arguments of a call by name, with their defaults."""
-    return arguments_by_name(call.func, call.args, call.kwargs)
+    return arguments(call.func, call.args, call.kwargs)
 
 
 def broadcast(tensor: Any, result: Any) -> Operand:

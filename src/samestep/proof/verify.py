@@ -40,7 +40,7 @@ from samestep.errors import InputError, JobError, LayoutError, ModelError, Worke
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import RunTable
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.optimizer_tables import ScheduleTable
 from samestep.output import temporary_folder
 from samestep.output.text import readable
@@ -102,7 +102,7 @@ def verify(
             'verify compares a layout with one device, and the job has none. Use --layout "dp=2 tp=2", or --all --devices 4 for all '
             "layouts of 4 devices",
         )
-    where = Layout(**job.layout) if layout is None else Layout(layout) if isinstance(layout, str) else layout
+    where = layout_from(job.layout if layout is None else layout)
     compiled_blocks.check(job.run)
     inputs = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()

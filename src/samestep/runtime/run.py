@@ -39,12 +39,12 @@ from samestep.building.loss import loss_from
 from samestep.building.over_samples import IGNORING, scoped
 from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
-from samestep.datasets.batch import Dataset
+from samestep.datasets.batch import ONE_LOOP, Dataset
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.errors import DataError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.program import recorded
 from samestep.runtime.checkpoints.saved_run import Lent
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
@@ -186,7 +186,7 @@ class Run(RunInParts):
             raise DataError(
                 "stream-position",
                 f"run.{method} was given the batch of step {read.step + 1} after step {self.steps_taken}: each call of samestep.batches begins "
-                "again. Set train.steps to the steps of all epochs, and use one loop over samestep.batches",
+                f"again. {ONE_LOOP}",
             )
         batch = self.labelled(read)
         for ask in self.before_steps:
@@ -411,7 +411,7 @@ def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
     had_joined = dist.is_initialized()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     layout = layout or join.launched_layout() or Layout(dp=place.world_size)
-    where = Layout(layout) if isinstance(layout, str) else layout
+    where = layout_from(layout)
     try:
         mesh.check_world(where)
         rank_order.check(where, place.hosts)

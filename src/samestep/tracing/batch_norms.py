@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
+from samestep.tracing.meta_tensors import arguments
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (nn.functional.batch_norm, torch.batch_norm)
 """The functions of Python that a layout replaces."""
@@ -53,12 +54,6 @@ def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     if func is torch.batch_norm:
         return {**dict(zip(_NATIVE_NAMES, args, strict=False)), **kwargs}
     return {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
-
-
-def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name."""
-    named = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-    return {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
 
 
 def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:

@@ -135,8 +135,8 @@ class Point(NamedTuple):
     """Autograd's numbers of the nodes that have made what is there."""
 
 
-class _Kept(NamedTuple):
-    """Something that is kept for the backward."""
+class _SavedTensor(NamedTuple):
+    """A tensor that is kept for the backward."""
 
     time: int
     module: str | None
@@ -158,7 +158,7 @@ class TracedPlaces:
     _edges: int = 0
     """Number of checkpoints that have begun or ended."""
     _open: list[int] = field(default_factory=list)
-    _kept: list[_Kept] = field(default_factory=list)
+    _saved: list[_SavedTensor] = field(default_factory=list)
     """What is kept, in its order."""
     _reached: frozenset[int] | None = None
     """The nodes that the backward reaches; None where that is not known."""
@@ -171,14 +171,14 @@ class TracedPlaces:
     @property
     def covered(self) -> set[str]:
         """Paths of the top-most modules that keep nothing but within checkpoints, and what these are given."""
-        by = [(kept.module, kept.inside) for kept in self._kept if kept.module is not None and not kept.is_input]
+        by = [(saved.module, saved.inside) for saved in self._saved if saved.module is not None and not saved.is_input]
         return {module for module, inside in by if inside} - {module for module, inside in by if not inside}
 
     def clear(self) -> None:
         """Forget all, since another forward begins."""
         self._time = self._edges = 0
         self._open.clear()
-        self._kept.clear()
+        self._saved.clear()
 
     def point(self, outcome: Any = ()) -> Point:
         """Return the point at which the forward is, when it has computed some tensors."""
@@ -189,7 +189,9 @@ class TracedPlaces:
     def keep(self, module: str | None, *, is_input: bool = False) -> None:
         """Record that the newest node keeps a tensor, in a top-most module or after all."""
         self._time += 1
-        self._kept.append(_Kept(self._time, module, tuple(self._open), autograd_sequence_number() - 1, is_input))
+        self._saved.append(
+            _SavedTensor(self._time, module, tuple(self._open), autograd_sequence_number() - 1, is_input)
+        )
 
     @contextmanager
     def checkpoint(self, module: str | None) -> Iterator[None]:
@@ -213,10 +215,10 @@ class TracedPlaces:
 
     def is_kept_behind(self, point: Point, modules: Collection[str]) -> bool:
         """Return whether one of these top-most modules keeps something after a point."""
-        return any(kept.module in modules for kept in self._kept_after(point))
+        return any(saved.module in modules for saved in self._saved_after(point))
 
-    def _kept_after(self, point: Point) -> Iterator[_Kept]:
-        return itertools.islice(self._kept, bisect_right(self._kept, point.time, key=lambda kept: kept.time), None)
+    def _saved_after(self, point: Point) -> Iterator[_SavedTensor]:
+        return itertools.islice(self._saved, bisect_right(self._saved, point.time, key=lambda saved: saved.time), None)
 
     def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> ForwardPlace:
         """Return the place of a point in the forward of a layer of these modules.
@@ -226,8 +228,8 @@ class TracedPlaces:
         if self.are_alike:
             return NOWHERE
         around = (0, *point.inside)
-        behind = {kept.inside[-1] for kept in self._kept_after(point) if kept.inside}
-        if any(kept.module in modules and not kept.inside for kept in self._kept_after(point)):
+        behind = {saved.inside[-1] for saved in self._saved_after(point) if saved.inside}
+        if any(saved.module in modules and not saved.inside for saved in self._saved_after(point)):
             behind.add(0)
         if is_kept:
             behind.add(around[-1])
@@ -236,5 +238,5 @@ class TracedPlaces:
 
     def _is_repeated(self, checkpoint: int) -> bool:
         """Return whether the backward asks for something that a checkpoint keeps."""
-        nodes = {kept.node for kept in self._kept if checkpoint in kept.inside}
+        nodes = {saved.node for saved in self._saved if checkpoint in saved.inside}
         return bool(nodes) and (self._reached is None or not self._reached.isdisjoint(nodes))

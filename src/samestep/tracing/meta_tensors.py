@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.tracing.batch_norms import arguments
 from samestep.trees import operands, tensors_in, tree_map_only
 
 _META = torch.device("meta")
@@ -247,6 +246,12 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if left.dim() == 2 and right.dim() == 2 and ends is not None:  # backward: [K, N] with [N, M], one result per group
         return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
     raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
+
+
+def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with their defaults."""
+    named = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    return {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
 
 
 def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

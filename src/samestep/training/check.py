@@ -22,7 +22,7 @@ from samestep.errors import (
     SamestepError,
 )
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.memory.memory_use import MemoryUse, at_rest
 from samestep.program.ranks import Ranks
 from samestep.program.update_rules import states_per_param
@@ -203,10 +203,9 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
         LayoutError: the layout and the number of ranks contradict each other.
     """
     ranks = ranks or job.run.ranks
-    of_run = Layout(layout) if isinstance(layout, str) else layout
-    if of_run is None and job.layout:
-        of_run = Layout(**job.layout)
-    if of_run is None:
+    if layout is not None or job.layout:
+        of_run = layout_from(job.layout if layout is None else layout)
+    else:
         of_run = Layout(dp_replicate=ranks or num_hosts * workers.default_ranks(job.run.device))
     if ranks is not None and ranks != of_run.world_size:
         words = str(of_run)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from samestep.errors import InputError, LayoutError, WorkerError
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.processes.local_workers import OtherHosts
 from samestep.training import run_folder
@@ -140,7 +140,7 @@ def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | Non
     """
     if layout is None or layout == "auto":
         return layout
-    of_run = Layout(layout) if isinstance(layout, str) else layout
+    of_run = layout_from(layout)
     if of_run.world_size == world:
         return of_run
     for fewer in shrunk(of_run, world) if world < of_run.world_size else ():

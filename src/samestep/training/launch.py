@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from samestep import calls, wings
 from samestep.errors import InputError
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 
@@ -57,7 +57,7 @@ def launch(
         WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
         InputError: the arguments do not fit each other or this machine.
     """
-    where = Layout(layout) if isinstance(layout, str) else layout
+    where = None if layout is None else layout_from(layout)
     if where is None and ranks is None:
         text = "launch needs the number of ranks. Use ranks=2, or layout='dp=2' (--ranks 2, or --layout dp=2)"
         raise InputError("command-options", text)

@@ -8,7 +8,7 @@ try it together (`loss_trials.py`), before the update. So does one whose forward
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from samestep.errors import RepeatError, UnprovenError
@@ -37,10 +37,11 @@ class Refusals:
         """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
         self.asks = 0
         """Number of trials of the loss of this step for which this rank asks, which all ranks run together."""
-        self.has_new_forward = False
-        """Whether a forward of this rank has built a graph of another size than before, so that all ranks try it together."""
-        self.try_step: Callable[[int, bool], None] | None = None
-        """Runs so many trials of the loss, and one of a new forward, and adds the reason that they find; None before the first step."""
+        self.new_forward: tuple[int, int] | None = None
+        """This rank's share of the data, and the micro-batch of this step in which its forward has built a graph of another size than before:
+        all ranks try it together."""
+        self.try_step: Callable[[int, Sequence[tuple[int, int]]], None] | None = None
+        """Runs so many trials of the loss, and one of new forwards, and adds the reason that they find; None before the first step."""
         self.watch = LossWatch()
         """The watch over the loss of this step, whose least counts all ranks must know."""
 
@@ -75,7 +76,7 @@ class Refusals:
         """Whether this rank has a reason, gave the step up, asks for a trial, or has other modules in evaluation mode, or least counts, than were
         compared last.
         """
-        asks = bool(self.gave_up_at) or self.asks_again or self.has_new_forward
+        asks = bool(self.gave_up_at) or self.asks_again or self.new_forward is not None
         asks |= self.watch.least != self.watch.agreed or self.asks > 0
         return self._pending is not None or asks or self._evaluated != self._agreed
 
@@ -118,16 +119,16 @@ class Refusals:
                 self.asks,
                 self.watch.least,
                 self.asks_again,
-                self.has_new_forward,
+                self.new_forward,
             )
             everyone = gather_values(values, world_size)
         reasons, evaluated, paths, asks, least, again, new = zip(*everyone, strict=True)
         self.watch.agree(least)
-        self.has_new_forward = False
+        self.new_forward = None
         self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
-        is_again = any(paths) or any(again)
-        if (max(asks) or any(new)) and self.try_step is not None and not is_again and not any(reasons):
-            self.try_step(max(asks), any(new))
+        is_again, new_forwards = any(paths) or any(again), [*filter(None, new)]
+        if (max(asks) or new_forwards) and self.try_step is not None and not is_again and not any(reasons):
+            self.try_step(max(asks), new_forwards)
             self.raise_found(world_size)
         if reason := next(filter(None, reasons), None):
             _refuse(*reason)

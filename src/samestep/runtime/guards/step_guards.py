@@ -24,7 +24,7 @@ the beginning, such as one that divides by the number of samples in a micro-batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,6 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
 from samestep.runtime.guards.unusual_steps import MASKED, SkippedSteps, SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
@@ -79,8 +78,6 @@ class StepGuards:
         """The marks of the weights at the beginning of a watched step, and of the first one."""
         self._again: Repeat | None = None
         """The repetitions of a watched step, which it shares with the trial of the loss."""
-        self._new_microbatch: int | None = None
-        """The micro-batch of this step whose forward has built another graph than before."""
 
     # -- a whole step ------------------------------------------------------------------------------
 
@@ -159,16 +156,22 @@ class StepGuards:
     def note_forward(self, task: Task, num_nodes: int) -> None:
         """Ask for a trial of a forward that has built another graph than before, unless the step is watched."""
         if self._graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
-            self.refusals.has_new_forward, self._new_microbatch = True, task.microbatch
+            share, _ = self._own.current.parallel.mesh.data_share
+            self.refusals.new_forward = share, task.microbatch
 
     @functools.cached_property
     def _graphs(self) -> ForwardGraphs:
         return ForwardGraphs(self._own.current.parallel.program)
 
     def try_step(
-        self, trials: LossTrials, assembly: Assembly, batch: StepBatch, asks: int, has_new_forward: bool
+        self,
+        trials: LossTrials,
+        assembly: Assembly,
+        batch: StepBatch,
+        asks: int,
+        new_forwards: Sequence[tuple[int, int]],
     ) -> None:
-        """Try a loss on samples of this step, as often as some rank has asked, and the forward if that of some rank is new.
+        """Try a loss on samples of this step, as often as some rank has asked, and the forward in the micro-batches of data shares where it is new.
 
         Collective over the world, see [Note: collective calls].
         """
@@ -178,14 +181,10 @@ class StepGuards:
         again = again or Repeat(assembly, batch, trials.loss, self._seed, self.observer.dropout_mode, weights=weights)
         if asks:
             trials.run(assembly, again, asks)
-        if (
-            has_new_forward and len(self._own.assemblies) == 1 and not self.observer.is_proof
-        ):  # a repetition knows one model
+        # A repetition knows one model.
+        if new_forwards and len(self._own.assemblies) == 1 and not self.observer.is_proof:
             share, _ = assembly.parallel.mesh.data_share
-            with outside_step():
-                everyone = gather_values((share, self._new_microbatch), again.world_size)
-            number = next((number for other, number in everyone if other == share and number is not None), 0)
-            self._new_microbatch = None
+            number = next((microbatch for other, microbatch in new_forwards if other == share), 0)
             WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
 
     @contextmanager

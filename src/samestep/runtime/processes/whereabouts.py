@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -196,8 +197,8 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def _stack_of(thread: int) -> list[tuple[str, str, str]]:
-    """Return file, line and function of each call that a thread is in, the outermost first.
+def _stack_of(thread: int) -> list[traceback.FrameSummary]:
+    """Return the calls that a thread is in, the outermost first.
 
     The thread runs on: to follow its frames from Python, which it may leave meanwhile, can crash Python 3.11. `faulthandler` walks them at once.
     """
@@ -205,30 +206,32 @@ def _stack_of(thread: int) -> list[tuple[str, str, str]]:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         lines = file.read().decode(errors="replace").splitlines()
-    calls: list[tuple[str, str, str]] = []
+    calls: list[traceback.FrameSummary] = []
     is_asked = False
     for line in lines:
         if begins := _THREAD.match(line):
             is_asked = int(begins[1], 16) == thread
         elif is_asked and (call := _LINE.fullmatch(line)):
-            calls.append((call[1], call[2], call[3]))
+            calls.append(traceback.FrameSummary(call[1], int(call[2]), call[3], lookup_line=False))
     return calls[::-1]
 
 
 def _waiting_at(main_thread: int | None) -> tuple[str, str]:
     """Return the function of torch.distributed that a thread is in, and the line that called it; two empty texts without."""
     stack = _stack_of(main_thread) if main_thread else []
-    calls = [call for call in stack if not call[0].startswith(str(PACKAGE))]
-    inside = [index for index, (file, _, _) in enumerate(calls) if file == dist.distributed_c10d.__file__]
+    calls = [call for call in stack if not call.filename.startswith(str(PACKAGE))]
+    inside = [index for index, call in enumerate(calls) if call.filename == dist.distributed_c10d.__file__]
     if not inside:
         return "", ""
     callers = [
-        (file, line)
-        for file, line, _ in calls[: inside[0]]
-        if "/multiprocessing/" not in file and "/torch/" not in file and file != contextlib.__file__
+        call
+        for call in calls[: inside[0]]
+        if "/multiprocessing/" not in call.filename
+        and "/torch/" not in call.filename
+        and call.filename != contextlib.__file__
     ]
-    name = next((name for _, _, name in calls[inside[0] :] if name != "wrapper"), calls[inside[0]][2])
-    return name, ":".join(callers[-1]) if callers else ""
+    name = next((call.name for call in calls[inside[0] :] if call.name != "wrapper"), calls[inside[0]].name)
+    return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
 
 
 def _task_in(frame: FrameType | None) -> str:

@@ -167,9 +167,9 @@ def _is_shared(owners: Counter[int], hooks: Iterable[Callable[..., Any]]) -> boo
 
 def _things_of(hook: Callable[..., Any]) -> set[int]:
     """Return the identities of a hook, and of what it may keep something in: those of its objects, dictionaries and variables."""
-    kept = Snapshot(hook)
-    holders = [variable.holder for variable in kept.variables.values() if variable.holder is not None]
-    return {id(hook), *(id(container) for container, _ in kept.containers), *map(id, holders)}
+    snapshot = Snapshot(hook)
+    holders = [variable.holder for variable in snapshot.variables.values() if variable.holder is not None]
+    return {id(hook), *(id(container) for container, _ in snapshot.containers), *map(id, holders)}
 
 
 @contextmanager
@@ -236,11 +236,13 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
     reads_all = may_refuse(program)
-    owners = _owners((*own.hooks, *own.late_hooks) for own in (_own_hooks(param) for _, param in params))
+    owners = _owners((*marks.hooks, *marks.late_hooks) for marks in (_own_hooks(param) for _, param in params))
     for name, param in params:
         hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}  # those of samestep too
+        if hooks.keys() <= judged.keys() or param.is_meta:
+            continue
         is_shared = _is_shared(owners, (hook for hook in hooks.values() if not _is_ours(hook)))
-        if hooks.keys() <= judged.keys() or param.is_meta or not (reads_all or is_shared):
+        if not (reads_all or is_shared):
             continue
         if reason := _refusal_of(name, param, program, is_shared=is_shared):
             return reason

@@ -27,7 +27,7 @@ from samestep.datasets import batches
 from samestep.errors import InputError, LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.output.durable_files import check_writable, write_whole
 from samestep.output.text import readable
 from samestep.program.program import Program
@@ -82,7 +82,7 @@ def benchmark_layouts(job: Job, layouts: Iterable[Layout | str]) -> Calibration:
     Raises:
         InputError: the job cannot run, or no layout is given; nothing has been measured.
     """
-    chosen = [Layout(layout) if isinstance(layout, str) else layout for layout in layouts]
+    chosen = [*map(layout_from, layouts)]
     if not chosen:
         raise InputError("command-options", "benchmark_layouts needs a layout to run, such as layouts=['dp=2', 'tp=2']")
     device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)

@@ -17,7 +17,7 @@ from samestep import calls, wings
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, origins, resolve_hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, layout_from
 from samestep.memory import memory_use
 from samestep.memory.memory_use import MemoryUse, allocator_summary, memory_summary
 from samestep.models import catalog
@@ -279,10 +279,9 @@ def simulate(
     Raises:
         InputError: job, model, layout or hardware cannot be understood, or a strategy rejects the layout.
     """
-    spec = Layout(layout) if isinstance(layout, str) else layout
-    where = Layout(**job.layout) if spec is None else spec
+    where = layout_from(job.layout if layout is None else layout)
     if devices not in (None, where.world_size):
-        if spec is not None or job.layout:
+        if layout is not None or job.layout:
             raise LayoutError(
                 "devices-and-ranks",
                 f"--devices {devices}, but layout {str(where)!r} has {where.world_size} ranks: "
