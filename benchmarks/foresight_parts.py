@@ -128,7 +128,7 @@ def coverage(found: Sequence[Ratio], known: Sequence[Ratio] = ()) -> dict[str, A
     or of all that are known."""
     covered: dict[str, float] = {}
     for source, values in _by_source(found).items():
-        others = [one for one in known or found if one[0] != source]
+        others = [ratio for ratio in known or found if ratio[0] != source]
         if others:
             low, high = interval(others)
             covered[source] = 100 * statistics.fmean(low <= value <= high for value in values)

@@ -91,8 +91,8 @@ def intervals() -> str:
     names = {"all": "all", "cards": "cards on PCIe", "few": "part of a node", "nodes": "whole nodes"}
     figures = [(f"time, {name}", record[key]["time"]) for key, name in names.items()]
     lines = ["| prediction | measured / predicted | measurements |", "| --- | ---: | ---: |"]
-    for name, one in (*figures, ("memory", record["all"]["memory"])):
-        lines.append(f"| {name} | {one['low']:.2f} to {one['high']:.2f} | {one['rows']:,} |")
+    for name, interval in (*figures, ("memory", record["all"]["memory"])):
+        lines.append(f"| {name} | {interval['low']:.2f} to {interval['high']:.2f} | {interval['rows']:,} |")
     return "\n".join(lines)
 
 

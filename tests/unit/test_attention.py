@@ -188,9 +188,8 @@ def test_documents_on_gpus_of_variable_length_have_their_offsets_from_the_host(m
         seen.append((offsets.tolist(), longest))
         documents = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())[None]
         spec = AttentionSpec(True, documents, scale)
-        return formula.attend_by_formula(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), spec)[0].transpose(
-            0, 1
-        )
+        output = formula.attend_by_formula(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), spec)
+        return output[0].transpose(0, 1)
 
     monkeypatch.setattr(fused, "variable_length", kernel)
     tensors = [drawn(2, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
