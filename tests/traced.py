@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from samestep.errors import InputError
 from samestep.examination.examine import Source, build_blueprint, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
@@ -100,7 +101,7 @@ def alike_once() -> Iterator[None]:
     """Let a session examine code that is the same to the byte once, on whichever rank and for however many layouts: a folder has the findings.
 
     Each run builds its model anew, or takes the instance that it is given, and has its own weights. Ranks that begin with the same code
-    wait for the first of them. What has no bytes, as a class within a test, is examined each time.
+    wait for the first of them; what it refuses in a layout they refuse alike. What has no bytes, as a class within a test, is examined each time.
     """
     with tempfile.TemporaryDirectory(prefix="samestep-examined-") as folder, pytest.MonkeyPatch.context() as patch:
 
@@ -108,10 +109,18 @@ def alike_once() -> Iterator[None]:
             key = _digest(source, job, example) if source.prepared is None else None
             if key is None:
                 return examine(source, job, example, layout)
+            refusal = Path(folder, f"{key} {layout}".replace("/", " "))
             with _held(Path(folder, key)) as stored:
                 if known := stored.read_bytes():
                     source = replace(source, prepared=_read(known, source, job))
-                found = examine(source, job, example, layout)
+                if refusal.exists():
+                    raise pickle.loads(refusal.read_bytes())
+                try:
+                    found = examine(source, job, example, layout)
+                except InputError as error:
+                    with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+                        refusal.write_bytes(pickle.dumps(error))
+                    raise
                 if found is not source.prepared:
                     with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):  # findings without bytes
                         stored.write_bytes(_written(found))

@@ -249,24 +249,6 @@ def test_a_state_is_loaded_amid_training(layout: str, of_rank_0: bool) -> None:
     assert_trained(everywhere(layout, loaded, of_rank_0), plainly(), 1e-9, 1e-9, 1e-9)
 
 
-def written(rank: int, world: int, layout: str) -> Trained:
-    """The same by writes into whole weights."""
-    run = run_of(rank, world, layout, Tied)
-    losses = trained(run, 2)
-    with run.gathered() as model, torch.no_grad():
-        for one in model.parameters():
-            one.mul_(0.5).add_(0.01)
-        for name, buffer in model.named_buffers():
-            if name != "passing":
-                buffer.mul_(0.5).add_(0.01)
-    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
-
-
-@pytest.mark.parametrize("layout", SETTING)
-def test_whole_weights_are_written(layout: str) -> None:
-    assert_trained(everywhere(layout, written), plainly(), 1e-9, 1e-9, 1e-9)
-
-
 def written_by_dicts(rank: int, world: int, layout: str) -> Trained:
     """The same by state dicts of the model and of a part of it, each loaded within and read again."""
     run = run_of(rank, world, layout, Tied)

@@ -122,8 +122,8 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
     "named": (Named, lambda out, batch: _loss(out, batch.labels)),
 }  # fmt: skip
 """What a batch is made of, and its loss."""
-CONTAINERS = ("record", "fixed record", "nested record", "encoding", "records in an encoding", "named")
-"""Forms of classes that torch's containers do not know, or of which the loss reads attributes."""
+CONTAINERS = ("fixed record", "nested record", "records in an encoding", "named")
+"""Forms of classes that torch's containers do not know, or of which the loss reads attributes; `code_array.py` has records and encodings."""
 
 
 @functools.cache
@@ -157,20 +157,13 @@ def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Te
 
 
 def trained(
-    rank: int, world: int, layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, folder: str
+    rank: int, world: int, layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool
 ) -> tuple[list[float], dict[str, Tensor], float, Any]:
     make, loss = FORMS[form]
-    run, losses = None, []
+    run, losses = samestep.parallelize(lambda: build(norm), loss, momentum, layout=layout, job=JOB), []
     for step in range(STEPS):
-        if run is None or (folder and step == 3):  # goes on from a checkpoint
-            before = run
-            run = samestep.parallelize(lambda: build(norm), loss, momentum, layout=layout, job=JOB)
-            if before is not None:
-                before.save(folder)
-                run.load(folder)
         given, keywords = given_to(rank, world, how, make, points(step, sizes[step]))
         losses.append(run.step(given, **keywords).loss)
-    assert run is not None
     given, keywords = given_to(rank, world, how, make, points(77, 6))
     loss_of, outputs = run.evaluate(given, **keywords)["loss"], run.predict(given, **keywords)
     return losses, run.state_dict(on_every_rank=True), loss_of, outputs
@@ -179,15 +172,12 @@ def trained(
 CASES = [
     ("dp=1", "dict", "all", (8,) * 5, False),
     ("dp=1 microbatch=3", "nested", "own", (8, 8, 7, 5, 9), False),
-    ("dp=2", "tuple", "all", (8, 8, 6, 7, 9), False),
     ("dp=2 microbatch=2", "arrays", "rank 0", (8, 8, 8, 5, 8), False),
     ("dp=2 microbatch=2", "list", "own", (8, 6, 7, 5, 12), False),
     ("dp=2", "parts", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 microbatch=1", "listed", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 zero=3", "targets", "all", (8, 8, 3, 8, 8), False),
     ("dp=2 zero=3 microbatch=1", "dict", "own", (8, 7, 9, 8, 8), False),
-    ("tp=2", "dict", "rank 0", (8,) * 5, False),
-    ("pp=2 microbatch=4", "tuple", "all", (8, 8, 6, 8, 8), False),
     ("dp=2", "dict", "own", (8, 6, 7, 5, 8), True),
     ("dp=2 zero=3", "dict", "all", (8, 6, 7, 5, 8), True),
     *[
@@ -200,10 +190,10 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "form", "how", "sizes", "norm"), CASES, ids=lambda one: str(one))
 def test_values_of_a_batch_train_as_in_a_plain_loop(
-    layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, tmp_path: Any
+    layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool
 ) -> None:
     expected = plain(form, sizes, norm)
-    ranks = pool(Layout(layout).world_size).run(trained, layout, form, how, sizes, norm, str(tmp_path))
+    ranks = pool(Layout(layout).world_size).run(trained, layout, form, how, sizes, norm)
     assert_trained(ranks, expected, 1e-8, 1e-9)
     model = build(norm).double()
     model.load_state_dict(expected[1])

@@ -1,5 +1,5 @@
-"""What a loop may use at once is that of a plain loop: lanes with a loss over the batch or with two backwards, weights that are frozen
-and thawed between backwards, and samples of several sizes that a loss over the batch is given padded."""
+"""What a loop may use at once is that of a plain loop: lanes with a loss over the batch or with two backwards, and samples of several
+sizes that a loss over the batch is given padded."""
 
 from __future__ import annotations
 
@@ -116,21 +116,9 @@ def mean_of(loss: Callable[..., Any], z: Tensor, batch: Any) -> Tensor:
     return found if isinstance(found, Tensor) else found[0] / found[1]
 
 
-FREEZES = {1: False, 3: True}
-"""Whether the head is trained from a step on."""
-
-
-def freeze(model: nn.Module, step: int) -> None:
-    if step in FREEZES:
-        for name, weight in model.named_parameters():
-            if "head" in name:
-                weight.requires_grad_(FREEZES[step])
-
-
 CASES: dict[str, tuple[type[nn.Module], type[Vectors], list[Callable[..., Any]], bool, float | None]] = {
     "lanes, whole batch": (Recurrent, Vectors, [of_classes], True, None),
     "lanes, two backwards": (Recurrent, Vectors, [squares, others], True, None),
-    "frozen, two backwards": (Net, Vectors, [squares, others], False, None),
     "padded": (Net, Sequences, [of_sequences], False, 0.0),
     "padded tags": (Net, Tagged, [of_tags], False, float(IGNORED)),
 }
@@ -147,10 +135,8 @@ def plain(case: str) -> list[float]:
     model, found, carried = start(case), [], None
     optimizer = momentum(model.parameters())
     source = data()
-    for step, batch in enumerate(samestep.batches(source, JOB, lanes=lanes)):
+    for batch in samestep.batches(source, JOB, lanes=lanes):
         samples = batch.samples(batch.shares(0, 1, 1)[0])
-        if case.startswith("frozen"):
-            freeze(model, step)
         optimizer.zero_grad()
         for loss in losses:
             z, state = model(samples, carried) if lanes else (model(samples["x"]), None)
@@ -169,9 +155,7 @@ def in_layout(rank: int, world: int, case: str, layout: str) -> list[float]:
     ]
     run = samestep.parallelize(start(case), whole[0], momentum, layout=layout, job=JOB)
     found = []
-    for step, batch in enumerate(samestep.batches(data(), JOB, lanes=lanes)):
-        if step and case.startswith("frozen"):
-            freeze(run.model, step)
+    for batch in samestep.batches(data(), JOB, lanes=lanes):
         sums = [run.backward(batch, loss).loss for loss in whole]
         found += [sums[0], *(later - before for before, later in itertools.pairwise(sums))]
         run.update()
@@ -187,7 +171,6 @@ LAYOUTS = ["dp=2", "dp=2 zero=3", "dp=2 microbatch=2"]
         *((case, layout) for case in CASES for layout in LAYOUTS),
         ("padded", "pp=2 microbatch=4"),
         ("padded tags", "pp=2 microbatch=4"),
-        ("frozen, two backwards", "tp=2"),
     ],
 )
 def test_a_loop_that_uses_both_is_a_plain_loop(case: str, layout: str) -> None:

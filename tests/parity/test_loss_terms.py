@@ -22,7 +22,7 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
-from tests.laboratory import combinations, in_loop, job_of, watched, without
+from tests.laboratory import combinations, in_loop, job_of
 from tests.models import Plain, Tokens
 from tests.plain import assert_trained, train_plainly, whole_batches
 from tests.pool import pool
@@ -117,33 +117,20 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
 Followed = tuple[list[StepReport], dict[str, Tensor]]
 
 
-def follow(run: Run, first_step: int = 0, steps: int = STEPS) -> list[StepReport]:
+def follow(run: Run) -> list[StepReport]:
     reports = []
-    for batch in samestep.batches(Tokens(), JOB, first_step=first_step):
-        if batch.step == steps:
-            break
+    for batch in samestep.batches(Tokens(), JOB):
         with Ledger() as ledger:
             reports.append(run.step(batch))
-        if batch.step == STEPS - 1 and not run.job.train.watch_every:  # nothing is tried any more
+        if batch.step == STEPS - 1:  # nothing is tried any more
             assert ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     return reports
 
 
-def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Followed:
-    """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
-    job = in_loop(watched(JOB, watch_every))
-
-    def make() -> Run:
-        return samestep.parallelize(build(), LOSSES[kind], adam, layout=layout, job=job)
-
-    if not folder:
-        return follow(run := make()), run.state_dict(on_every_rank=True)
-    first = make()
-    reports = follow(first, 0, 2)
-    first.save(folder)
-    run = make()
-    run.load(folder)
-    return [*reports, *follow(run, 2)], run.state_dict(on_every_rank=True)
+def parallel(rank: int, world: int, layout: str, kind: str) -> Followed:
+    """Train in a layout."""
+    run = samestep.parallelize(build(), LOSSES[kind], adam, layout=layout, job=in_loop(JOB))
+    return follow(run), run.state_dict(on_every_rank=True)
 
 
 Means = dict[str, float]
@@ -167,9 +154,9 @@ def means_of(sums: dict[str, Any]) -> Means:
     return {name: total / count if count else math.nan for name, (total, count) in each.items()}
 
 
-def assert_plain(kind: str, layout: str, *how: Any) -> None:
+def assert_plain(kind: str, layout: str) -> None:
     losses, weights, named = plain(kind)
-    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind, *how)
+    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind)
     assert_trained(
         (([report.loss for report in reports], state) for reports, state in ranks), (losses, weights), 1e-7, 1e-9
     )
@@ -188,19 +175,9 @@ SPLIT = [kind for kind in LOSSES if kind not in ("outputs decide", "in two passe
 CASES = combinations(LAYOUTS, SPLIT)
 
 
-@pytest.mark.parametrize("kind", without(SPLIT, CASES))
-def test_one_device_is_the_plain_loop(kind: str) -> None:
-    for layout in ("dp=1", "dp=1 microbatch=3"):
-        assert_plain(kind, layout)
-
-
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
-    assert_plain(kind, layout, str(tmp_path / "saved"))
-
-
-def test_steps_in_which_samples_run_again() -> None:
-    assert_plain(SPLIT[0], "dp=2 microbatch=3", "", 3)
+def test_terms_and_values_of_two_ranks(layout: str, kind: str) -> None:
+    assert_plain(kind, layout)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])

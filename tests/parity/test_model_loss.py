@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from samestep.building.model_loss import Rule, returned_loss
 from samestep.errors import DataError, JobError, UnprovenError
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.runtime.run import Run
 from samestep.runtime.run_batches import check_labels
-from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
+from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, without
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.plain import Trained, assert_trained, train_in_layout, train_plainly, whole_batches
 from tests.pool import pool
@@ -197,17 +195,12 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
 Found = tuple[list[float], dict[str, Tensor], str, float]
 
 
-def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Found:
-    """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
+def parallel(rank: int, world: int, layout: str, kind: str) -> Found:
+    """Train in a layout."""
     build, dataset, loss, _ = KINDS[kind]
-    job, runs = in_loop(watched(JOB, watch_every)), []
-
-    def make() -> Run:
-        runs.append(samestep.parallelize(build(), loss, adam, layout=layout, job=job))
-        return runs[-1]
-
-    trained = train_in_layout(make, lambda first: samestep.batches(dataset(), JOB, first_step=first), folder)
-    return *trained, str(runs[-1]._own.source.loss.rule), runs[-1].evaluate(dataset())["loss"]
+    run = samestep.parallelize(build(), loss, adam, layout=layout, job=in_loop(JOB))
+    trained = train_in_layout(lambda: run, lambda first: samestep.batches(dataset(), JOB, first_step=first))
+    return *trained, str(run._own.source.loss.rule), run.evaluate(dataset())["loss"]
 
 
 def loss_of(model: nn.Module, samples: Any) -> Tensor:
@@ -232,9 +225,9 @@ def plain(kind: str) -> tuple[Trained, float]:
     ) if rule is Rule.SUM else whole  # of an evaluation it is the mean over the samples
 
 
-def assert_plain(kind: str, layout: str, *how: Any) -> None:
+def assert_plain(kind: str, layout: str) -> None:
     trained, whole = plain(kind)
-    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind, *how)
+    ranks = pool(Layout(layout).world_size).run(parallel, layout, kind)
     assert_trained(ranks, trained, 1e-7, 1e-8)
     for *_, rule, mean in ranks:
         assert rule == str(KINDS[kind][3])
@@ -254,12 +247,8 @@ def test_one_device_is_the_plain_loop(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
-    assert_plain(kind, layout, str(tmp_path / "saved"))
-
-
-def test_steps_in_which_samples_run_again() -> None:
-    assert_plain("mean", "dp=2 microbatch=2", "", 3)
+def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str) -> None:
+    assert_plain(kind, layout)
 
 
 def refused(rank: int, world: int, layout: str, form: str, loss: Any) -> None:

@@ -1,12 +1,14 @@
-"""Outputs that are distributions of torch, records and plain objects train as in a plain loop, whatever holds the tensors that the loss reads."""
+"""Outputs that are distributions of torch and plain objects train as in a plain loop, whatever holds the tensors that the loss reads.
+
+`code_array.py` has dicts, records, named tuples and namespaces in every layout.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections import UserDict, namedtuple
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,6 @@ JOB = Job(
     run={"device": "cpu"},
     numerics={"precision": "float64"},
 )
-Pair = namedtuple("Pair", "first second")
 
 
 @dataclass
@@ -45,12 +46,8 @@ class Plain:
 
 CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "tuple": lambda first, second: (first, second),
-    "dict": lambda first, second: {"first": first, "second": second},
     "mapping": lambda first, second: UserDict(first=first, second=second),
-    "named tuple": Pair,
-    "record": Record,
     "object": Plain,
-    "namespace": lambda first, second: SimpleNamespace(first=first, second=second),
     "record in a list": lambda first, second: [Record(first, None), Record(None, second)],
 }
 VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
@@ -121,7 +118,7 @@ def loss_of(container: str, value: str) -> Callable[[Any, Any], tuple[Tensor, in
         if container == "record in a list":
             first, second = outputs[0].first, outputs[1].second
         elif container != "bare":
-            keys = ("first", "second") if container in ("dict", "mapping") else (0, 1)
+            keys = ("first", "second") if container == "mapping" else (0, 1)
             is_named = hasattr(outputs, "first") and container != "mapping"
             first, second = (outputs.first, outputs.second) if is_named else (outputs[key] for key in keys)
         each = VALUES[value][1](first, y)

@@ -11,15 +11,12 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.examination.examine import Source
-from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.code.odd_models import FlatWithRoot, Pairs, WithBatchNorm
-from tests.laboratory import TOLERANCE, Runs, in_loop, job_of, largest_error, make_run, whole
+from tests.laboratory import in_loop, job_of, make_run
 from tests.models import Plain, Tokens
-from tests.plain import train_plainly, whole_batches
-from tests.pool import pool
 
 
 def test_running_statistics_are_updated_once_a_step() -> None:
@@ -43,50 +40,8 @@ def regressor() -> nn.Module:
     return FlatWithRoot()
 
 
-def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights and biases in groups of their own, the first layer frozen by leaving it out."""
-    named = [(name, param) for name, param in model.named_parameters() if not name.startswith("first")]
-    return torch.optim.SGD(
-        [
-            {"params": [param for name, param in named if name.endswith("weight")], "lr": 0.05, "weight_decay": 0.1},
-            {"params": [param for name, param in named if not name.endswith("weight")], "momentum": 0.9},
-        ],
-        lr=0.2,
-    )
-
-
 def own_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return (outputs - batch[1]).square().sum(), outputs.numel()
-
-
-def parallel(rank: int, world: int, layout: str, clip: float) -> tuple[list[float], Runs]:
-    """A user's loop around an instance of a model and an instance of an optimizer."""
-    model = regressor()
-    job = Job(
-        train={"global_batch": 8, "steps": 4},
-        numerics={"precision": "float64"},
-        optimizer={"clip_norm": clip},
-        run={"device": "cpu"},
-    )
-    run = samestep.parallelize(model, own_loss, grouped(model), layout=layout, job=in_loop(job))
-    losses = [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
-    assert run.model is model
-    return losses, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
-
-
-@pytest.mark.parametrize("layout", ["", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microbatch=2", "dp=2 zero=3"])
-def test_an_instance_trains_as_in_a_plain_loop(layout: str) -> None:
-    clip = 0.5
-    model = regressor().double()
-    optimizer = grouped(model)
-    batches_of_steps = whole_batches(Pairs(), Job(train={"global_batch": 8, "steps": 4}))
-    losses, _ = train_plainly(model, batches_of_steps, lambda batch: own_loss(model(batch[0]), batch), optimizer, clip)
-    ranks = pool(2).run(parallel, layout, clip)
-    assert ranks[0][0] == ranks[1][0]
-    assert ranks[0][0] == pytest.approx(losses, rel=1e-9)
-    expected = {name: param.detach().flatten() for name, param in model.named_parameters()}
-    error, name = largest_error(whole([runs for _, runs in ranks]), expected)
-    assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
 def main(place: RankInfo, layout: str) -> list[float]:

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.building.initial_values import blueprint
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, batches
@@ -31,9 +28,8 @@ from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece
 from tests import small, traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
-from tests.models import VOCABULARY, Tokens
+from tests.models import Tokens
 from tests.parity.test_update_rules import Small
-from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
 DECAY = 0.8
@@ -94,43 +90,6 @@ def observe(rank: int, world: int, layout: str, job: Job, start: Path | None = N
 @functools.cache
 def alone() -> list[Observed]:
     return observe(0, 1, "dp=1", job_with())
-
-
-def test_averages_are_those_of_torch() -> None:
-    job = job_with()
-    plan = blueprint(perturbed(Small), job.train.seed)
-    model = Small().double()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(plan.materialize(name, torch.device("cpu"), torch.float64))
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    optimizer = optimizer_of(job)(list(model.named_parameters()))
-
-    def loss(samples: Any) -> torch.Tensor:
-        return cross_entropy(model(samples["input_ids"]).view(-1, VOCABULARY), samples["labels"].flatten())
-
-    batches_of_steps = whole_batches(Tokens(), job)
-    train_plainly(model, batches_of_steps, loss, optimizer, after=functools.partial(averaged.update_parameters, model))
-    _, found = alone()
-    expected = dict(averaged.module.named_parameters())
-    for name, _, _, value in found.weights:
-        torch.testing.assert_close(value.view(expected[name].shape), expected[name].detach(), rtol=1e-8, atol=1e-10)
-    samples = Batch(0, np.arange(6), Tokens()).samples(np.arange(6))
-    logits = averaged(samples["input_ids"]).view(-1, VOCABULARY)
-    assert found.losses[0] == pytest.approx(cross_entropy(logits, samples["labels"].flatten()).item(), rel=1e-9)
-
-
-LAYOUTS = ["dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2"]
-NIGHTLY = ["dp=2", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 tp=2 zero=1", "pp=2 tp=2 microbatch=2", "dp=2 offload"]
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.nightly) for text in NIGHTLY)])
-def test_every_layout_has_the_same_averages(layout: str) -> None:
-    ranks = pool(Layout(layout).world_size).run(observe, layout, job_with())
-    for index, expected in enumerate(alone()):
-        for seen in ranks:
-            assert seen[index].losses == pytest.approx(expected.losses, rel=1e-9)
-    assert_same([averages for _, averages in ranks], alone()[1], TOLERANCE)
 
 
 def saved(rank: int, world: int, layout: str, job: Job, folder: Path) -> None:
