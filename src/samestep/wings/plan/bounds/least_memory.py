@@ -3,8 +3,8 @@
 A bound never exceeds what `memory/memory_use.py` finds. It is taken first for all ways to split the data axis by the first stage, which
 keeps most samples, then by every stage, then for each of these by its states alone, then for each layout. It adds up the states, each
 divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, with what stages have sent each
-other of them, and what one backward computes again and works on; and the gathered weights and gradients of one layer with those reduced
-just before, or under zero=2 all weights. Gradients that are in no bucket may be allocated only when the activations are freed.
+other of them, and what one backward computes again and works on; and under zero=2 the gathered weights. What a single layer gathers and
+reduces in its backward is left out. Gradients that are in no bucket may be allocated only when the activations are freed.
 """
 
 from __future__ import annotations
