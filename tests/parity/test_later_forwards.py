@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ class LaterTokens(Later):
     def forward(self, x: Tensor) -> Tensor:
         h, begins = self.first(x), self._begins(x)
         for block in self.blocks:
-            h = CHANGES[self.change](block(h)) if begins else block(h)
+            h = CHANGES[self.change](block(h)) if begins and self.change != "of the last" else block(h)
+        h = 0.5 * h if begins and self.change == "of the last" else h
         return self.last(h)
 
 
@@ -111,10 +113,14 @@ PARTS = [
     ("cp=2", "a counter", "of tokens"),
     ("cp=2", "a flag of the loop", "tokens summed up"),
     ("cp=2", "a global", "the token before"),
+    ("pp=2 microbatch=4", "a flag of the loop", "by element"),
+    ("pp=2 microbatch=4", "a counter", "of each"),
+    ("pp=2 microbatch=4", "a global", "counted"),
 ]
-"""Layouts in which ranks have parts of what meets later."""
+"""Layouts in which ranks have parts of what meets later, or what stands for the results of other stages."""
 APART = [
     ("cp=2", "a global", "by element"),
+    ("pp=2 microbatch=4", "a counter", "of the last"),
     ("cp=2", "a counter", "of features, without a gradient"),
     ("dp=2", "a flag of the loop", "of each"),
     ("dp=1 microbatch=4", "a global", "of each"),
@@ -124,15 +130,19 @@ APART = [
 ]
 
 
+def of_tokens(layout: str) -> bool:
+    return layout[:2] in ("cp", "pp")
+
+
 def built(when: str, change: str, layout: str = "") -> nn.Module:
     torch.manual_seed(3)
-    return (LaterTokens if "cp" in layout else Later)(when, change).double()
+    return (LaterTokens if of_tokens(layout) else Later)(when, change).double()
 
 
 def given_in(step: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of a step: tokens and those that follow under cp."""
+    """Return the inputs and labels of a step: tokens and those that follow under cp and pp."""
     tokens = torch.randint(12, (B, 9), generator=torch.Generator().manual_seed(step))
-    return (tokens[:, :-1], tokens[:, 1:]) if "cp" in layout else (batch_of(step)["x"], batch_of(step)["y"])
+    return (tokens[:, :-1], tokens[:, 1:]) if of_tokens(layout) else (batch_of(step)["x"], batch_of(step)["y"])
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -176,8 +186,8 @@ def test_samples_that_meet_later_are_rejected_before_an_update(layout: str, when
 @pytest.mark.parametrize(("layout", "when", "change"), PARTS)
 def test_parts_that_meet_later_are_rejected_before_an_update(layout: str, when: str, change: str) -> None:
     for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
-        assert f"step {LATE + 1}: the forward has begun to run" in error
-        assert f"a rank has a part of the {'tokens' if 'cp' in layout else 'features'}" in error
+        what = {"tp": "features", "cp": "tokens", "pp": "results of another stage"}[layout[:2]]
+        assert re.match(rf"step {LATE + 1}: the forward has begun to run \w+ on {what},", error)
         assert losses == pytest.approx(plain(when, change, layout)[0][:LATE], rel=1e-9)
 
 

@@ -22,8 +22,8 @@ class ForwardGraphs:
         is_one = not any(layer.dispatches for layer in spec.layers)
         self.tries_samples = is_one and is_split(program) and not spec.couples_samples
         """Whether samples are divided, and tried apart."""
-        self.tries_parts = is_one and (layout.tp > 1 or layout.cp > 1) and not spec.looks
-        """Whether ranks have parts of features or tokens; code that looks at values runs other operations with each batch."""
+        self.tries_parts = is_one and (layout.model_ranks > 1 or layout.cp > 1 or layout.pp > 1) and not spec.looks
+        """Whether ranks have parts of a model; code that looks at values runs other operations with each batch."""
         self._sizes: set[tuple[int, int]] = set()
 
     def is_new(self, chunk: int, num_nodes: int) -> bool:

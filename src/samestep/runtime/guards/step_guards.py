@@ -24,7 +24,6 @@ the beginning, such as one that divides by the number of samples in a micro-batc
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +41,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
-from samestep.runtime.guards.cut_operations import CutOperations
+from samestep.runtime.guards.cut_operations import Counts, CutOperations
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.forward_graphs import ForwardGraphs
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
@@ -78,8 +77,8 @@ class StepGuards:
         self._shown = WatchRecord()
         self._weights: Marks | None = None
         """The marks of the weights at the beginning of a watched step, and of the first one."""
-        self._operations: Counter[str] | None = None
-        """What a forward of the first step has run on parts of tensors; None where ranks have no parts."""
+        self._operations: Counts | None = None
+        """What a forward of the first step has run on parts of tensors and stand-ins; None where a rank has whole tensors."""
         self._compares_operations = False
         """Whether this step is one in which that is compared, whatever graphs its forwards build."""
         self._again: Repeat | None = None
@@ -218,13 +217,12 @@ class StepGuards:
         """
         if self._operations is None or self.refusals.is_waived("state"):
             return
-        now = CutOperations(again, number)
-        if more := now.counts - self._operations:
-            what, option = ("tokens", "cp=1") if now.of_tokens else ("features", "tp=1")
+        if more := CutOperations(again, number).counts - self._operations:
+            what, name = min(more)
             self.refuse_state(
                 again.batch,
-                f"the forward has begun to run {min(more)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
-                "or a flag that has its value when the run is made",
+                f"the forward has begun to run {name} on {what}, which was not seen when the layout was proven. Use one device, or a flag that has "
+                "its value when the run is made",
             )
 
     @contextmanager
