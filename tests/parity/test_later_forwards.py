@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import UnprovenError
+from samestep.errors import ModelError, UnprovenError
 from samestep.layout import Layout
 from tests.plain import assert_trained, train_plainly
 from tests.pool import pool
@@ -196,3 +196,36 @@ def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: st
     ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
     assert not any(error for *_, error in ranks)
     assert_trained(ranks, plain(when, change, layout), 1e-9, 1e-12)
+
+
+class Rerun(LaterTokens):
+    """Runs a block twice or not at all, from the second step on."""
+
+    def __init__(self, block: int, times: int) -> None:
+        super().__init__("a counter", "of each")
+        self.times = {block: times}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            for _ in range(self.times.get(number, 1) if self.calls > 1 else 1):
+                h = block(h)
+        return self.last(h)
+
+
+def rerun(place: Any, block: int, times: int) -> None:
+    torch.manual_seed(3)
+    run = samestep.parallelize(
+        Rerun(block, times).double(), "cross_entropy", optimizer, layout="pp=2 microbatch=4", job=JOB
+    )
+    for step in range(3):
+        x, y = given_in(step, "pp")
+        run.step({"x": x, "labels": y})
+
+
+@pytest.mark.parametrize(("block", "times"), [(0, 2), (0, 3), (0, 0)])
+def test_a_block_at_a_boundary_of_stages_that_runs_otherwise_later_is_named(block: int, times: int) -> None:
+    words = f"runs blocks.{block} once more" if times else f"has passed over blocks.{block}"
+    with pytest.raises(ModelError, match=f"the forward {words}, at which a stage of a pipeline receives or sends"):
+        samestep.launch(rerun, (block, times), ranks=2, device="cpu")  # which ends where one rank fails
