@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.optimizers.optimizer_source import GivenOptimizer
 from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import NotPlainError, Packer, gather_values, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
