@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.errors import ModelError, short_repr
 from samestep.independence import dimension_maps
 from samestep.independence.dependence import (
     NO_DIM,
@@ -457,5 +458,12 @@ def independent(op: Any, *, along: int) -> None:
     Args:
         op: an operation of `torch.ops`, such as `torch.ops.mylib.scan`, with or without the name of an overload.
         along: the dimension, the same for every tensor that the operation takes and returns.
+
+    Raises:
+        ModelError: it is no operation of `torch.ops`, or no number of a dimension.
     """
-    DECLARED[getattr(op, "overloadpacket", op)] = along_dimension(along)
+    packet = getattr(op, "overloadpacket", op)
+    if not isinstance(packet, type(_aten.cat)) or not isinstance(along, int):
+        text = f"samestep.independent({short_repr(op)}, along={along!r}): use an operation such as torch.ops.mylib.scan, and along=0"
+        raise ModelError("argument-type", text)
+    DECLARED[packet] = along_dimension(along)
