@@ -360,7 +360,7 @@ def parallelize(
             forward returns, which then gets the labels.
         optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
             that has not stepped; or a list or a dict of these, which together hold each weight once.
-        layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch`, that of the job, or replicas on all ranks.
+        layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch` or of the job, or replicas on all ranks.
         job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, the form of the labels of a causal model
             of transformers for "cross_entropy". The arguments above replace its model, its loss and the rest of its optimizer table. A
             key that only `samestep train` reads is an error if its value is not the default.
