@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+import samestep
 from samestep.job import Job
 from samestep.output import process_limits
 from samestep.output.text import installed_version
@@ -341,7 +342,7 @@ def _find_software(job: Job | None, folder: Path) -> Software:
         python=platform.python_version(),
         torch=installed_version("torch"),
         torch_cuda=_cuda_of_torch(),
-        source=_digest(Path(__file__).parents[1].rglob("*.py")),
+        source=_digest(Path(samestep.__file__).parent.rglob("*.py")),
         commit=_commit(folder),
         job="" if job is None else _digest_of_job(job, folder),
     )
