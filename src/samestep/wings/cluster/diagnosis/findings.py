@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -257,7 +256,7 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
     return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())
 
 
-with suppress(ModuleNotFoundError):  # of Windows
+with contextlib.suppress(ModuleNotFoundError):  # of Windows
     import resource
 
 SHM = Path("/dev/shm")
