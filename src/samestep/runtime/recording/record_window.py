@@ -57,7 +57,7 @@ from samestep.program.recorded import Kernel, RecordedStep, RecordHead, SentOp, 
 from samestep.runtime.recording.marks import LayerListener, mark_layers
 
 Stamp = Any
-"""Nanoseconds, or an event of a GPU."""
+"""Nanoseconds; or the nanoseconds of the host, and an event of a GPU."""
 _PAGE = 4096
 
 
@@ -78,6 +78,10 @@ class HostClock:
         """Return the times of stamps in nanoseconds."""
         return stamps
 
+    def host_ns(self, stamp: Stamp) -> int:
+        """Return when the host has taken a stamp."""
+        return int(stamp)
+
 
 class DeviceClock:
     """The clock of a GPU's current stream, in the host's nanoseconds."""
@@ -86,16 +90,20 @@ class DeviceClock:
         """Return a new event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        return time.perf_counter_ns(), event
 
     def is_past(self, stamp: Stamp) -> bool:
         """Return whether the device has passed an event."""
-        return bool(stamp.query())
+        return bool(stamp[1].query())
+
+    def host_ns(self, stamp: Stamp) -> int:
+        """Return when the host has launched an event."""
+        return int(stamp[0])
 
     def ns(self, stamps: Sequence[Stamp], base: tuple[int, Stamp]) -> Sequence[int]:
         """Return the times of events, from that of the step's begin."""
-        began_ns, first = base
-        return [began_ns + round(first.elapsed_time(stamp) * 1e6) for stamp in stamps]
+        began_ns, (_, first) = base
+        return [began_ns + round(first.elapsed_time(event) * 1e6) for _, event in stamps]
 
 
 def clock_of(device: torch.device) -> HostClock | DeviceClock:

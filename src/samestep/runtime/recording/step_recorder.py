@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.marks import LayerEvent
 from samestep.runtime.recording.record_window import (
     KernelProfile,
     MemorySampler,
@@ -77,23 +76,14 @@ class _OpenStep:
     memory: list[tuple[Stamp, Sample, str]] = field(default_factory=list)
     """A stamp, what was sampled then, and the op that had ended."""
     held: Mapping[str, int] = field(default_factory=dict)
-    begun: list[tuple[int, Stamp]] = field(default_factory=list)
-    """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
     counts: defaultdict[str, int] = field(default_factory=functools.partial(defaultdict, int))
-    host_events: list[list[Any]] = field(default_factory=list)
-    """The events with times of the host, where kernels are recorded and the device is another clock."""
     end: Stamp = None
     """Until it has a value ops belong to the step: after its end those of evaluations come, of which there may be any number."""
     until: Stamp = None
 
 
-def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[list[Any]]:
-    """Return events of the host with times since the begin of their step."""
-    begin, until = step.begin_ns, step.until_ns
-    return [
-        [form, name, start - begin, (until if stop is None else stop) - begin, *more]
-        for form, name, start, stop, *more in events
-    ]
+_OF_DEVICE = ("sent", "copy", "awaited")
+"""Forms of events that are not told by the time of the host."""
 
 
 def _nothing() -> None:
@@ -131,14 +121,13 @@ class _Issued:
 
     def wait(self, *args: Any) -> Any:
         """Wait as the work does."""
-        event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
-        twin = self._recorder.append(event)
+        end = self._recorder.add(
+            ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
+        )
         try:
             return self._work.wait(*args)
         finally:
-            event[3] = self._recorder.now()
-            if twin is not None:
-                twin[3] = time.perf_counter_ns()
+            end()
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the work has."""
@@ -148,7 +137,7 @@ class _Issued:
 class _RunningTask:
     """The context of a task, whose begin and end are noted; a class, since a generator takes twice as many calls."""
 
-    __slots__ = ("_event", "_inner", "_opened", "_recorder", "_task", "_twin")
+    __slots__ = ("_event", "_inner", "_opened", "_recorder", "_task")
 
     def __init__(
         self, recorder: StepRecorder, inner: AbstractContextManager[None] | None, task: Task, opened: _OpenStep
@@ -158,12 +147,10 @@ class _RunningTask:
     def __enter__(self) -> None:
         if self._inner is not None:
             self._inner.__enter__()
-        self._event, self._twin = self._recorder.note_task(self._task, self._opened)
+        self._event = self._recorder.note_task(self._task, self._opened)
 
     def __exit__(self, *error: Any) -> bool | None:
         self._event[3] = self._recorder.now()
-        if self._twin is not None:
-            self._twin[3] = time.perf_counter_ns()
         if self._opened.window is not None:
             self._recorder.sample(self._event[3])
         return None if self._inner is None else self._inner.__exit__(*error)
@@ -290,14 +277,13 @@ class StepRecorder(StepObserver):
             return self._inner.running(task, samples)
         return _RunningTask(self, self._inner.running(task, samples) if self._sees_tasks else None, task, opened)
 
-    def note_task(self, task: Task, opened: _OpenStep) -> tuple[list[Any], list[Any] | None]:
-        """Note that a task begins; return its event and the twin of that, which await their end."""
+    def note_task(self, task: Task, opened: _OpenStep) -> list[Any]:
+        """Note that a task begins; return its event, which awaits its end."""
         event: list[Any] = ["task", f"{task.body.kind}{task.microbatch}", self.now(), None]
-        if self._device.type == "cuda":
-            opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
             self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
-        return event, self.append(event)
+        self.append(event)
+        return event
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -315,47 +301,32 @@ class StepRecorder(StepObserver):
             return _nothing
         event = ["awaited" if is_awaited else "copy", owner, self.now(), None, stream]
         opened.events.append(event)
-
-        def end() -> None:
-            event[3] = self.now()
-
-        return end
+        return functools.partial(self._end, event)
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
-        twin = self.append(event)
+        self.append(event)
+        return functools.partial(self._end, event)
 
-        def end() -> None:
-            event[3] = self.now()
-            if twin is not None:
-                twin[3] = time.perf_counter_ns()
+    def _end(self, event: list[Any]) -> None:
+        event[3] = self.now()
 
-        return end
-
-    def append(self, event: list[Any]) -> list[Any] | None:
-        """Add an event to the step, if it is heard; return its twin with times of the host, where kernels of a GPU are recorded."""
+    def append(self, event: list[Any]) -> None:
+        """Add an event to the step, if it is heard."""
         opened = self._open
-        if opened is None or (opened.end is not None and event[0] != "region"):
-            return None
-        opened.events.append(event)
-        if opened.window is None or opened.window.profile is None or self._device.type != "cuda":
-            return None
-        twin = [*event[:2], time.perf_counter_ns(), None if event[3] is None else time.perf_counter_ns(), *event[4:]]
-        opened.host_events.append(twin)
-        return twin
+        if opened is not None and (opened.end is None or event[0] == "region"):
+            opened.events.append(event)
 
-    def begin_layer(self, name: str, op: str) -> LayerEvent:
-        """Note that the forward of a layer begins."""
+    def begin_layer(self, name: str, op: str) -> list[Any]:
+        """Note that the forward of a layer begins; return its event."""
         event = ["layer", name, self.now(), None]
         self._doing = op
-        return event, self.append(event)
+        self.append(event)
+        return event
 
-    def end_layer(self, begun: LayerEvent) -> None:
+    def end_layer(self, event: list[Any]) -> None:
         """Note that the forward of a layer ends."""
-        event, twin = begun
         event[3] = self.now()
-        if twin is not None:
-            twin[3] = time.perf_counter_ns()
         self.sample(event[3])
 
     def begin_backward(self, name: str, op: str) -> None:
@@ -413,7 +384,7 @@ class StepRecorder(StepObserver):
             self._newest = unread = self._unread.popleft()
             if unread.window is not None:
                 self._newest = step = self._closed(unread)
-                unread.window.write(step, _since_begin(unread.host_events, step))
+                unread.window.write(step, self._host_events_of(unread, step))
             if self._left:
                 self._close_files()
 
@@ -435,7 +406,7 @@ class StepRecorder(StepObserver):
             cpu_ns=open_step.processor[0],
             queued_ns=open_step.processor[1],
             others_queued_ns=open_step.others_queued_ns,
-            ahead_ns=self._ahead_of(open_step) if open_step.begun else 0,
+            ahead_ns=self._ahead_of(open_step),
             events=events,
             memory=self._memory_of(open_step, begin) if open_step.memory else [],
             held=open_step.held,
@@ -443,8 +414,22 @@ class StepRecorder(StepObserver):
 
     def _ahead_of(self, open_step: _OpenStep) -> int:
         """Return the most nanoseconds by which the host began a task before the device did."""
-        begun = self._clock.ns([stamp for _, stamp in open_step.begun], open_step.base)
-        return max([0, *(time - host for time, (host, _) in zip(begun, open_step.begun, strict=True))])
+        begun = [event[2] for event in open_step.events if event[0] == "task"]
+        times = self._clock.ns(begun, open_step.base)
+        return max([0, *(time - self._clock.host_ns(stamp) for time, stamp in zip(times, begun, strict=True))])
+
+    def _host_events_of(self, open_step: _OpenStep, step: RecordedStep) -> list[list[Any]]:
+        """Return the events of the host with times of its clock since the begin of the step, where kernels of a GPU are recorded."""
+        if open_step.window is None or open_step.window.profile is None or self._device.type != "cuda":
+            return []
+        ends = (
+            (event, step.until_ns if event[3] is None else self._clock.host_ns(event[3])) for event in open_step.events
+        )
+        return [
+            [*event[:2], self._clock.host_ns(event[2]) - step.begin_ns, end - step.begin_ns, *event[4:]]
+            for event, end in ends
+            if event[0] not in _OF_DEVICE
+        ]
 
     def _memory_of(self, open_step: _OpenStep, begin: int) -> list[MemoryMark]:
         """Return what was sampled of the memory, at times since the begin of a step."""
