@@ -22,6 +22,9 @@ from samestep.models.spec import ModelSpec
 from samestep.runtime.contexts import AtEnd
 from samestep.trees import tree_leaves
 
+LayerEvent = list[Any]
+"""The event of a forward that has begun."""
+
 
 class Listener(Protocol):
     """Hears the marks of one process."""
@@ -84,10 +87,10 @@ _UNHEARD = nullcontext()
 class LayerListener(Protocol):
     """Hears the layers of a rank; `op` is what a layer does, as the memory of a step names it."""
 
-    def begin_layer(self, name: str, op: str) -> list[Any]:
-        """Hear that the forward of a layer begins; return its event."""
+    def begin_layer(self, name: str, op: str) -> LayerEvent:
+        """Hear that the forward of a layer begins."""
 
-    def end_layer(self, event: list[Any]) -> None:
+    def end_layer(self, begun: LayerEvent) -> None:
         """Hear that the forward of a layer ends."""
 
     def begin_backward(self, name: str, op: str) -> None:
@@ -106,7 +109,7 @@ def mark_layers(module: nn.Module, spec: ModelSpec, listener: LayerListener) -> 
 
 
 def _mark(module: nn.Module, name: str, listener: LayerListener) -> tuple[RemovableHandle, RemovableHandle]:
-    begun: list[list[Any]] = []
+    begun: list[LayerEvent] = []
     forward, backward = f"forward:{name}", f"backward:{name}"
 
     def enter(*_: Any) -> None:

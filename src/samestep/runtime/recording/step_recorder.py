@@ -30,8 +30,8 @@ from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
+from samestep.runtime.recording.marks import LayerEvent
 from samestep.runtime.recording.record_window import (
-    KernelProfile,
     MemorySampler,
     ProcessorTime,
     RecordWindow,
@@ -76,14 +76,12 @@ class _OpenStep:
     memory: list[tuple[Stamp, Sample, str]] = field(default_factory=list)
     """A stamp, what was sampled then, and the op that had ended."""
     held: Mapping[str, int] = field(default_factory=dict)
+    begun: list[tuple[int, Stamp]] = field(default_factory=list)
+    """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
     counts: defaultdict[str, int] = field(default_factory=functools.partial(defaultdict, int))
     end: Stamp = None
     """Until it has a value ops belong to the step: after its end those of evaluations come, of which there may be any number."""
     until: Stamp = None
-
-
-_OF_DEVICE = ("sent", "copy", "awaited")
-"""Forms of events that are not told by the time of the host."""
 
 
 def _nothing() -> None:
@@ -121,13 +119,12 @@ class _Issued:
 
     def wait(self, *args: Any) -> Any:
         """Wait as the work does."""
-        end = self._recorder.add(
-            ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
-        )
+        event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
+        self._recorder.append(event)
         try:
             return self._work.wait(*args)
         finally:
-            end()
+            event[3] = self._recorder.now()
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the work has."""
@@ -186,17 +183,13 @@ class StepRecorder(StepObserver):
 
     # -- what the run calls ------------------------------------------------------------------------
 
-    def record(self, steps: range, folder: Path, *, kernels: bool = False) -> None:
-        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up.
-
-        With `kernels` torch.profiler runs too, and its kernels are written into a file of their own.
-        """
+    def record(self, steps: range, folder: Path) -> None:
+        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up."""
         for overlapping in [window for window in self._windows if window.overlaps(steps)]:
             self._leave(overlapping)
         path = recorded.path_of(folder, steps, self.rank)
-        profile = KernelProfile(recorded.kernel_path(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
-            [*self._windows, RecordWindow(steps, path, self._job, profile)], key=lambda window: window.steps.start
+            [*self._windows, RecordWindow(steps, path, self._job)], key=lambda window: window.steps.start
         )
 
     def asked_to_record(self, step: int) -> str:
@@ -207,7 +200,7 @@ class StepRecorder(StepObserver):
         steps = range(step + 2, step + 2 + ASKED_STEPS)
         if any(window.overlaps(steps) for window in self._windows):
             return ""
-        self.record(steps, self.folder, kernels=self._job.train.record_kernels)
+        self.record(steps, self.folder)
         return f"steps {steps.start} to {steps.stop - 1} are recorded into {self.folder}, for samestep explain, as a signal has asked"
 
     @contextmanager
@@ -280,6 +273,8 @@ class StepRecorder(StepObserver):
     def note_task(self, task: Task, opened: _OpenStep) -> list[Any]:
         """Note that a task begins; return its event, which awaits its end."""
         event: list[Any] = ["task", f"{task.body.kind}{task.microbatch}", self.now(), None]
+        if self._device.type == "cuda":
+            opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
             self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
         self.append(event)
@@ -301,15 +296,20 @@ class StepRecorder(StepObserver):
             return _nothing
         event = ["awaited" if is_awaited else "copy", owner, self.now(), None, stream]
         opened.events.append(event)
-        return functools.partial(self._end, event)
+
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
         self.append(event)
-        return functools.partial(self._end, event)
 
-    def _end(self, event: list[Any]) -> None:
-        event[3] = self.now()
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
 
     def append(self, event: list[Any]) -> None:
         """Add an event to the step, if it is heard."""
@@ -317,17 +317,17 @@ class StepRecorder(StepObserver):
         if opened is not None and (opened.end is None or event[0] == "region"):
             opened.events.append(event)
 
-    def begin_layer(self, name: str, op: str) -> list[Any]:
-        """Note that the forward of a layer begins; return its event."""
+    def begin_layer(self, name: str, op: str) -> LayerEvent:
+        """Note that the forward of a layer begins."""
         event = ["layer", name, self.now(), None]
         self._doing = op
         self.append(event)
         return event
 
-    def end_layer(self, event: list[Any]) -> None:
+    def end_layer(self, begun: LayerEvent) -> None:
         """Note that the forward of a layer ends."""
-        event[3] = self.now()
-        self.sample(event[3])
+        begun[3] = self.now()
+        self.sample(begun[3])
 
     def begin_backward(self, name: str, op: str) -> None:
         """Note that the gradient of a layer's output is known."""
@@ -350,8 +350,6 @@ class StepRecorder(StepObserver):
         is_first = window is not None and not window.is_open
         if window is not None and is_first:
             window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
-        if window is not None and window.profile is not None:
-            window.profile.begin_step(step)
         if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window, is_first)
@@ -384,7 +382,7 @@ class StepRecorder(StepObserver):
             self._newest = unread = self._unread.popleft()
             if unread.window is not None:
                 self._newest = step = self._closed(unread)
-                unread.window.write(step, self._host_events_of(unread, step))
+                unread.window.write(step)
             if self._left:
                 self._close_files()
 
@@ -406,7 +404,7 @@ class StepRecorder(StepObserver):
             cpu_ns=open_step.processor[0],
             queued_ns=open_step.processor[1],
             others_queued_ns=open_step.others_queued_ns,
-            ahead_ns=self._ahead_of(open_step),
+            ahead_ns=self._ahead_of(open_step) if open_step.begun else 0,
             events=events,
             memory=self._memory_of(open_step, begin) if open_step.memory else [],
             held=open_step.held,
@@ -414,22 +412,8 @@ class StepRecorder(StepObserver):
 
     def _ahead_of(self, open_step: _OpenStep) -> int:
         """Return the most nanoseconds by which the host began a task before the device did."""
-        begun = [event[2] for event in open_step.events if event[0] == "task"]
-        times = self._clock.ns(begun, open_step.base)
-        return max([0, *(time - self._clock.host_ns(stamp) for time, stamp in zip(times, begun, strict=True))])
-
-    def _host_events_of(self, open_step: _OpenStep, step: RecordedStep) -> list[list[Any]]:
-        """Return the events of the host with times of its clock since the begin of the step, where kernels of a GPU are recorded."""
-        if open_step.window is None or open_step.window.profile is None or self._device.type != "cuda":
-            return []
-        ends = (
-            (event, step.until_ns if event[3] is None else self._clock.host_ns(event[3])) for event in open_step.events
-        )
-        return [
-            [*event[:2], self._clock.host_ns(event[2]) - step.begin_ns, end - step.begin_ns, *event[4:]]
-            for event, end in ends
-            if event[0] not in _OF_DEVICE
-        ]
+        begun = self._clock.ns([stamp for _, stamp in open_step.begun], open_step.base)
+        return max([0, *(time - host for time, (host, _) in zip(begun, open_step.begun, strict=True))])
 
     def _memory_of(self, open_step: _OpenStep, begin: int) -> list[MemoryMark]:
         """Return what was sampled of the memory, at times since the begin of a step."""
