@@ -175,7 +175,7 @@ class RunInParts(SavedRun):
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
         loss_of = self._losses.of_backward(assembly, loss, batch)
         # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
-        waits = assembly.weights.store.local.can_wait and not assembly.weights.updater.loss_scale.is_dynamic
+        waits = assembly.weights.store.can_wait and not assembly.weights.updater.loss_scale.is_dynamic
         leaves = None if into is None else _leaves(assembly, names)
         only = None if into is None else names
         of = StepBackward(number, only, *loss_of, is_apart=True, waits=waits, into=leaves)
@@ -351,7 +351,7 @@ class RunInParts(SavedRun):
         waiting, names = self._waiting_for(self._weights_of(None), "run.gradients")
         waiting.add_up()
         assembly = self._stepper.held
-        by_name = assembly.weights.store.local.finished()
+        by_name = assembly.weights.store.finished()
         gradients = gradient_views.of_whole_weights(
             assembly, {name: gradient for name, gradient in by_name.items() if name in names}
         )
