@@ -41,7 +41,6 @@ from samestep.program.program import Program
 from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
 from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
-from samestep.runtime.axes.context import block_exchanges  # noqa: F401 (it defines that of a ring)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
@@ -86,7 +85,7 @@ _ATTENTIONS = frozenset(
 """Operations whose results both keep."""
 _KEPT_IN_GRAPHS = [
     getattr(torch.ops.samestep, name).default
-    for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")
+    for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ]
 """Operations whose results a graph keeps: what other ranks send, and masks, which a backward could not ask for."""
 
