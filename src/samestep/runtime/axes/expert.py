@@ -24,8 +24,7 @@ during training (`guards/canary.py`) replays choices too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,9 +41,10 @@ from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.axes.differentiable import through
+from samestep.runtime.axes.step_part import Recorded
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.tracing.checkpointed import ContextFn, Contexts
+from samestep.tracing.checkpointed import ContextFn
 from samestep.tracing.experts import _compute, call_again, check_experts, routing_arguments
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -117,43 +117,23 @@ class _Counts(NamedTuple):
     """Rows received from each rank for each of this rank's experts, int64 [ep, E / ep]."""
 
 
-_CHECKPOINTED: list[tuple[list[_Counts], Iterator[_Counts] | None]] = []
-"""What the checkpointed forwards that run keep, innermost last; of a repeated one, what is left of it too."""
+_COUNTED = Recorded[_Counts]()
+"""The counts of checkpointed forwards."""
 
 
 def _kept_or_counted(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> _Counts:
     """Return how many rows are exchanged, for which the host waits; a repeated forward has kept it."""
-    records, left = _CHECKPOINTED[-1] if _CHECKPOINTED else ([], None)
-    if left is not None:
-        return next(left)
-    sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
-    sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
-    records.append(counts := _Counts(sent, received, received_sizes))
-    return counts
-
-
-class _Keeping(AbstractContextManager[None]):
-    """The context of a checkpointed forward, or of its repetition, which may be entered several times."""
-
-    def __init__(self, records: list[_Counts], *, is_repeated: bool) -> None:
-        self._kept, self._is_repeated = records, is_repeated
-
-    def __enter__(self) -> None:
-        _CHECKPOINTED.append((self._kept, iter(self._kept) if self._is_repeated else None))
-
-    def __exit__(self, *error: object) -> None:
-        _CHECKPOINTED.pop()
+    counts = _COUNTED.left()
+    if counts is None:
+        sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
+        sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
+        counts = _Counts(sent, received, received_sizes)
+    return _COUNTED.add(counts)
 
 
 def recompute_contexts(degree: int) -> list[ContextFn]:
     """Return what makes the contexts of a checkpointed forward and of its repetition, if experts stand on several ranks."""
-    return [_kept_counts] if degree > 1 else []
-
-
-def _kept_counts() -> Contexts:
-    """Return contexts in which a repeated forward exchanges as many rows as its first did, without asking anew."""
-    records: list[_Counts] = []
-    return _Keeping(records, is_repeated=False), _Keeping(records, is_repeated=True)
+    return [_COUNTED.contexts] if degree > 1 else []
 
 
 def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
