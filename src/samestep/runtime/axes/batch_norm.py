@@ -269,7 +269,9 @@ class BatchNorms(SharedSamples):
         part = self._part
         if part is None:
             return forward(*args, **kwargs)
-        if is_direct and part.is_one_group and len(args) == 1 and not kwargs and _is_usual(module):
+        # A forward that is recorded runs the module's own code, as its repetition will.
+        is_direct = is_direct and part.is_one_group and not self._found.is_recording
+        if is_direct and len(args) == 1 and not kwargs and _is_usual(module):
             return self._direct(module, path, args[0], part)
         with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
@@ -280,9 +282,7 @@ class BatchNorms(SharedSamples):
         Collective over `dp`, see [Note: collective calls].
         """
         norm._check_input_dim(x)
-        call = self._found.add(
-            _Found(self._taken(x.detach(), part, path, True), part, self._ranks, path, self._views[path])
-        )
+        call = _Found(self._taken(x.detach(), part, path, True), part, self._ranks, path, self._views[path])
         self.kept.add(norm, norm.momentum, call.statistics[0], counts_batches=True)
         x = self.with_gradient(x, path)
         return _Normalised.apply(x, norm._parameters["weight"], norm._parameters["bias"], (call, norm.eps))
