@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.runtime.processes.mesh import Mesh
 
 AXIS = "dp"
 
@@ -31,10 +32,7 @@ class DataRanks:
         """
         if self._group is None:
             return tensor
-        everything = tensor.new_empty((self.num_ranks * tensor.shape[0], *tensor.shape[1:]))
-        with owned(owner):
-            all_gather(everything, tensor.contiguous(), group=self._group)
-        return everything
+        return GroupLine(self._group, owner).all_gather(tensor)
 
     def gather_rows(self, rows: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.

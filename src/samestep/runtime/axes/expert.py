@@ -41,6 +41,7 @@ from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.axes.differentiable import through
+from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.axes.step_part import Recorded
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
@@ -169,9 +170,7 @@ class _Nothing(torch.autograd.Function):
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows sent to each expert of each rank, and of rows received, both [ep, E / ep]."""
     sizes = _count_picks(picks, num_experts)
-    received_sizes = torch.empty_like(sizes)
-    with owned(path):
-        dist.all_to_all_single(received_sizes, sizes, group=group)
+    received_sizes = GroupLine(group, path).all_to_all(sizes)
     degree = dist.get_world_size(group)
     return sizes.view(degree, -1), received_sizes.view(degree, -1)
 

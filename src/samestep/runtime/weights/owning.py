@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
@@ -25,7 +24,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.holding import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.ledger import owned
+from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.pieces import LiveWeights, Piece
 from samestep.runtime.weights.placement import WeightSlice, part_at, rows_of_shard
@@ -189,10 +188,7 @@ class _Level:
         return torch.zeros(size, dtype=self.dtype, device=self.mesh.device)
 
     def _exchange(self, send: Tensor, name: str) -> Tensor:
-        received = torch.empty_like(send)
-        with owned(f"{name} {self.owners.axis}"):
-            dist.all_to_all_single(received, send, group=self.mesh.groups[self.owners.axis])
-        return received
+        return GroupLine(self.mesh.groups[self.owners.axis], f"{name} {self.owners.axis}").all_to_all(send)
 
 
 def _slice_of(spec: ParamSpec, rows: slice) -> WeightSlice:

@@ -46,7 +46,7 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import BucketNorms, FlatBuffer, GradientSlot, squared_norm
+from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot, norm_of_buckets, num_alike, squared_norm
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
@@ -204,7 +204,7 @@ class Replicated(WeightStore):
         """The index of the next bucket to reduce."""
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
-        self._norms = BucketNorms(self._flats, program.step, mesh)
+        self._alike = [(num_alike(flat, program.step, mesh), flat) for flat in self._flats]
         self.codes = GradientCodes()
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
@@ -358,7 +358,7 @@ class Replicated(WeightStore):
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         if not self._waits:
-            return self._norms.squared(names)
+            return norm_of_buckets(self._alike, self.mesh.device, names)
         gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
         return squared_norm(gradients, self.mesh.device)
 

@@ -27,8 +27,8 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.runtime.axes.differentiable import through
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.processes.mesh import Mesh
 from samestep.state.writes import version_of
 from samestep.strategies.context import placement_of
 from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_unflatten
@@ -139,27 +139,16 @@ def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placeme
 
     Collective over `cp`, see [Note: collective calls].
     """
-    with owned(owner):
-        gathered = _gathered(part.movedim(dim, 0).contiguous(), placement.degree, group)
+    gathered = GroupLine(group, owner).all_gather(part.movedim(dim, 0))
     if placement.is_head_tail:
         gathered = rows_of(gathered, _places(placement), 0)
     return gathered.movedim(0, dim).contiguous()  # as code may view it
 
 
-def _gathered(rows: Tensor, degree: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks [N * R, ...] from this rank's [R, ...]."""
-    gathered = rows.new_empty((degree * len(rows), *rows.shape[1:]))
-    all_gather(gathered, rows, group=group)
-    return gathered
-
-
 def _summed(gradient: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
     """Return the sum over ranks of this rank's tokens of a gradient."""
-    sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0).contiguous()
-    own_part = sent.new_empty((placement.size, *sent.shape[1:]))
-    with owned(owner):
-        reduce_scatter(own_part, sent, group=group)
-    return own_part.movedim(0, dim).contiguous()
+    sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0)
+    return GroupLine(group, owner).reduce_scatter(sent).movedim(0, dim).contiguous()
 
 
 def _in_order_of_ranks(placement: SlicePlacement) -> list[range]:
@@ -276,7 +265,7 @@ class TokenRanks:
 
         Collective over `cp`, see [Note: collective calls].
         """
-        return tensor if self._group is None else _gathered(tensor, self._degree, self._group)
+        return tensor if self._group is None else GroupLine(self._group, "loss.alike").all_gather(tensor)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
