@@ -193,20 +193,13 @@ class Balance:
     """Number of ranks that count the same samples."""
 
     @classmethod
-    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | NoBalance:
-        """Return the loss that the model's configuration asks for, or `NoBalance`."""
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | None:
+        """Return the loss that the model's configuration asks for, if it does."""
         experts, coefficient = program.step.model.balanced_experts, families.balance_of(traced.module)
         if not experts or not coefficient:
-            return NoBalance()
+            return None
         top_k = families.setting(traced.module, families.EXPERTS_PER_TOKEN)
         return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"))
-
-    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
-        """Return the sum of both losses over a micro-batch.
-
-        Collective over the world, see [Note: collective calls].
-        """
-        return loss_sum + self(outputs, count, weight)
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part of the loss, multiplied by the count of the whole step.
@@ -228,14 +221,6 @@ class Balance:
         chosen = chosen / self.copies / rows_of_all
         mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
         return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
-
-
-class NoBalance:
-    """The counterpart of `Balance` where the job asks for no loss that balances experts."""
-
-    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
-        """Return the loss unchanged."""
-        return loss_sum
 
 
 def _exchange_rows(sent: list[int], received: list[int], rows: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -29,7 +29,6 @@ from samestep.building.loss import loss_from
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.exchanging_calls import NothingToJoin
 from samestep.runtime.checkpoints.saved_run import SavedRun
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.open_step import ReadStep, StepBackward
@@ -448,7 +447,7 @@ def _leaves(assembly: Assembly, names: Set[str]) -> list[Tensor] | None:
     """
     layout = assembly.parallel.program.step.layout
     is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-    if not is_whole or not isinstance(assembly.objective.exchanges, NothingToJoin):
+    if not is_whole or assembly.objective.exchanges is not None:
         return None
     named = assembly.model.module.named_parameters()
     return [weight for name, weight in named if name in names and weight.requires_grad] or None
