@@ -34,22 +34,33 @@ from samestep.strategies.context import placement_of
 from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_unflatten
 
 
-class _Slices(Protocol):
-    """What the calls of a part need of the slice of every sequence that a rank runs."""
+class Slices(Protocol):
+    """The slice of every sequence that a rank runs, as calls that need tokens of other ranks ask for it."""
 
     length: int
+    degree: int
+    index: int
     group: dist.ProcessGroup
+    block: str
 
-    def placement(self, length: int) -> SlicePlacement: ...
+    def placement(self, length: int) -> SlicePlacement:
+        """Return which of so many tokens each rank holds."""
+        ...
 
-    def rows_along(self, tensor: Tensor, dim: int) -> Tensor: ...
+    def rows_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of a tensor that has a row for each token along a dimension."""
+        ...
 
-    def suspend(self) -> tuple[int, str, int]: ...
+    def suspend(self) -> tuple[int, str, int]:
+        """Let the code that runs next have whole sequences; return the argument with which `resume` ends that."""
+        ...
 
-    def resume(self, state: tuple[int, str, int]) -> None: ...
+    def resume(self, state: tuple[int, str, int]) -> None:
+        """Let the code that runs next have slices again."""
+        ...
 
 
-def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
+def install(model: nn.Module, spec: ModelSpec, slicing: Slices) -> None:
     """Give each part all tokens, and the code after it those of this rank.
 
     Collective over `cp` in each forward and backward, see [Note: collective calls].
@@ -67,7 +78,7 @@ def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
 class _GatheredCalls:
     """The calls of one part, which do not contain each other."""
 
-    def __init__(self, part: GatheredPart, slicing: _Slices) -> None:
+    def __init__(self, part: GatheredPart, slicing: Slices) -> None:
         self._part, self._slicing = part, slicing
         self._given = {part_given.place: part_given for part_given in part.given}
         self._returned = dict(part.returned)
