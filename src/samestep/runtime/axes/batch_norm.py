@@ -315,7 +315,9 @@ class BatchNorms(SharedSamples):
                 "numerics.batch_norm_group = 2 or more",
             )
         runs = [statistics_of_run(rows) for _, rows in part.rows(x, owner, self._views[owner])]
-        rows = torch.stack(runs) if part.counts else torch.zeros_like(runs[0])[None]
+        rows = runs[0][None] if len(runs) == 1 else torch.stack(runs)
+        if is_sent and not part.counts:
+            rows = torch.zeros_like(rows)
         if is_sent and len(rows) < groups.num_slots:
             rows = torch.cat([rows, rows.new_zeros(groups.num_slots - len(rows), rows.shape[1])])
         everything = self._ranks.gather(rows, owner) if is_sent else rows
@@ -423,10 +425,19 @@ class _Normalised(torch.autograd.Function):
         gradients_of_runs = [part.to(wide) for _, part in call.rows(gradients[0])]
         inverses = [(group.variance + eps).rsqrt() for group in groups]
         ones = torch.ones_like(groups[0].mean)
-        sums = ones.new_zeros(len(groups), 2, len(ones))
-        for (at, part), g in zip(runs, gradients_of_runs, strict=True):
-            sums[at] += torch.stack(sums_of_run(g, part, ones, groups[at].mean, inverses[at], eps))
-        local, x_gradient = sums.sum(0), None
+        of_runs = [
+            sums_of_run(g, part, ones, groups[at].mean, inverses[at], eps)
+            for (at, part), g in zip(runs, gradients_of_runs, strict=True)
+        ]
+        local: Any = of_runs[0]
+        if len(groups) == 1:
+            sums = torch.stack(local)[None]
+        else:
+            sums = ones.new_zeros(len(groups), 2, len(ones))
+            for (at, _), of_run in zip(runs, of_runs, strict=True):
+                sums[at] += torch.stack(of_run)
+            local = sums.sum(0)
+        x_gradient = None
         if needs_x:
             if call.ranks is not None:
                 call.ranks.sum(sums, call.owner)

@@ -40,7 +40,7 @@ def merge_runs(rows: Tensor) -> GroupStatistics:
     channels = rows.shape[1] // 2
     counts, means, variances = rows.split_with_sizes([1, channels, channels], dim=1)
     count = counts.sum(0)
-    weights = counts / count.clamp_min(1.0)
+    weights = counts / count
     mean = (weights * means).sum(0)
     apart = means - mean
     return GroupStatistics(count, mean, (weights * torch.addcmul(variances, apart, apart)).sum(0))
