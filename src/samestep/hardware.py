@@ -144,7 +144,7 @@ class Hardware:
     """Fraction of a dtype's peak that the best large product reaches; under `attention` the fraction of
     FlashAttention-2, forward and backward, with long heads of 128 and without a mask."""
     attention_kernel: Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"] = "sdpa"
-    """Family of kernels that computes a fused attention (`wings/plan/simulation/attention.py`)."""
+    """Family of kernels that computes a fused attention (`wings/plan/simulation/kernel_rates.py`)."""
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )

@@ -16,7 +16,7 @@ import torch
 from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
 from samestep.wings.plan.measurement import microbenchmarks, profile
-from samestep.wings.plan.simulation.attention import scores_s
+from samestep.wings.plan.simulation.kernel_rates import scores_s
 from tests import small
 
 

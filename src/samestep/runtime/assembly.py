@@ -61,8 +61,8 @@ from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
-from samestep.state.fingerprints import FirstState
-from samestep.state.snapshot import modules_of
+from samestep.state.fingerprints import FirstState, digest
+from samestep.state.snapshot import Slot, places_of
 from samestep.state.writes import AlikeTensors
 from samestep.strategies import program_of
 
@@ -88,9 +88,8 @@ class PreparedModel:
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
-    of_loss: nn.Module
-    """The modules that the loss reaches, as its children."""
-    first_of_loss: FirstState
+    first_of_loss: Mapping[Slot, int]
+    """Digests of what the loss kept before the first step."""
     replaced: ReplacedWeights
     plain: PlainForm
     """The form of the module without the layout."""
@@ -233,7 +232,6 @@ def _prepare_model(
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
     running = batch_norm.running_buffers(model, spec)
-    of_loss = modules_of(decided.source.loss)
     return PreparedModel(
         module=model,
         spec=spec,
@@ -245,8 +243,7 @@ def _prepare_model(
             [*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)]
         ),
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
-        of_loss=of_loss,
-        first_of_loss=FirstState.of(of_loss, {}),
+        first_of_loss={slot: digest(variable.value) for slot, variable in places_of(decided.source.loss).items()},
         replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),

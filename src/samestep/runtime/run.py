@@ -133,14 +133,15 @@ class Run(RunInParts):
             self.labelled(self.batch_of(example, "run.prepare"))
             return
         self._batches.begin(example)
-        for remark in self._own.assemble(example):
-            self._stepper.refusals.remark(remark)
-        for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
-            print(f"samestep: {line}", file=sys.stderr, flush=True)
-        if self._owner is not None:
-            model = self._own.current.model
-            self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
-        self._set_kept()
+        with self._trained_as_saved():
+            for remark in self._own.assemble(example):
+                self._stepper.refusals.remark(remark)
+            for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
+                print(f"samestep: {line}", file=sys.stderr, flush=True)
+            if self._owner is not None:
+                model = self._own.current.model
+                self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
+            self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.

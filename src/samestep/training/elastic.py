@@ -73,17 +73,6 @@ class Elasticity:
             )
         return self._fewer(checked, left, hosts - len(lost), error)
 
-    def on_hosts_left(self, checked: Checked, num_hosts: int) -> Checked:
-        """Return the run, checked for `num_hosts` hosts, on those that are connected again after the leading one was
-        lost.
-
-        Raises:
-            WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
-        """
-        assert self.hosts is not None
-        left = checked.layout.world_size // num_hosts * self.hosts.num_hosts
-        return self._fewer(checked, left, self.hosts.num_hosts, WorkerError("rank-lost", "the leading host is gone"))
-
     def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
         """Return the run in the first legal layout of at most `left` ranks, equally many on each host."""
         refused, least = "", self.least or 1

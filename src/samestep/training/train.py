@@ -178,8 +178,6 @@ def lead_workers(
     if arguments["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
-    if hosts and hosts.num_hosts < num_hosts:
-        checked = elastic.on_hosts_left(checked, num_hosts)
     is_first = place is None or place.rank == 0
     if is_first:
         foreign_code.note(job)

@@ -6,7 +6,7 @@
     the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
-    buffers and attributes of a loss       those that have changed, of the modules that it reaches, from the stage that computes it
+    what a loss keeps                      buffers, attributes and variables that have changed, from the stage that computes it
 
 A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
 holds the structure and the files the tensors. What has changed and cannot be kept is named in the manifest: a resume is
@@ -15,6 +15,7 @@ refused, unless the job waives it.
 
 from __future__ import annotations
 
+import collections
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,12 +26,14 @@ from torch import Tensor, nn
 from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.optimizers.optimizer_source import GivenOptimizer
 from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import NotPlainError, Packer, gather_values, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
+from samestep.state.named_variables import Variable
+from samestep.state.snapshot import PLAIN, places_of, put_items
 from samestep.state.step_code import set_state, states_by_key
 from samestep.trees import tree_map_only
 
@@ -112,23 +115,17 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
-    """Return the path, the name and the value of each buffer and attribute of the loss that has changed and can be kept."""
-    model = run.assembly.model
-    first = model.first_of_loss
-    buffers = [
-        (*name.rpartition(".")[::2], buffer)
-        for name, buffer in model.of_loss.named_buffers()
-        if fingerprint(buffer) != first.buffers.get(name)
-    ]
-    attributes = [
-        attribute
-        for attribute in attributes_of(model.of_loss)
-        if digest(attribute[2]) != first.attributes.get(attribute[:2])
-    ]
+    """Return the path, the name and the value of what the loss keeps, if it has changed; of libraries' objects, what can be kept."""
+    first = run.assembly.model.first_of_loss
+    changed = {
+        slot: variable.value
+        for slot, variable in places_of(run._own.source.loss).items()
+        if digest(variable.value) != first.get(slot)
+    }
     return [
         [path, key, packed[key]]
-        for path, key, value in (*buffers, *attributes)
-        if (packed := writer.kept({key: value}, f"the loss's {path}", is_known=True))
+        for (path, key), value in changed.items()
+        if (packed := writer.kept({key: value}, "the loss", is_known=not isinstance(value, PLAIN)))
     ]
 
 
@@ -221,22 +218,25 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
                 present.set_state(stored)
             else:
                 setattr(modules[path], key, _like(present, stored))
+        places = places_of(run._own.source.loss) if record.get("loss") else {}
         for path, key, value in record.get("loss", ()):
-            _give_back_of_loss(run.assembly.model.of_loss, path, key, unpack_plain(value, read))
+            if (place := places.get((path, key))) is not None:  # else the loss has no such place any more
+                _give_back_of_loss(place, unpack_plain(value, read))
         for path, value in record.get("extra", ()):
             modules[path].set_extra_state(unpack_plain(value, read))
 
 
-def _give_back_of_loss(of_loss: nn.Module, path: str, key: str, value: Any) -> None:
-    """Set a buffer or an attribute of a loss's module, unless the loss has no such module any more."""
-    module = dict(of_loss.named_modules()).get(path)
-    if module is None:
-        return
-    present = getattr(module, key, None)
-    if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
+def _give_back_of_loss(place: Variable, value: Any) -> None:
+    """Give a place of a loss a value; a tensor or a container that stands there, which other code may hold too, gets its content."""
+    present = place.value
+    if isinstance(present, torch.Generator):
+        present.set_state(value)
+    elif isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
         present.detach().copy_(value)
+    elif isinstance(present, list | dict | set | collections.deque) and type(present) is type(value):
+        put_items(present, value)
     else:
-        setattr(module, key, _like(present, value))
+        place.put(_like(present, value))
 
 
 def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:

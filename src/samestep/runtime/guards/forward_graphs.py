@@ -1,7 +1,7 @@
 """The graphs that the forwards of a rank build, by their number of nodes, which costs nothing to know.
 
-A forward that a flag, a counter or a global lets take another branch builds another graph, and its samples may influence each other from then
-on. So it is tried as in a watched step, before the update (`canary.py`).
+A forward that a flag, a counter or a global lets take another branch builds another graph. Its samples may influence each other from then on,
+so it is tried as in a watched step, before the update (`canary.py`); and it may combine parts of several ranks (`cut_operations.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ class ForwardGraphs:
 
     def __init__(self, program: Program) -> None:
         """Keep none yet, of forwards of a program; those that choose experts build others with each batch."""
-        spec = program.step.model
-        is_one = not spec.couples_samples and not any(layer.dispatches for layer in spec.layers)
-        self._tries = is_one and is_split(program)
+        spec, layout = program.step.model, program.step.layout
+        is_one = not any(layer.dispatches for layer in spec.layers)
+        self.tries_samples = is_one and is_split(program) and not spec.couples_samples
+        """Whether samples are divided, and tried apart."""
+        self.tries_parts = is_one and (layout.tp > 1 or layout.cp > 1) and not spec.looks
+        """Whether ranks have parts of features or tokens; code that looks at values runs other operations with each batch."""
         self._sizes: set[tuple[int, int]] = set()
 
     def is_new(self, chunk: int, num_nodes: int) -> bool:
-        """Return whether a chunk has not built a graph of this size before, where samples are divided."""
-        if not self._tries or (chunk, num_nodes) in self._sizes or len(self._sizes) >= _MOST:
+        """Return whether a chunk has not built a graph of this size before, if that is tried."""
+        if (
+            not (self.tries_samples or self.tries_parts)
+            or (chunk, num_nodes) in self._sizes
+            or len(self._sizes) >= _MOST
+        ):
             return False
         self._sizes.add((chunk, num_nodes))
         return True

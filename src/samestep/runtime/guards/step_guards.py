@@ -24,6 +24,7 @@ the beginning, such as one that divides by the number of samples in a micro-batc
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
+from samestep.runtime.guards.cut_operations import CutOperations
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.forward_graphs import ForwardGraphs
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
@@ -76,6 +78,10 @@ class StepGuards:
         self._shown = WatchRecord()
         self._weights: Marks | None = None
         """The marks of the weights at the beginning of a watched step, and of the first one."""
+        self._operations: Counter[str] | None = None
+        """What a forward of the first step has run on parts of tensors; None where ranks have no parts."""
+        self._compares_operations = False
+        """Whether this step is one in which that is compared, whatever graphs its forwards build."""
         self._again: Repeat | None = None
         """The repetitions of a watched step, which it shares with the trial of the loss."""
 
@@ -93,6 +99,10 @@ class StepGuards:
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
         is_early, regularly = self._due(batch.step, taken)
+        tries_parts = self._graphs.tries_parts and len(self._own.assemblies) == 1 and not self.observer.is_proof
+        self._compares_operations = tries_parts and (regularly or self._is_early(taken))
+        if taken == 1 and tries_parts:
+            take = functools.partial(self._noting_operations, batch, take)
         self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
         self._again = None
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
@@ -123,10 +133,13 @@ class StepGuards:
         `taken` is the number of steps of this process, with this one.
         """
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
-        is_early = taken & (taken - 1) == 0 and (taken == 1 or taken < every)
         is_first = taken == 1 and bool(program.step.model.tried)
         is_regular = every > 0 and (step + 1) % every == 0
-        return is_early and is_split(program), is_regular or (is_first and is_split(program))
+        is_early = self._is_early(taken) and is_split(program)
+        return is_early, is_regular or (is_first and is_split(program))
+
+    def _is_early(self, taken: int) -> bool:
+        return taken & (taken - 1) == 0 and (taken == 1 or taken < self._own.job.train.watch_every)
 
     def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
         """Take a step or a part of one, and compare what several ranks must hold alike."""
@@ -154,8 +167,9 @@ class StepGuards:
             self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
 
     def note_forward(self, task: Task, num_nodes: int) -> None:
-        """Ask for a trial of a forward that has built another graph than before, unless the step is watched."""
-        if self._graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
+        """Ask for a trial of a forward that has built another graph than before, unless the step is watched; and if its operations are compared."""
+        is_new = self._graphs.is_new(task.chunk, num_nodes) and self._again is None
+        if self.num_taken > 1 and (is_new or self._compares_operations):
             share, _ = self._own.current.parallel.mesh.data_share
             self.refusals.new_forward = share, task.microbatch
 
@@ -185,7 +199,33 @@ class StepGuards:
         if new_forwards and len(self._own.assemblies) == 1 and not self.observer.is_proof:
             share, _ = assembly.parallel.mesh.data_share
             number = next((microbatch for other, microbatch in new_forwards if other == share), 0)
-            WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
+            if self._graphs.tries_samples and self._again is None:
+                WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
+            self._compare_operations(again, number)
+
+    def _noting_operations(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
+        """Take the first step, and keep what a forward of it runs on parts."""
+        report, assembly = take(), self._own.current
+        assembly.weights.store.settle()
+        again = Repeat(assembly, batch, self.trials.loss, self._seed, self.observer.dropout_mode)
+        self._operations = CutOperations(again, 0).counts
+        return report
+
+    def _compare_operations(self, again: Repeat, number: int) -> None:
+        """Refuse the step if its forward runs more on parts than that of the first step did, which no proof has seen.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        if self._operations is None or self.refusals.is_waived("state"):
+            return
+        now = CutOperations(again, number)
+        if more := now.counts - self._operations:
+            what, option = ("tokens", "cp=1") if now.of_tokens else ("features", "tp=1")
+            self.refuse_state(
+                again.batch,
+                f"the forward has begun to run {min(more)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
+                "or a flag that has its value when the run is made",
+            )
 
     @contextmanager
     def trying_measure(self, assembly: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
