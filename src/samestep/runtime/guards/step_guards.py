@@ -24,7 +24,6 @@ the beginning, such as one that divides by the number of samples in a micro-batc
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +41,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
-from samestep.runtime.guards.cut_operations import CutOperations
+from samestep.runtime.guards.cut_operations import CutOperations, SeenOperations
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.forward_graphs import ForwardGraphs
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
@@ -78,8 +77,8 @@ class StepGuards:
         self._shown = WatchRecord()
         self._weights: Marks | None = None
         """The marks of the weights at the beginning of a watched step, and of the first one."""
-        self._operations: Counter[str] | None = None
-        """What a forward of the first step has run on parts of tensors; None where ranks have no parts."""
+        self._operations: SeenOperations | None = None
+        """What forwards have run on parts of tensors, from the first step on; None where ranks have no parts."""
         self._compares_operations = False
         """Whether this step is one in which that is compared, whatever graphs its forwards build."""
         self._again: Repeat | None = None
@@ -208,22 +207,23 @@ class StepGuards:
         report, assembly = take(), self._own.current
         assembly.weights.store.settle()
         again = Repeat(assembly, batch, self.trials.loss, self._seed, self.observer.dropout_mode)
-        self._operations = CutOperations(again, 0).counts
+        self._operations = SeenOperations()
+        self._operations.added(CutOperations(again, 0))
         return report
 
     def _compare_operations(self, again: Repeat, number: int) -> None:
-        """Refuse the step if its forward runs more on parts than that of the first step did, which no proof has seen.
+        """Refuse the step if its forward runs more on parts than those before it, which no proof has seen.
 
         Collective over the world, see [Note: collective calls].
         """
         if self._operations is None or self.refusals.is_waived("state"):
             return
         now = CutOperations(again, number)
-        if more := now.counts - self._operations:
+        if added := self._operations.added(now):
             what, option = ("tokens", "cp=1") if now.of_tokens else ("features", "tp=1")
             self.refuse_state(
                 again.batch,
-                f"the forward has begun to run {min(more)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
+                f"the forward has begun to run {min(added)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
                 "or a flag that has its value when the run is made",
             )
 
