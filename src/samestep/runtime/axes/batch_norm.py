@@ -43,7 +43,7 @@ from samestep.runtime.axes.group_statistics import (
     statistics_of_run,
     sums_of_run,
 )
-from samestep.runtime.axes.step_part import Recorded, ShapesOf, SharedSamples, nest_pairs
+from samestep.runtime.axes.step_part import RepeatedValues, ShapesOf, SharedSamples, nest_pairs
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.step_observer import StepBatch
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
@@ -169,7 +169,7 @@ class BatchNorms(SharedSamples):
         self._of_stages = StageBuffers.of(model, program, mesh)
         self._size = step.batch_norm_group
         self._part: _MicrobatchPart | None = None
-        self._found = Recorded[_Found]()
+        self._found = RepeatedValues[_Found]()
         """The statistics of checkpointed forwards."""
         self.kept = KeptStatistics()
         calls = [call for layer in step.model.layers for call in layer.batch_norms]

@@ -27,7 +27,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.step_part import Recorded, nest_pairs
+from samestep.runtime.axes.step_part import RepeatedValues, nest_pairs
 from samestep.runtime.contexts import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
@@ -51,7 +51,7 @@ class BatchValues(NextValues):
         self._batch: StepBatch | None = None
         self._sizes: list[int] = []
         """Samples of each rank in the present forward."""
-        self._results = Recorded[Tensor]()
+        self._results = RepeatedValues[Tensor]()
         """The results of checkpointed forwards."""
 
     def begin_step(self, batch: StepBatch) -> None:

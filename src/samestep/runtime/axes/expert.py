@@ -42,7 +42,7 @@ from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.axes.differentiable import through
 from samestep.runtime.axes.rank_crossings import GroupLine
-from samestep.runtime.axes.step_part import Recorded
+from samestep.runtime.axes.step_part import RepeatedValues
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.checkpointed import ContextFn
@@ -118,7 +118,7 @@ class _Counts(NamedTuple):
     """Rows received from each rank for each of this rank's experts, int64 [ep, E / ep]."""
 
 
-_COUNTED = Recorded[_Counts]()
+_COUNTED = RepeatedValues[_Counts]()
 """The counts of checkpointed forwards."""
 
 

@@ -38,7 +38,7 @@ class PartOfStep:
         """Do what follows the update of the weights."""
 
 
-class Recorded(Generic[_Value]):
+class RepeatedValues(Generic[_Value]):
     """Values of the calls of checkpointed forwards: the first forward records them, and its repetition takes them, and sends nothing again."""
 
     def __init__(self) -> None:

@@ -150,8 +150,8 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """Chunks of pieces that are updated together; their masters or states may be held in less memory between two updates."""
+class UpdateChunks:
+    """UpdateChunks of pieces that are updated together; their masters or states may be held in less memory between two updates."""
 
     chunks: list[list[Piece]]
     packing: StatePacking | None
@@ -191,20 +191,20 @@ class Chunks:
 
 def chunks_of(
     pieces: list[Piece], optimizer: Optimizer | None, packing: StatePacking | None, *, splits_masters: bool
-) -> Chunks | None:
+) -> UpdateChunks | None:
     """Return the chunks in which an optimizer updates pieces, and split their masters if it `splits_masters`; None where all are updated at
     once, and held as it computes with them."""
     if optimizer is None:
         return None
     if not (splits_masters or packing is not None or any(piece.split for piece in pieces)):
         is_sgd = any(isinstance(member, torch.optim.SGD) for member in members_of(optimizer))
-        return Chunks([pieces], None) if is_sgd else None
+        return UpdateChunks([pieces], None) if is_sgd else None
     if not is_torchs_own(optimizer):  # over pieces that are split already, for another optimizer
-        return Chunks([pieces], packing)
+        return UpdateChunks([pieces], packing)
     chunks = [[pieces[i] for i in indices] for indices in update_chunks([piece.value.numel() for piece in pieces])]
     for chunk in chunks if splits_masters else []:
         _split([piece for piece in chunk if _can_split(piece)])
-    return Chunks(chunks, packing)
+    return UpdateChunks(chunks, packing)
 
 
 def _begun_first(chunks: Sequence[list[Piece]], optimizer: Optimizer, unused: Unused) -> Iterator[list[Piece]]:
