@@ -45,7 +45,7 @@ from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, take_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, for_loops, members_in, step_members
-from samestep.runtime.optimizers.packed_states import UpdateChunks, StatePacking, chunks_of
+from samestep.runtime.optimizers.packed_states import StatePacking, UpdateChunks, chunks_of
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.update_trial import fails_on_empty, without_empty_groups
