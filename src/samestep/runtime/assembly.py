@@ -162,7 +162,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
-    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
+    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
         model=_prepare_model(decided, axes, store, form, state_names),

@@ -387,7 +387,7 @@ class Stepper:
         updater = weights.updater
         norm_squared = weights.store.norm_squared(of.names)
         norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
-        weights.store.watch.take_back()
+        weights.store.take_back()
         if totals.numel() == 2:  # the loss reports nothing
             return torch.cat([totals, norm_squared.view(1), uses])
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
@@ -411,7 +411,7 @@ class Stepper:
             self.refusals.raise_own()  # such as a replaced module, by which the forward fails
             raise
         self._data_wait_s = interpreter.data_wait_s
-        self.refusals.gave_up_at = current.weights.store.calls.gave_up
+        self.refusals.gave_up_at = current.weights.store.gave_up
         self.guards.take_over(current, batch, inside=True)
         current.weights.store.settle()
         for line in current.model.compiled.news():

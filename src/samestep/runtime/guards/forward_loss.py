@@ -163,7 +163,7 @@ def find_rule(loss: ModelLoss, again: Repeat) -> str:
         shown = [_Shown(*values) for values in everyone if values]
         if not any(trial.everyone(bool(assembly.objective.watch.least))):
             call.watch = None
-    assembly.weights.store.calls.end_forward_only()
+    assembly.weights.store.end_forward_only()
     if not shown:  # there is nothing to see, as where all samples are masked
         return ""
     common = [key for key in shown[0].divisors if all(key in other.divisors for other in shown)]

@@ -359,7 +359,7 @@ class StepGuards:
 
     def refuse_lost_writes(self, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
-        for name in assembly.weights.store.watch.written():
+        for name in assembly.weights.store.lost_writes():
             self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
