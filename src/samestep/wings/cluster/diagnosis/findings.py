@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-import samestep
+from samestep import errors
 from samestep.job import Job
 from samestep.output import process_limits
 from samestep.output.text import installed_version
@@ -233,13 +233,13 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
     A probe that hangs, as in a file system whose server is gone, is left behind in its thread.
     """
     results: dict[str, Any] = dict.fromkeys(probes)
-    errors: dict[str, str] = {}
+    failures: dict[str, str] = {}
 
     def run(name: str) -> None:
         try:
             results[name] = probes[name]()
         except Exception as error:  # whatever a broken host does must not hide the other findings
-            errors[name] = shortened(f"{type(error).__name__}: {error}")
+            failures[name] = shortened(f"{type(error).__name__}: {error}")
 
     threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in probes}
     for name, thread in threads.items():
@@ -252,8 +252,8 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
         while thread.is_alive() and time.monotonic() < end_s:
             thread.join(0.05)
         if thread.is_alive():
-            errors[name] = f"it did not end within {limit_s:.3g} s"
-    return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())
+            failures[name] = f"it did not end within {limit_s:.3g} s"
+    return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in failures.items())
 
 
 with contextlib.suppress(ModuleNotFoundError):  # of Windows
@@ -341,7 +341,7 @@ def _find_software(job: Job | None, folder: Path) -> Software:
         python=platform.python_version(),
         torch=installed_version("torch"),
         torch_cuda=_cuda_of_torch(),
-        source=_digest(Path(samestep.__file__).parent.rglob("*.py")),
+        source=_digest(Path(errors.__file__).parent.rglob("*.py")),
         commit=_commit(folder),
         job="" if job is None else _digest_of_job(job, folder),
     )
