@@ -247,17 +247,17 @@ class Run(RunInParts):
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
         return self._batches.labelled(batch)
 
-    def record(self, steps: int | str, folder: str | Path | None = None, *, kernels: bool = False) -> Path:
+    def record(self, steps: int | str, folder: str | Path | None = None) -> Path:
         """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
 
-        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
-        it, and writes files of its own, in a folder that all ranks share.
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes files of its
+        own, in a folder that all ranks share.
 
         Raises:
             InputError: the text names no steps.
         """
         path = Path(recorded.FOLDER if folder is None else folder)
-        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), path, kernels=kernels)
+        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), path)
         return path
 
     # -- forwards without gradients ----------------------------------------------------------------
