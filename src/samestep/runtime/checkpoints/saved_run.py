@@ -31,9 +31,9 @@ from samestep.building.several_models import as_given
 from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
 from samestep.runtime.checkpoints import checkpoint, manifests, other_state, whole_state
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.state.fingerprints import fingerprint
 
