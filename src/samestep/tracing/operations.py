@@ -269,9 +269,6 @@ class Analysis:
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Receive the value that a buffer gets after the step."""
 
-    def end(self) -> None:
-        """Receive that the forward has ended; what is known of values is dropped then."""
-
 
 class Recorder(Analysis):
     """Records the operations of a forward, in order, and where modules are entered and left that tp cuts or whose code looks at values."""
