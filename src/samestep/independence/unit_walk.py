@@ -274,13 +274,12 @@ class _CutSearch:
         self._readers: dict[int, list[int]] = {}
         self._weights = flow.weights.keys() | flow.from_weights.keys()
         self._open: list[tuple[int, Operation]] = []
-        self._given = [op.given for op in operations]
-        self._taking = {view.storage for given in self._given for view in given if view.takes_gradient}
-        for index, (op, given) in enumerate(zip(operations, self._given, strict=True)):
-            for views, table in ((op.results, self._makers), (given, self._readers)):
+        self._taking = {view.storage for op in operations for view in op.given if view.takes_gradient}
+        for index, op in enumerate(operations):
+            for views, table in ((op.results, self._makers), (op.given, self._readers)):
                 for view in views if op.func != "left" else ():
                     table.setdefault(view.storage, []).append(index)
-            for view, state in zip(given, flow.history[index], strict=False) if self._meets(index) else ():
+            for view, state in zip(op.given, flow.history[index], strict=False) if self._meets(index) else ():
                 if view.takes_gradient and view.storage not in self._weights and not isinstance(state, Rows):
                     self._add(view, op, op)
         while self._open:
@@ -294,7 +293,7 @@ class _CutSearch:
         """Return whether an operation has an operand that tp cuts."""
         op = self.operations[index]
         return op.func not in ("left", "outputs", "hook", "hooked") and any(
-            isinstance(state, Rows) for state in self.flow.history[index][: len(self._given[index])]
+            isinstance(state, Rows) for state in self.flow.history[index][: len(op.given)]
         )
 
     def _is_copied_input(self, view: View, op: Operation) -> bool:
@@ -316,7 +315,7 @@ class _CutSearch:
         """
         for storage, index in [(key, index) for key in self.entered[path] for index in self._readers.get(key, ())]:
             op = self.operations[index]
-            view = next(view for view in self._given[index] if view.storage == storage)
+            view = next(view for view in op.given if view.storage == storage)
             storages = [result.storage for result in op.results if result.storage in self._taking]
             is_partial = self._meets(index) or all(key in self.found.storages for key in storages)
             if is_below(op.where, path) and (not is_partial or self._is_copied_input(view, op)):
@@ -329,7 +328,7 @@ class _CutSearch:
         """Follow a tensor back to its operands; `meeting` is the operation that makes its gradient partial."""
         op = self.operations[index]
         self.found.operations.add(index)
-        for view in self._given[index]:
+        for view in op.given:
             if not view.takes_gradient or view.storage in self._weights or view.storage == storage:
                 continue
             if self._meets(index):
