@@ -186,3 +186,66 @@ def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: st
     ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
     assert not any(error for *_, error in ranks)
     assert_trained(ranks, plain(when, change, layout), 1e-9, 1e-12)
+
+
+class InChunks(nn.Module):
+    """A wide layer over chunks of four tokens each; the last chunk is padded, and a flag mixes features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down, self.last = (
+            nn.Embedding(12, 8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.Linear(8, 12),
+        )
+        self.is_late = False
+
+    def _wide(self, h: Tensor) -> Tensor:
+        h = self.up(h).relu()
+        return self.down(F.pad(h.softmax(-1) if self.is_late else h, (0, 0, 0, -h.shape[1] % 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h + torch.cat([self._wide(part)[:, : part.shape[1]] for part in h.split(4, dim=1)], 1))
+
+
+LENGTHS = [4, 8, 6, 9, 8, 3, 10]
+
+
+def learned_lengths(rank: int, world: int, layout: str, late: int) -> tuple[list[float], dict[str, Tensor], str]:
+    """Take steps of sequences of other lengths each, in which the flag is set from step `late` on."""
+    torch.manual_seed(3)
+    model, losses = InChunks().double(), []
+    run = samestep.parallelize(model, "cross_entropy", optimizer(model.parameters()), layout=layout, job=JOB)
+    for step, length in enumerate(LENGTHS):
+        model.is_late = step >= late
+        try:
+            losses.append(run.step({"x": (tokens := tokens_of(length)), "labels": tokens}).loss)
+        except UnprovenError as error:
+            return losses, {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+def tokens_of(length: int) -> Tensor:
+    return torch.randint(12, (B, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2 zero=3"])
+def test_other_lengths_take_more_or_fewer_turns_of_a_loop(layout: str) -> None:
+    def of_step(step: int) -> Tensor:
+        tokens = tokens_of(LENGTHS[step])
+        return F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten())
+
+    torch.manual_seed(3)
+    model = InChunks().double()
+    expected = train_plainly(model, range(STEPS), of_step, optimizer(model.parameters()))
+    ranks = pool(2).run(learned_lengths, layout, STEPS)
+    assert not any(error for *_, error in ranks)
+    assert_trained(ranks, expected, 1e-9, 1e-12)
+
+
+def test_features_that_meet_later_are_rejected_in_samples_of_another_length() -> None:
+    for losses, _, error in pool(2).run(learned_lengths, "tp=2", LATE):
+        assert f"step {LATE + 1}: the forward has begun to run" in error
+        assert len(losses) == LATE

@@ -19,7 +19,7 @@ from samestep.job import Job
 from samestep.program.recorded import RankRecord
 from samestep.wings.explain.differences import SIMULATION, differences
 from samestep.wings.explain.explain import explain
-from samestep.wings.explain.foreign_traces import explain_traces, is_foreign
+from samestep.wings.explain.foreign_traces import explain_traces, is_foreign, own_times
 from samestep.wings.plan.simulation.partition import REST, TRANSFER, WAIT, seconds_of
 from samestep.wings.plan.simulation.simulate import simulate
 from tests.unit.ranks_on_a_clock import records_of
@@ -367,3 +367,11 @@ def test_what_the_host_does_between_operations_is_its_own_and_a_call_of_a_collec
         assert seconds_of(rows, TRANSFER, stage=rank) == pytest.approx(0.028)
         assert seconds_of(rows, "host", stage=rank) == pytest.approx(0.022)
         assert seconds_of(rows, WAIT, REST, stage=rank) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("over", [0, 1], ids=["ends with its caller", "ends a nanosecond after it"])
+def test_no_interval_of_a_call_is_empty_or_ends_before_it_begins(over: int) -> None:
+    """A profiler rounds both ends of a call, so that a call may seem to outlast its caller."""
+    calls = [(100, 200, "caller"), (120, 200 + over, "called"), (300, 400, "next")]
+    expected = [("caller", 100, 120), ("called", 120, 200 + over), ("next", 300, 400)]
+    assert [*own_times(calls)] == expected

@@ -21,7 +21,6 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
 from samestep.output.text import SECONDS, digits, duration, gib, share, tick_labels, ticks
-from samestep.program.recorded import Kernel, StepKernels, kernel_head, kernel_line, kernel_path, path_of
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.training.run_folder import Summary
 from samestep.wings.explain.differences import Differences, differences
@@ -77,13 +76,6 @@ def compared(folder: Path) -> Differences:
 
 def explained(folder: Path) -> str:
     write(records(), folder)
-    name = (
-        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::direct_copy>>(int)"
-    )
-    kernels = [Kernel(index % 2, 10**6 * index, 10**6 * index, 10**6 * index + 900_000, 900_000) for index in range(60)]
-    seen = [StepKernels(step=step, names=[name, "aten::mm"], kernels=kernels) for step in (2, 3)]
-    path = kernel_path(path_of(folder / "record", range(1, 4), 0))
-    path.write_text(kernel_head(0, "") + "".join(map(kernel_line, seen)))
     lines = [f'{{"step": {step}, "loss": {5 / step}, "tokens_per_s": {1000 + step}}}\n' for step in range(1, 9)]
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
     return explained_page.page_of(explain(folder, hardware="cpu-laptop")).to_html()

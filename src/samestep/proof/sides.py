@@ -43,7 +43,6 @@ from samestep.proof.observation import Observation, ObservedRun, ObservedStep, O
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import expert
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests, writer
@@ -325,7 +324,7 @@ def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: Numer
 
 def _without_balance(assembly: Assembly) -> Assembly:
     """Return an assembly without the auxiliary loss that balances experts."""
-    return dataclasses.replace(assembly, objective=dataclasses.replace(assembly.objective, balance=expert.NoBalance()))
+    return dataclasses.replace(assembly, objective=dataclasses.replace(assembly.objective, balance=None))
 
 
 def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:

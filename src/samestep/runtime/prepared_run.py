@@ -86,7 +86,7 @@ class PreparedRun:
         if self._stepper.progress is Progress.BETWEEN:
             for reason in self.assembly.model.replaced.take_over(inside=False):
                 self.job.run.waived("state", "forward-state", reason)
-        self.assembly.weights.store.watch.take_back()
+        self.assembly.weights.store.take_back()
         updater = self.assembly.weights.updater
         updater.live.reread()
         return replace(updater, optimizer=updater.in_loop)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from samestep.errors import InputError, LayoutError, WorkerError
 from samestep.layout import Layout, layout_from
@@ -121,13 +121,13 @@ def shrunk(layout: Layout, ranks: int) -> Iterator[Layout]:
             yield dataclasses.replace(layout, dp_replicate=replicas, dp_shard=shards)
 
 
-def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | None:
+def fitted_layout(layout: Layout | str | Mapping[str, Any] | None, world: int) -> Layout | str | None:
     """Return a layout for the ranks that a launcher has started: the given one, or one with smaller data degrees.
 
     Raises:
         LayoutError: no layout of so many ranks is the given one with smaller data degrees.
     """
-    if layout is None or layout == "auto":
+    if layout is None or (isinstance(layout, str) and layout == "auto"):
         return layout
     of_run = layout_from(layout)
     if of_run.world_size == world:

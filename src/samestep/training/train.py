@@ -155,7 +155,7 @@ def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> La
             "devices-and-ranks",
             f"the launcher has started {world} ranks, and --ranks {least}:N continues with {least} at least",
         )
-    return fitted_layout(layout or (Layout(**job.layout) if job.layout else None), world)
+    return fitted_layout(layout or job.layout or None, world)
 
 
 def _rank_of_host(place: RankInfo, job: Job, arguments: Mapping[str, Any]) -> tuple[Summary | None, int]:

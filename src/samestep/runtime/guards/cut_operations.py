@@ -3,12 +3,14 @@
 The proof of such a layout has seen the operations of the trace. A forward that a flag, a counter or a global lets take another branch runs
 others later, and they may combine features or tokens of which other ranks have the rest. So the operations of the first step are counted, and
 those of a forward that builds another graph are counted again. An operation that has been added must compute each element by itself, or
-under cp each token.
+under cp each token. Samples of other lengths take more or fewer of the same operations, in loops over chunks, and other views: with them only
+operations that compute, and that no forward has run before, count as added.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ _OF_ELEMENTS = frozenset(
 _OF_TOKENS = frozenset({"mm", "addmm", "linear", "native_layer_norm", "_fused_rms_norm", "t"})
 _VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias", "expand"})
 
+Shapes = tuple[torch.Size, ...]
+"""The shapes of the tensors of a micro-batch."""
+
 
 class CutOperations:
     """The operations that a forward of this rank runs on parts."""
@@ -52,11 +57,14 @@ class CutOperations:
         """
         self._assembly, layout = again.assembly, again.assembly.parallel.program.step.layout
         self.counts: Counter[str] = Counter()
+        self.views: set[str] = set()
+        """Which of these are views."""
         self.of_tokens = layout.cp > 1 or layout.sequence_parallel
         """Whether ranks divide the tokens of what a batch holds."""
         self._parts: dict[int, StorageWeakRef] = {}
         spec, indices = self._assembly.model.spec, Microbatches(self._assembly, again.batch).drawn(microbatch)
         samples = again.read(indices)
+        self.shapes: Shapes = tuple(tensor.shape for tensor in tensors_in(samples))
         if self.of_tokens:
             self._note(*tensors_in(samples))
         paths = {owner_of(param.name) for param in spec.params if param.cut is not None}
@@ -89,7 +97,29 @@ class CutOperations:
             is_of_elements = name in _OF_ELEMENTS or (torch.Tag.pointwise in func.tags and not sizes & _integers(args))
             if not is_of_elements and not (self.of_tokens and _keeps_tokens(func, name, parts[0], args, results)):
                 self.counts[name] += 1
+                if name in _VIEWS or any(returned.alias_info for returned in func._schema.returns):
+                    self.views.add(name)
         return result
+
+
+class SeenOperations:
+    """What forwards of earlier steps have run on parts, by the shapes of their micro-batches."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Shapes, Counter[str]] = {}
+
+    def added(self, now: CutOperations) -> Set[str]:
+        """Return the operations that a forward has added to those before it; if there are none, it is one of them from now on."""
+        before = self._counts.get(now.shapes)
+        if before is not None:
+            added: Set[str] = (now.counts - before).keys()
+        elif self._counts:
+            added = now.counts.keys() - now.views - set[str]().union(*self._counts.values())
+        else:
+            added = set()
+        if not added:
+            self._counts.setdefault(now.shapes, now.counts)
+        return added
 
 
 def _integers(args: tuple[Any, ...]) -> set[int]:

@@ -31,7 +31,6 @@ from samestep import wings
 from samestep.errors import RecordError
 from samestep.output.text import align_columns
 from samestep.program import recorded
-from samestep.wings.explain.step_kernels import own_times
 from samestep.wings.explain.step_parts import StepPart
 from samestep.wings.plan.simulation.partition import (
     COMPUTE,
@@ -378,6 +377,27 @@ def _of_kineto(record: Mapping[str, Any], events: Sequence[_TraceEvent], path: P
                 (begin, end, "host:between operations") for begin, end in uncovered(covered, first, last)
             ]
     return trace
+
+
+def own_times(calls: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the intervals, none of them empty, in which nested calls, each given by its begin and end, run and none that they have made does."""
+    stack: list[tuple[int, str]] = []
+    now = 0
+    for begin, end, call in sorted(calls, key=lambda call: (call[0], -call[1])):
+        while stack and stack[-1][0] <= begin:
+            stop, outer = stack.pop()
+            if stop > now:
+                yield outer, now, stop
+            now = max(now, stop)
+        if stack and begin > now:
+            yield stack[-1][1], now, begin
+        stack.append((end, call))
+        now = max(now, begin)
+    while stack:
+        stop, outer = stack.pop()
+        if stop > now:
+            yield outer, now, stop
+        now = max(now, stop)
 
 
 def uncovered(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
