@@ -1,4 +1,5 @@
-"""Buffers of a loss that follow the samples of the step are those of a plain loop in every layout, whatever else calls the loss."""
+"""Buffers of a loss that follow the samples of the step are those of a plain loop in every layout, whatever else calls the loss; and values
+that a loss or a model keeps outside of modules are resumed."""
 
 from __future__ import annotations
 
@@ -314,3 +315,53 @@ def test_a_number_that_a_loss_keeps_is_that_of_the_steps_and_is_resumed(name: st
         optimizer.step()
         expected.append(float(total.detach() / count))
     assert resumed(0, 1, name, ("dp=1", "dp=1"), str(tmp_path)) == pytest.approx(expected, rel=TOLERANCE)
+
+
+KEPT = Scale()
+"""A variable of this file that a model's code changes."""
+
+
+class Counted(nn.Module):
+    """A model whose outputs shrink with each forward, by a number in a variable of the file."""
+
+    value = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _model()
+
+    def scale(self) -> float:
+        return KEPT.next()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale()
+
+
+class CountedByClass(Counted):
+    """The same in an attribute of the class."""
+
+    def scale(self) -> float:
+        value = CountedByClass.value
+        CountedByClass.value = 0.9 * value
+        return value
+
+
+def _summed(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits, batch[1], reduction="sum"), len(logits)
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedByClass])
+def test_a_variable_that_a_forward_changes_is_resumed(kind: type[Counted], tmp_path: Path) -> None:
+    def begun() -> samestep.Run:
+        KEPT.value = CountedByClass.value = 1.0
+        return samestep.parallelize(kind, _summed, _sgd, layout="dp=1", job=JOB)
+
+    run = begun()
+    expected = [run.step(batch).loss for batch in BATCHES]
+    first = begun()
+    for batch in BATCHES[:2]:
+        first.step(batch)
+    first.save(tmp_path)
+    second = begun()
+    second.load(tmp_path)
+    assert [second.step(batch).loss for batch in BATCHES[2:]] == expected[2:]

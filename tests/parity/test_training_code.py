@@ -26,7 +26,7 @@ from samestep.examination.examine import Source
 from samestep.independence import dimension_maps
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.guards import loss_of_parts, loss_trials, own_collectives
+from samestep.runtime.guards import loss_of_parts, loss_trials
 from samestep.runtime.guards.loss_of_parts import LossTrial
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.guards.repeat import Repeat
@@ -108,8 +108,8 @@ GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (Repeat, "excess_of_halves", lambda *_, **__: 0.0),
         (loss_of_parts, "judge", lambda *_, **__: LossTrial()),
     ),
-    "loss divided by the ranks": ((own_collectives, "refuse_collectives", lambda: nullcontext()),),
-    "forward that asks for its rank": ((own_collectives, "refuse_collectives", lambda: nullcontext()),),
+    "loss divided by the ranks": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
+    "forward that asks for its rank": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
     "norm kept in evaluation by train": ((examine, "set_training", lambda model: model),),
     "teacher with other data": ((Sharded, "take_back", _nothing),),
     "layer thawed later": ((OutsideChanges, "refusal", _nothing),),

@@ -48,7 +48,7 @@ from samestep.randomness.masks import (
     named_modules,
     positions,
 )
-from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName, Watch
+from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName
 from samestep.randomness.row_hashes import (
     OF_NO_SAMPLE,
     CountedDraw,
@@ -206,12 +206,11 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             track_modules(model)
         self.allows_random = False
         self._names: DrawsByName | None = None
-        self._entered: list[tuple[Watch, AbstractContextManager[object]]] = []
-        """How draws are seen since each time that this mode was entered, and what keeps the model's own graphs from running."""
+        self._entered: list[tuple[bool, bool, AbstractContextManager[object]]] = []
+        """Whether draws are seen by names and by the mode since each time that it was entered, and what keeps the model's own graphs from running."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
-        self._draw, self._num_samples = draw, draw.samples.numel()
-        self._part = part
+        self._model, self._draw, self._part = model, draw, part
         self._tracker = _TRACKERS[model]
         # For draws outside every module, as in a loss; the model itself is entry 0 of "".
         self._frames = [RunningForward("", -1)]
@@ -229,45 +228,45 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             self._names = self._tracker.names
         return self
 
-    def end_forward(self, model: nn.Module) -> None:
+    def end_forward(self) -> None:
         """Decide by a training forward that has ended how the next one is watched."""
         if self._names is not None and self.num_draws:
-            self._names.end_forward(model)
+            self._names.end_forward()
 
     def __enter__(self) -> DropoutMode:
-        watch = Watch.ALWAYS_BY_MODE if self._names is None else self._names.watch
+        names = self._names
+        by_name = names is not None and not (names.is_tried and names.needs_mode)
+        by_mode = names is None or names.needs_mode or not names.is_tried
         is_uncompiled = self._tracker.is_expected and not self._tracker.in_graph
         uncompiled = disable_compiler() if is_uncompiled else _AS_IT_IS
         uncompiled.__enter__()
-        self._entered.append((watch, uncompiled))
-        if watch is not Watch.BY_NAMES:
+        self._entered.append((by_name, by_mode, uncompiled))
+        if by_mode:
             super().__enter__()
-        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
-            self._names.enter(self)
+        if names is not None and by_name:
+            names.enter(self, self._model)
         self._tracker.modes.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.modes.pop()
-        watch, uncompiled = self._entered.pop()
+        by_name, by_mode, uncompiled = self._entered.pop()
         uncompiled.__exit__(*error)
-        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
+        if self._names is not None and by_name:
             self._names.leave()
-        if watch is not Watch.BY_NAMES:
+        if by_mode:
             super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
+        if self._names is not None and self._entered[-1][0]:
+            self._names.note(func)
         if handler is None:
-            if self._entered[-1][0] is Watch.BY_BOTH and self._names is not None:
-                self._names.note(func)
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_transformed():
             raise self.refuse(WITHIN_TRANSFORM)
-        if self._names is not None and not self._names.depth:
-            self._names.reached.add(func)
         return handler(self, func, *args, **(kwargs or {}))
 
     def settle(self) -> None:

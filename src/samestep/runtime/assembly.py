@@ -61,8 +61,8 @@ from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
-from samestep.state.fingerprints import FirstState, digest
-from samestep.state.snapshot import Slot, places_of
+from samestep.state.fingerprints import FirstState, digests_of
+from samestep.state.snapshot import Slot, modules_of, places_of
 from samestep.state.writes import AlikeTensors
 from samestep.strategies import program_of
 
@@ -90,6 +90,8 @@ class PreparedModel:
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
     first_of_loss: Mapping[Slot, int]
     """Digests of what the loss kept before the first step."""
+    first_outside: Mapping[Slot, int]
+    """Those of the variables outside of modules in which the model's code keeps something."""
     replaced: ReplacedWeights
     plain: PlainForm
     """The form of the module without the layout."""
@@ -243,7 +245,8 @@ def _prepare_model(
             [*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)]
         ),
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
-        first_of_loss={slot: digest(variable.value) for slot, variable in places_of(decided.source.loss).items()},
+        first_of_loss=digests_of(places_of(decided.source.loss, modules_of(decided.source.loss))),
+        first_outside=digests_of(places_of(model)),
         replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),

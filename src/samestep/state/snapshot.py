@@ -320,12 +320,12 @@ def modules_of(function: Callable[..., Any]) -> nn.Module:
     return modules
 
 
-def places_of(function: Callable[..., Any]) -> dict[Slot, Variable]:
-    """Return where a function such as a loss keeps values: buffers and attributes of modules, variables outside of modules, and attributes
-    of the user's objects in these. Functions and modules themselves are left out.
+def places_of(root: nn.Module | Callable[..., Any], modules: nn.Module | None = None) -> dict[Slot, Variable]:
+    """Return where a model, or a function such as a loss, keeps values: in variables outside of modules, in buffers and attributes of some
+    `modules`, and in attributes of the user's objects in these. Functions and modules themselves are left out.
     """
-    rest = [((OUTSIDE, name), variable) for name, variable in Snapshot(function).variables.items()]
-    for path, part in modules_of(function).named_modules():
+    rest = [((OUTSIDE, name), variable) for name, variable in Snapshot(root, weights=False).variables.items()]
+    for path, part in modules.named_modules() if modules is not None else ():
         tables = ((part._buffers, part._buffers), (vars(part), set_attributes(part)))
         rest += [((path, key), Variable(key, held, key, item)) for held, items in tables for key, item in items.items()]
     places, seen = dict[Slot, Variable](), set[int]()

@@ -6,6 +6,7 @@
     the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
+    variables that a model's code names    those that have changed, outside of modules
     what a loss keeps                      buffers, attributes and variables that have changed, from the stage that computes it
 
 A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
@@ -33,7 +34,7 @@ from samestep.runtime.processes.messages import NotPlainError, Packer, gather_va
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
 from samestep.state.named_variables import Variable
-from samestep.state.snapshot import PLAIN, places_of, put_items
+from samestep.state.snapshot import OUTSIDE, PLAIN, Slot, modules_of, places_of, put_items
 from samestep.state.step_code import set_state, states_by_key
 from samestep.trees import tree_map_only
 
@@ -92,6 +93,10 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         }
         record["attributes"] = [
             [path, key, packed[key]]
+            for (path, key), value in _changed(places_of(run.model), run.assembly.model.first_outside).items()
+            if (packed := writer.kept({key: value}, "the model", is_known=True))
+        ] + [
+            [path, key, packed[key]]
             for path, key, value in attributes_of(run.model)
             if digest(value) != attributes.get((path, key))
             and _is_mine(run, path, True)
@@ -116,17 +121,18 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
     """Return the path, the name and the value of what the loss keeps, if it has changed; of libraries' objects, what can be kept."""
-    first = run.assembly.model.first_of_loss
-    changed = {
-        slot: variable.value
-        for slot, variable in places_of(run._own.source.loss).items()
-        if digest(variable.value) != first.get(slot)
-    }
+    loss = run._own.source.loss
+    changed = _changed(places_of(loss, modules_of(loss)), run.assembly.model.first_of_loss)
     return [
         [path, key, packed[key]]
         for (path, key), value in changed.items()
         if (packed := writer.kept({key: value}, "the loss", is_known=not isinstance(value, PLAIN)))
     ]
+
+
+def _changed(places: Mapping[Slot, Variable], first: Mapping[Slot, int]) -> dict[Slot, Any]:
+    """Return the values that are others than when their digests were taken first."""
+    return {slot: place.value for slot, place in places.items() if digest(place.value) != first.get(slot)}
 
 
 def _nested_states(run: PreparedRun) -> dict[str, Any]:
@@ -211,23 +217,29 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     lanes = [unpack_plain(record["lanes"], read) for record in records if record.get("lanes") is not None]
     run.lanes.resume(lanes, run.place.device)
     modules = dict(run.model.named_modules())
+    loss = run._own.source.loss
+    outside, of_loss = places_of(run.model), places_of(loss, modules_of(loss))
     for record in records:
         for path, key, value in record.get("attributes", ()):
+            if path == OUTSIDE:
+                _give_back_at(outside.get((path, key)), unpack_plain(value, read))
+                continue
             present, stored = vars(modules[path]).get(key), unpack_plain(value, read)
             if isinstance(present, torch.Generator):
                 present.set_state(stored)
             else:
                 setattr(modules[path], key, _like(present, stored))
-        places = places_of(run._own.source.loss) if record.get("loss") else {}
         for path, key, value in record.get("loss", ()):
-            if (place := places.get((path, key))) is not None:  # else the loss has no such place any more
-                _give_back_of_loss(place, unpack_plain(value, read))
+            _give_back_at(of_loss.get((path, key)), unpack_plain(value, read))
         for path, value in record.get("extra", ()):
             modules[path].set_extra_state(unpack_plain(value, read))
 
 
-def _give_back_of_loss(place: Variable, value: Any) -> None:
-    """Give a place of a loss a value; a tensor or a container that stands there, which other code may hold too, gets its content."""
+def _give_back_at(place: Variable | None, value: Any) -> None:
+    """Give a place a value, unless the code has none like it any more; a tensor or a container that stands there, which other code may hold
+    too, gets its content."""
+    if place is None:
+        return
     present = place.value
     if isinstance(present, torch.Generator):
         present.set_state(value)
