@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep import calls
 from samestep.independence import dimension_maps
 from samestep.independence.dependence import (
     NO_DIM,
@@ -67,9 +68,8 @@ def _rearrange_rows(call: Call, operands: Sequence[Operand], at: int, rows: Alon
         pairs = zip(named_args["shifts"], named_args["dims"], strict=False)
         return _shift_rows(call, rows, sum(by for by, dim in pairs if dim % tensor.dim() == rows.dim))
     if packet is _aten.repeat and tensor.shape[rows.dim] % (rows.inner * call.known.num_rows) == 0:
-        return rows._replace(
-            dim=rows.dim + call.results[0].dim() - tensor.dim()
-        )  # whole rounds of all rows go on counting
+        dim = rows.dim + call.results[0].dim() - tensor.dim()
+        return rows._replace(dim=dim)  # whole rounds of all rows go on counting
     return Mixed(call.text, shown=False)
 
 
@@ -214,23 +214,20 @@ def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
 def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
     """Return the dependence of what indices pick along the dimension of rows."""
     index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
-    size = call.args[0].shape[rows.dim]
+    shape, size = call.args[0].shape, call.args[0].shape[rows.dim]
     if not is_mask(index) and index.numel() == size == max(index.shape, default=0) and _counts(call, index):
-        behind = index.dim() - [*index.shape].index(
-            size
-        )  # the dimension of the index that counts, from the last one on
+        # the dimension of the index that counts, from the last one on
+        behind = index.dim() - [*index.shape].index(size)
         for other, _ in covers:
             if other is not index and not is_mask(other) and other.dim() >= behind and other.shape[-behind] > 1:
                 call.on_constant(other, other.dim() - behind, rows.inner, call.where)
         width = max(1 if is_mask(other) else other.dim() for other, _ in covers)
         return Along(place + width - behind, rows.inner, rows.start)
     _note_constant(call, index, rows, covered)
-    if is_mask(index):
-        flat = _flattened(call.args[0].shape, rows, covered)
-        return Along(place, 1, Pick(_identity(index), flat, index.numel())) if flat else Mixed(call.text, shown=False)
-    if index.dim() != 1:
+    flat = _flattened(shape, rows, covered) if is_mask(index) or index.dim() == 1 else None
+    if flat is None:
         return Mixed(call.text, shown=False)
-    return Along(place, 1, Pick(_identity(index), rows, size))
+    return Along(place, 1, Pick(_identity(index), flat, math.prod(shape[covered.start : covered.stop])))
 
 
 def _identity(index: Tensor) -> tuple[object, ...]:
@@ -316,13 +313,10 @@ def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: 
     """Return the dependence of a target into which picked rows are written."""
     pick, of_target = source.start, call.known.of(target)
     restored: Along | None
-    if isinstance(pick, Pick) and is_mask(index):
+    if isinstance(pick, Pick):
         restored = _unflattened(target.shape, pick.picked, covered)
-        is_restored = restored is not None and pick.index == _identity(index) and pick.size == index.numel()
-    elif isinstance(pick, Pick):
-        dim = pick.picked.dim if pick.picked.dim in covered else place
-        restored = Along(dim, pick.picked.inner, pick.picked.start)
-        is_restored = pick.index == _identity(index) and pick.size == target.shape[dim]
+        size = math.prod(target.shape[covered.start : covered.stop])
+        is_restored = pick.index == _identity(index) and pick.size == size
     else:
         restored = Along(place, source.inner, pick)
         is_restored = index.numel() == target.shape[place] and _counts(call, index)
@@ -449,6 +443,7 @@ DECLARED: dict[Any, Map] = {}
 """Maps that libraries have stated by `independent`."""
 
 
+@calls.checked
 def independent(op: Any, *, along: int) -> None:
     """State that an operation works on each position along one dimension of its tensors by itself.
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from samestep import job_files as jobs
 from samestep import wings
@@ -56,6 +57,8 @@ class OneSide:
 class Differences:
     """The differences between two steps."""
 
+    verb: ClassVar[str] = "explain"
+
     one: OneSide
     other: OneSide
     causes: tuple[str, ...]
@@ -87,7 +90,7 @@ class Differences:
         )
 
     def _repr_html_(self) -> str | None:
-        return wings.in_notebook("differences_page", self)
+        return wings.in_notebook("page", self)
 
     def to_text(self) -> str:
         """Return the parts of both, the largest difference first, and the causes."""
