@@ -73,16 +73,23 @@ class Differences:
         return sorted(rows, key=lambda row: -abs(row[3] - row[2]))
 
     @property
+    def compared(self) -> tuple[OneSide, OneSide]:
+        """Both sides; if one is measured and the other a prediction of another layout, the predictions of both layouts."""
+        if self.alike is None:
+            return self.one, self.other
+        one, other = (side if side.predicted_for else self.alike for side in (self.one, self.other))
+        return one, other
+
+    @property
     def verdict(self) -> str:
         """The seconds of both sides, in one line; predictions for both layouts, if one side is a prediction and there are both."""
-        sides = self.one, self.other
+        sides = self.compared
         if self.alike is None:
             kinds = [("predicted", "measured")[not side.predicted_for] for side in sides]
             return _compared(sides, [f" ({kind})" if kinds[0] != kinds[1] else "" for kind in kinds])
-        measured = next(side for side in sides if not side.predicted_for)
-        first, second = (self.alike if side is measured else side for side in sides)
+        measured = next(side for side in (self.one, self.other) if not side.predicted_for)
         return (
-            f"predicted for {self.alike.predicted_for}: {_compared((first, second), ('', ''))}. {measured.name} was measured at "
+            f"predicted for {self.alike.predicted_for}: {_compared(sides, ('', ''))}. {measured.name} was measured at "
             f"{measured.step_s * 1e3:,.4g} ms"
         )
 
@@ -118,7 +125,7 @@ def _compared(sides: Sequence[OneSide], kinds: Sequence[str]) -> str:
     (first, second), (first_kind, second_kind) = sides, kinds
     more = second.step_s - first.step_s
     return (
-        f"{second.name}{second_kind} takes {second.step_s * 1e3:,.4g} ms a step, {first.name}{first_kind} {first.step_s * 1e3:,.4g} ms: "
+        f"{second.name}{second_kind} takes {second.step_s * 1e3:,.4g} ms per step, {first.name}{first_kind} {first.step_s * 1e3:,.4g} ms: "
         f"{abs(more) / first.step_s:.0%} {'longer' if more > 0 else 'shorter'}"
     )
 
@@ -145,7 +152,7 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
     if sides[0].place == sides[1].place:
         raise InputError(
             "command-options",
-            f"explain {one} {other}: both are one step; two runs, two layouts, or a run and a layout are compared",
+            f"explain {one} {other}: both are the same step. Use two runs, two layouts, or a run and a layout",
         )
     others = {side.layout for side in sides if side.predicted_for and side.place == side.layout}
     is_mixed = measured is not None and len(others) == 1 and SIMULATION not in words and measured.layout not in others
@@ -169,13 +176,13 @@ def _side(
     if "=" not in layout or Path(layout).exists():
         raise InputError(
             "record-missing",
-            f"{layout!r} is not a run folder, and no layout. Use the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
+            f"{layout!r} is neither a run folder nor a layout. Use the folder of a run or of traces, a layout such as dp=2, or the JSON file of "
             f"a simulation; {SIMULATION} is the prediction of a run's own layout",
         )
     try:
         where = Layout(layout)
     except LayoutError as error:
-        raise InputError("record-missing", f"{word!r} is not a run folder, and no layout: {error}") from None
+        raise InputError("record-missing", f"{word!r} is neither a run folder nor a layout: {error}") from None
     step = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
     return _of_prediction(step, job, word if word == SIMULATION else str(where))
 

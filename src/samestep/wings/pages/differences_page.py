@@ -15,12 +15,15 @@ from samestep.wings.plan.simulation.partition import row_label
 def page_of(differences: Differences, *, small: bool = False) -> Page:
     """Return the page of a comparison; a small one has no record."""
     one, other = differences.one, differences.other
+    before, after = differences.compared
+    ratio = share(abs(after.step_s - before.step_s) / (before.step_s or 1.0)).text
     more = other.step_s - one.step_s
     first, second = _names(differences)
-    mixed = "Measured against predicted: " if bool(one.predicted_for) != bool(other.predicted_for) else ""
+    is_mixed = bool(before.predicted_for) != bool(after.predicted_for)
+    kind = "Measured against predicted: " if is_mixed else "Predicted: " if before.predicted_for else ""
     return Page(
         verb="explain",
-        title=f"{mixed}{share(abs(more) / (one.step_s or 1.0)).text} {'longer' if more > 0 else 'shorter'}, {duration(other.step_s).text} instead of {duration(one.step_s).text}",
+        title=f"{kind}{ratio} {'longer' if after.step_s > before.step_s else 'shorter'}, {duration(after.step_s).text} instead of {duration(before.step_s).text}",
         subject=f"{other.name} ({_kind(other)}) · compared with {one.name} ({_kind(one)})",
         answers=[
             Answer(first, duration(one.step_s), None, _kind(one)),
