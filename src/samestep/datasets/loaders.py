@@ -156,9 +156,7 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
     left = [name for name in left if name != "generator" or loader.generator is not getattr(sampler, "generator", None)]
     if any(not isinstance(generator, torch.Generator) for generator in generators_in(sampler)):
         left.append("the seeds of its sampler's generators (train.seed replaces them)")
-    return f"samestep reads the DataLoader itself and uses {', '.join(taken)}" + (
-        f"; it ignores {', '.join(left)}" if left else ""
-    )
+    return f"used from the DataLoader: {', '.join(taken)}" + (f"; ignored: {', '.join(left)}" if left else "")
 
 
 # -- the order -------------------------------------------------------------------------------------
