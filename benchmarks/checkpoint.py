@@ -89,12 +89,13 @@ def ours(rank: Any, layout: str, size: str, folder: Path) -> Contestant:
     job = samestep.Job(
         train={"global_batch": BATCH * where.dp, "steps": 10**6, "watch_every": 0},
         optimizer={"clip_norm": CLIP_NORM},
-        checkpoint={"background": True, "keep": 1},
+        checkpoint={"keep": 1},
         run={"device": "cpu"},
     )
     run = samestep.parallelize(lambda: build(size), loss_sum, adamw, layout=layout, job=job)
     stream: Iterator[Any] = samestep.batches(Windows(size, 4096), job)
     saver = Saver(run, folder / "checkpoints", print)
+    saver._settings = job.checkpoint.model_copy(update={"background": True})
     return Contestant(
         lambda: run.step(next(stream)), lambda: saver.save(is_last=False), lambda: saver._try(saver._finish, must=True)
     )

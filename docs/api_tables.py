@@ -100,6 +100,23 @@ def _text(value: Any) -> str:
 
 
 NEAREST = {
+    "CheckpointError": "`torch.distributed.checkpoint.api.CheckpointException`",
+    "DataError": "`ValueError` of `torch.utils.data.DataLoader`",
+    "DriftError": "None",
+    "InputError": "`ValueError`",
+    "JobError": "`pydantic.ValidationError`",
+    "LayoutError": "`ValueError` of `accelerate.ParallelismConfig`",
+    "ModelError": "`RuntimeError` of `torch.nn.Module`",
+    "NonFiniteError": "`RuntimeError` of `torch.autograd.detect_anomaly`",
+    "OutOfMemoryError": "`torch.OutOfMemoryError`",
+    "RecordError": "None",
+    "RepeatError": "`torch.utils.checkpoint.CheckpointError`",
+    "RunError": "`RuntimeError`",
+    "SamestepError": "`Exception`",
+    "SaveError": "`OSError`",
+    "SpikeError": "None",
+    "UnprovenError": "None",
+    "WorkerError": "`torch.distributed.elastic.multiprocessing.errors.ChildFailedError`",
     "CheckpointTable": "`save_*` of `transformers.TrainingArguments`, `accelerate.ProjectConfiguration`",
     "DataTable": "`accelerate.DataLoaderConfiguration`",
     "ModelTable": "`transformers.PretrainedConfig`, `peft.LoraConfig`",
@@ -173,7 +190,9 @@ _OF_RUN = {
 def counterparts() -> str:
     """Every public name, what it is, and its nearest counterpart."""
     lines = ["| name | what it is | nearest counterpart |", "| --- | --- | --- |"]
-    lines += [f"| `samestep.{name}` | {_first(getattr(samestep, name))} | {NEAREST[name]} |" for name in public_names()]
+    lines += [
+        f"| `samestep.{name}` | {_first(getattr(samestep, name))} | {NEAREST[name]} |" for name in samestep.__all__
+    ]
     return "\n".join(
         [*lines, *(f"| `run.{name}` | {_first(getattr(Run, name))} | {near} |" for name, near in _OF_RUN.items())]
     )

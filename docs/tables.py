@@ -212,7 +212,7 @@ TECHNIQUES = (
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py tracing/experts.py"),
     (
         "batch norm",
-        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/one_group_norm.py program/step.py tracing/batch_norms.py",
+        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/group_statistics.py program/step.py tracing/batch_norms.py",
     ),
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (

@@ -5,7 +5,8 @@
 
 An interpreter runs the builds of torch in `WHEELS` that are made for it, each in an environment of its own below
 `.venv/matrix`, with what samestep and its tests need beside torch; without wheels, the torch that it has. No torch is
-downloaded: a pair for which there is none is printed as not run.
+downloaded: a pair for which there is none is printed as not run. An interpreter for which there is no torch at all runs the
+laws that need none (`without_torch.py`), in an environment of its own too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shutil import which
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / ".venv" / "matrix"
 FAST = ("tests/laws", "tests/unit", "tests/seams")
+WITHOUT_TORCH = ("--noconftest", "-p", "tests.without_torch", "tests/laws")
 TORCHES = ("2.11", "2.13")
 """The releases of torch that the documents promise."""
 _WHEEL = re.compile(r"torch-(?P<version>\d+\.\d+)[^-]*-cp(?P<python>\d+)-")
@@ -78,8 +80,8 @@ def wheels_for(python: Interpreter, wheels: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def environment(python: Interpreter, release: str, wheel: str) -> str:
-    """Return the interpreter of an environment with a wheel of torch and what the tests need; make it if it is missing."""
+def environment(python: Interpreter, release: str, wheel: str | None) -> str:
+    """Return the interpreter of an environment with a wheel of torch, or with none, and what the tests need; make it if it is missing."""
     home = HOME / f"py{python.version}-torch{release}"
     inside = str(home / "bin" / "python")
     if not (home / "ready").exists():
@@ -89,16 +91,29 @@ def environment(python: Interpreter, release: str, wheel: str) -> str:
         limits.write_text("\n".join(line for line in pinned if not line.startswith("torch==")) + "\n")
         pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(limits)]
         # The wheel is named again beside samestep, so that its range of versions lets pip look for no other.
-        for command in ([python.path, "-m", "venv", str(home)], [*pip, wheel, "--editable", f"{ROOT}[dev]"]):
+        needed = (
+            [[wheel, "--editable", f"{ROOT}[dev]"]]
+            if wheel
+            else [beside_torch(), ["--no-deps", "--editable", str(ROOT)]]
+        )
+        for command in ([python.path, "-m", "venv", str(home)], *([*pip, *words] for words in needed)):
             subprocess.run(command, check=True)
         (home / "ready").touch()
     return inside
 
 
-def fast_tests(inside: str) -> str:
-    """Run the fast tests with an interpreter; return one word on how they ended."""
-    paths = os.environ.get("TESTS", "").split() or FAST
-    known = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))}
+def beside_torch() -> list[str]:
+    """Return the packages that samestep and its laws need beside torch."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [*(word for word in needed if not word.startswith("torch")), "hypothesis", "pytest"]
+
+
+def fast_tests(inside: str, *words: str) -> str:
+    """Run the fast tests with an interpreter, or others; return one word on how they ended."""
+    paths = words or os.environ.get("TESTS", "").split() or FAST
+    known = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    }
     ended = subprocess.run([inside, "-m", "pytest", "-q", *paths], cwd=ROOT, env=os.environ | known, check=False)
     return "passed" if ended.returncode == 0 else f"failed (exit status {ended.returncode})"
 
@@ -108,18 +123,21 @@ def main() -> int:
     wheels = [path for pattern in os.environ.get("WHEELS", "").split() for path in sorted(glob(pattern))]
     ended: dict[tuple[str, str], str] = {}
     for python in interpreters(os.environ.get("PYTHONS", "").split()):
-        made_for = wheels_for(python, wheels)
+        made_for: dict[str, str | None] = {**wheels_for(python, wheels)}
+        if not made_for and python.torch:
+            ended[python.version, ".".join(python.torch.split(".")[:2])] = fast_tests(python.path)
+        elif not made_for and not any(version == python.version for version, _ in ended):
+            made_for = {"none": None}
         for release, wheel in made_for.items():
             if (python.version, release) in ended:
                 continue
             try:
-                ended[python.version, release] = fast_tests(environment(python, release, wheel))
+                inside = environment(python, release, wheel)
+                ended[python.version, release] = fast_tests(inside, *(() if wheel else WITHOUT_TORCH))
             except subprocess.CalledProcessError as error:
                 ended[python.version, release] = f"no environment: {' '.join(map(str, error.cmd[:4]))} failed"
-        if not made_for and python.torch:
-            ended[python.version, ".".join(python.torch.split(".")[:2])] = fast_tests(python.path)
     for version in sorted({*supported(), *(version for version, _ in ended)}, key=lambda v: int(v.split(".")[1])):
-        for release in sorted({*TORCHES, *(release for _, release in ended)}):
+        for release in sorted({*TORCHES, *(release for of, release in ended if of == version or release != "none")}):
             missing = f"not run: no torch {release} for Python {version} in WHEELS, and none installed"
             print(f"Python {version}, torch {release}: {ended.get((version, release), missing)}")
     return 0 if ended and set(ended.values()) == {"passed"} else 1

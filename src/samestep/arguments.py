@@ -169,8 +169,6 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--prove", action="store_true", help=about)
     about = "record where the time goes, for `samestep explain`: N steps, or steps A to B"
     parser.add_argument("--record", metavar="N|A:B", help=about)
-    about = "run torch.profiler in the recorded steps; `samestep explain` then shows the kernels of each block"
-    parser.add_argument("--kernels", action="store_true", help=about)
     about = "print the resolved job and the bytes and samples of each rank, then exit"
     parser.add_argument("--dry-run", action="store_true", help=about)
 

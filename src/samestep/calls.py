@@ -129,11 +129,22 @@ def _optimizer(name: str, value: Any) -> None:
     _takes(name, value, ([],), f"one argument, a list of parameters. Use {works}", JobError)
 
 
+def _loss(name: str, value: Any) -> None:
+    if not callable(value) and not isinstance(value, str):
+        works = "a loss of torch, such as nn.CrossEntropyLoss(), a function of (outputs, batch) -> (sum, count)"
+        _refuse(name, value, f'{works}, or "model" for the loss that the forward returns', JobError)
+
+
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
         _refuse(name, value, works, JobError)
     _takes(name, value, (None, None), f"two arguments. Use {works}", JobError)
+
+
+def _op(name: str, value: Any) -> None:
+    if not hasattr(value, "overloads") and not hasattr(value, "overloadpacket"):
+        _refuse(name, value, "an operation of torch.ops, such as torch.ops.mylib.scan", ModelError)
 
 
 def _main(name: str, value: Any) -> None:
@@ -171,7 +182,7 @@ def _kind(value: Any) -> str:
 
 
 _KINDS: dict[str, Callable[[str, Any], None]] = {
-    "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "metrics": _measure, "main": _main,
+    "job": _job, "layout": _layout, "model": _model, "loss": _loss, "optimizer": _optimizer, "metrics": _measure, "main": _main, "op": _op, "along": _count,
     "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,
     "layouts": _several, "rows": _several, "args": _several, "hardware": _hardware, "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
 }  # fmt: skip

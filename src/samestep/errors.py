@@ -206,12 +206,13 @@ _REMOVED = {
     "exchange_parts": "exchange_every, which exchanges all weights",
     "exchange_delay": "exchange_every, which exchanges all weights after one step",
     "exchange_mix": "exchange_every, which exchanges all weights after one step",
+    "record_kernels": "run.profile, which writes a trace of the kernels",
 }
 """Words that jobs of earlier versions may have, and what to use in their place."""
 
 
-_ASKS_FOR_NOTHING = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
-"""Keys of `numerics` in jobs of earlier versions, with the values that ask for nothing."""
+_ASKS_FOR_NOTHING = {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5, "record_kernels": False}
+"""Keys in jobs of earlier versions, with the values that ask for nothing."""
 
 
 def without_removed(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Hardware:
     """Fraction of a dtype's peak that the best large product reaches; under `attention` the fraction of
     FlashAttention-2, forward and backward, with long heads of 128 and without a mask."""
     attention_kernel: Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"] = "sdpa"
-    """Family of kernels that computes a fused attention (`wings/plan/simulation/attention.py`)."""
+    """Family of kernels that computes a fused attention (`wings/plan/simulation/kernel_rates.py`)."""
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )
@@ -274,15 +274,6 @@ def own() -> Hardware | None:
     return load(OWN) if _is_measured() else None
 
 
-def own_or(name: str) -> Hardware:
-    """Return the measured profile of this machine, or the named profile if there is none.
-
-    Raises:
-        InputError: the profile that is read has mistakes; each is named.
-    """
-    return own() or load(name)
-
-
 def of_device(device_name: str) -> Hardware | None:
     """Return the profile of a GPU by the name that its driver gives it; None if no profile has that name."""
     return next((machine for machine in map(load, profiles()) if device_name in machine.device_names), None)
@@ -295,7 +286,7 @@ def resolve_hardware(hardware: Hardware | str | Path | None) -> Hardware:
         InputError: there is no such profile or file, or it has mistakes; each is named.
     """
     if hardware is None:
-        return own_or("cpu-laptop")
+        return own() or load("cpu-laptop")
     return hardware if isinstance(hardware, Hardware) else load(hardware)
 
 

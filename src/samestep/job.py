@@ -93,24 +93,18 @@ class Job(Table):
         Raises:
             JobError: one name is given, and no list.
         """
-        if isinstance(stages, str):
-            raise JobError(
-                "argument-type", f"stages={stages!r} is one name, and a list is read. Use stages=[{stages!r}]"
-            )
-        if isinstance(offload, str):
-            raise JobError(
-                "argument-type",
-                f"offload={offload!r} is one name, and a list is read. Use offload=[{offload!r}]",
-            )
         named = {"stages": stages, "offload": offload}
+        for key, names in named.items():
+            if isinstance(names, str):
+                text = f"{key}={names!r} is one name, and a list is read. Use {key}=[{names!r}]"
+                raise JobError("argument-type", text)
         changes = {key: tuple(names) for key, names in named.items() if names is not None}
         return self.model_copy(update={"model": self.model.model_copy(update=changes)})
 
-    def set_keys(self, *within: str) -> set[str]:
-        """Return the keys of two parts, such as `optimizer.lr`, whose values are not the default, in these tables or of these names."""
-        tables = self.model_dump(exclude_defaults=True)
-        keys = {f"{table}.{key}" for table, values in tables.items() for key in values}
-        return {key for key in keys if key in within or key.partition(".")[0] in within}
+    def set_keys(self, *tables: str) -> set[str]:
+        """Return the keys of these tables whose values are not the default, in two parts, such as `optimizer.lr`."""
+        values = self.model_dump(exclude_defaults=True, include=set(tables))
+        return {f"{table}.{key}" for table, keys in values.items() for key in keys}
 
     def to_toml(self, *, with_folder: bool = False) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.

@@ -144,8 +144,6 @@ class TrainKeys(TypedDict, total=False):
     compared. 0: only the check of samples in the first step."""
     record: str | int
     """Steps to record, operation by operation, for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
-    record_kernels: bool
-    """Whether torch.profiler also runs in recorded steps: `samestep explain` then shows the kernels of each block, and the steps take longer."""
 
 class OptimizerKeys(TypedDict, total=False):
     """Keys of `OptimizerTable`."""

@@ -87,6 +87,11 @@ class Table(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _removed_keys_may_ask_for_nothing(cls, keys: Any) -> Any:
+        return without_removed(keys) if isinstance(keys, dict) else keys
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
@@ -306,8 +311,6 @@ class TrainTable(Table):
     compared. 0: only the check of samples in the first step."""
     record: str = ""
     """Steps to record, operation by operation, for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
-    record_kernels: bool = False
-    """Whether torch.profiler also runs in recorded steps: `samestep explain` then shows the kernels of each block, and the steps take longer."""
 
     @field_validator("record", mode="before")
     @classmethod
@@ -364,11 +367,6 @@ class NumericsTable(Table):
     """fp16 only: initial loss scale. An overflow halves it and skips the step."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2000
     """fp16 only: steps without an overflow before the loss scale doubles."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _removed_keys_may_ask_for_nothing(cls, keys: Any) -> Any:
-        return without_removed(keys) if isinstance(keys, dict) else keys
 
 
 class CheckpointTable(Table):

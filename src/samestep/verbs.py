@@ -26,7 +26,6 @@ def train(words: Namespace) -> Result:
     if goes_on:
         words.job = out / run_folder.JOB
     words.set += [f"train.record={words.record}"] if words.record else []
-    words.set += ["train.record_kernels=true"] if words.kernels else []
     job = allowing(words)
     if goes_on and "code" not in words.allow:
         from samestep.training import foreign_code

@@ -3,7 +3,7 @@
     flap            the cable of one host is pulled for 1 to 4 s: nothing may happen, but a pause
     partition       it stays pulled: the leading host goes on with its own ranks, and the other one ends
     host            all processes of the following host are killed: the leading one goes on
-    leading host    those of the leading host are killed: the following one leads, and goes on
+    leading host    those of the leading host are killed: the following one ends, and resumes the run alone
 
 `make crashes` takes them in turn with others (`sweep.py`).
 """
@@ -53,11 +53,17 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
     pids = [small.in_background(words, folder / host.address, host.name) for host in hosts]
     small.wait_for(lambda: _steps(run) >= 6)
     leads = hosts[1 if fault == "leading host" else 0]
+    noted = ""
     with _harmed(fault, drawn, hosts, pids) as pulled_s:
         before, began = _steps(run), time.monotonic()
         time.sleep(0.2)  # what was on its way arrives
         before = max(before, _steps(run))
         time.sleep(pulled_s)
+        if fault == "leading host":
+            ended, noted = small.status_of(pids[1], 180), (folder / leads.address / "err").read_text()
+            alone = ["train", *small.settings(**KEYS), "--layout", "dp=1", "--out", str(run), "--auto-resume"]
+            pids = [pids[0], small.in_background(alone, folder / leads.address, leads.name)]
+            assert ended == 1, noted
         if fault != "flap":
             small.wait_for(lambda: "resumes after step" in _said(folder, leads))
             small.wait_for(lambda: _steps(run) > _resumed_at(_said(folder, leads)))
@@ -69,7 +75,7 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
     gone = -signal.SIGKILL
     expected = {"flap": [0, 0], "partition": [0, 1], "host": [0, gone], "leading host": [gone, 0]}[fault]
     words = {"flap": "", "leading host": "the leading host"}.get(fault, "is lost with its host")
-    noticed = words in said and ("is lost" in said) == (words.startswith("is lost"))
+    noticed = words in (noted or said) and ("is lost" in said) == (words.startswith("is lost"))
     lost = 0 if fault == "flap" else max(0, before - _resumed_at(said))
     wrong = any(abs(one - other) > 1e-9 * abs(other) for one, other in zip(found, losses, strict=False))
     recovered = statuses == expected and len(found) == STEPS

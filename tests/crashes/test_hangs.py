@@ -23,7 +23,7 @@ import samestep
 from samestep.errors import WorkerError
 from samestep.job import Job
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.guards import own_collectives
+from samestep.runtime.guards import loss_trials
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
@@ -388,9 +388,7 @@ def test_a_first_step_of_an_own_loop_that_hangs_ends_in_a_line(
         backward(interpreter, task, loss)
 
     monkeypatch.setattr(Interpreter, "_backward", waiting)
-    monkeypatch.setattr(
-        own_collectives, "refuse_collectives", contextlib.nullcontext
-    )  # which names the function `waiting`
+    monkeypatch.setattr(loss_trials, "refuse_collectives", contextlib.nullcontext)  # which names the function `waiting`
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     with pytest.raises(WorkerError) as ended:
         samestep.launch(_loop, (hang_s, limit_s), ranks=2, timeout_s=limit_s)

@@ -279,15 +279,3 @@ def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
         "3 ranks are left, and no layout of 1 to 3 ranks is 'dp=1 tp=4' with smaller data degrees. Use a number of ranks that "
         "4 divides, or --layout auto, which plans again"
     ) in capfd.readouterr().err
-
-
-def test_only_a_run_that_has_died_leaves_its_lock_behind(tmp_path: Path) -> None:
-    with run_folder.claim_folder(tmp_path, is_new=False):
-        lock = run_folder.lock_of(tmp_path)
-        assert run_folder.is_held(tmp_path)
-        assert not run_folder.is_left_behind(tmp_path, lock, 0.0)  # it lives
-    assert not run_folder.is_held(tmp_path)
-    assert not run_folder.is_left_behind(tmp_path, lock, 0.0)  # it has ended
-    (tmp_path / ".lock").write_text(lock)
-    assert run_folder.is_left_behind(tmp_path, lock, 0.0)
-    assert not run_folder.is_left_behind(tmp_path, "another run's", 0.0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from samestep import hardware
 from samestep.models.layer_parts import Product
-from samestep.wings.plan.simulation import attention, cost
-from samestep.wings.plan.simulation.attention import Family
+from samestep.wings.plan.simulation import cost, kernel_rates
+from samestep.wings.plan.simulation.kernel_rates import Family
 from tests.laws.models import LAW
 
 GPU = hardware.load("h100x8")
@@ -48,8 +48,10 @@ def flops_per_s(
     """FLOP/s of heads of one length, as many as hold 16,384 tokens with 2,048 elements each."""
     heads = heads or 16384 // length * 2048 // head
     reached = PEAK * GPU.efficiency["attention"]
-    took_s = attention.scores_s(family, backward, head, length, length, heads, attended, reached, PEAK, GPU.num_units)
-    flops = 4 * length * length * head * heads * attended * (attention.BACKWARD if backward else 1)
+    took_s = kernel_rates.scores_s(
+        family, backward, head, length, length, heads, attended, reached, PEAK, GPU.num_units
+    )
+    flops = 4 * length * length * head * heads * attended * (kernel_rates.BACKWARD if backward else 1)
     return flops / took_s
 
 
@@ -68,7 +70,7 @@ def test_each_family_reaches_what_was_published_of_it(backward: bool, published:
 
 @LAW
 @given(
-    st.sampled_from(sorted(attention.KERNELS)), st.sampled_from((32, 64, 96, 128, 192)), st.integers(8, 16),
+    st.sampled_from(sorted(kernel_rates.KERNELS)), st.sampled_from((32, 64, 96, 128, 192)), st.integers(8, 16),
     st.booleans(), st.sampled_from((1.0, 0.5)),
 )  # fmt: skip
 def test_longer_sequences_and_larger_heads_reach_no_less_and_nothing_exceeds_the_peak(
@@ -93,7 +95,7 @@ def test_the_family_is_a_word_of_the_profile_and_torch_chooses_by_default() -> N
     dtypes = cost._Dtypes("bfloat16", "bfloat16", "float32")
     times = {
         word: cost._attention_s(product, 1, False, dtypes, replace(GPU, attention_kernel=word))
-        for word in attention.KERNELS
+        for word in kernel_rates.KERNELS
     }
     assert GPU.attention_kernel == "sdpa"
     assert times["sdpa"] == times["flash-2"]

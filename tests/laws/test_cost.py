@@ -23,7 +23,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.strategies import program_of
-from samestep.wings.plan.simulation import attention, clock, cost, tiles
+from samestep.wings.plan.simulation import clock, cost, kernel_rates
 from tests.laws.models import LAW
 
 GPU = hardware.load("a100-80x8")
@@ -100,7 +100,7 @@ def test_a_large_product_reaches_what_large_products_reach() -> None:
 
 
 def test_one_tile_more_than_the_device_has_units_is_another_wave() -> None:
-    full = Product(rows=256 * GPU.num_units, inner=2 * tiles.SPLIT - 64, columns=128)
+    full = Product(rows=256 * GPU.num_units, inner=2 * kernel_rates.SPLIT - 64, columns=128)
     more = replace(full, rows=full.rows + 1)
     assert price(layer_of(more), OpKind.FORWARD) > 1.15 * price(layer_of(full), OpKind.FORWARD)
 
@@ -116,8 +116,8 @@ def test_the_last_wave_of_a_long_product_is_filled(columns: int, inner: int) -> 
 
 @pytest.mark.parametrize("rows", [256 * GPU.num_units, 257 * GPU.num_units, 1024])
 def test_longer_products_take_longer_however_they_are_split(rows: int) -> None:
-    product = Product(rows=rows, inner=tiles.SPLIT, columns=128)
-    times = [price(layer_of(replace(product, inner=tiles.SPLIT * n // 2)), OpKind.FORWARD) for n in range(2, 12)]
+    product = Product(rows=rows, inner=kernel_rates.SPLIT, columns=128)
+    times = [price(layer_of(replace(product, inner=kernel_rates.SPLIT * n // 2)), OpKind.FORWARD) for n in range(2, 12)]
     assert times == sorted(times)
 
 
@@ -138,7 +138,7 @@ def test_a_causal_kernel_does_half_at_a_lower_rate_and_a_frozen_weight_has_no_gr
     whole = Product(rows=4096, inner=256, columns=4096, count=32, factors="attention")
     causal = replace(whole, factors="causal")
     ratio = price(layer_of(causal), OpKind.FORWARD) / price(layer_of(whole), OpKind.FORWARD)
-    assert 0.5 / attention.FLASH_2.causal <= ratio < 0.6
+    assert 0.5 / kernel_rates.FLASH_2.causal <= ratio < 0.6
     trained = Product(rows=4096, inner=4096, columns=4096)
     frozen = replace(trained, factors="frozen")
     assert price(layer_of(frozen), OpKind.BACKWARD) < 0.55 * price(layer_of(trained), OpKind.BACKWARD)

@@ -72,4 +72,5 @@ def test_keys_of_streams_were_removed_and_ask_for_nothing_at_their_defaults(key:
     assert raised.value.code == "job-value-removed"
     tables = Job().model_dump()
     tables["numerics"] |= {"exchange_parts": 1, "exchange_delay": 0, "exchange_mix": 0.5}
+    tables["train"]["record_kernels"] = False
     assert Job(**tables) == Job()

@@ -67,12 +67,6 @@ def test_what_was_bounded_before_does_not_matter(what: str, precision: str, batc
 @pytest.mark.parametrize(
     ("name", "length", "batch", "words"),
     [
-        # A table of tokens that the head shares is gathered whole, and its gradient is there until the next ones are reduced.
-        ("gpt3-175b", 2048, 1536, "dp=256 tp=2 sequence_parallel zero=3 microbatch=4 recompute=alternate"),
-        ("gpt3-175b", 2048, 1536, "dp=128 tp=2 cp=2 exchange=ring zero=3 microbatch=8 loss_chunk=1024 recompute=alternate"),
-        ("gpt3-175b", 2048, 1536, "dp_replicate=2 dp_shard=64 tp=4 sequence_parallel zero=3 microbatch=8 recompute=alternate"),
-        ("llama3-70b", 8192, 1024, "dp_replicate=2 dp_shard=128 tp=2 zero=3 microbatch=1 recompute=selective"),
-        ("llama3-70b", 8192, 1024, "dp_replicate=2 dp_shard=128 tp=2 zero=3 microbatch=1 loss_chunk=4096 recompute=selective"),
         # Stages keep what they have sent each other.
         (
             "deepseek-v3", 4096, 15360,

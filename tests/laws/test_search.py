@@ -26,7 +26,6 @@ from samestep.optimizer_tables import OptimizerTable
 from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder, refusal_of
 from samestep.wings.plan import ranking, search
-from samestep.wings.plan.bounds.body_seconds import smallest
 from samestep.wings.plan.bounds.layer_costs import COUNTED, Prices
 from samestep.wings.plan.bounds.least_memory import Needs
 from samestep.wings.plan.bounds.step_time import Bounds
@@ -159,9 +158,7 @@ def test_a_bound_is_never_above_what_it_bounds(
         degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step, plays=True)
     ) <= played.step_s * (1 + 1e-9)
     waits_s = bounds.least_s(chunked, [base])
-    of_sizes = in_chunks(model, given_job, degrees.but(recompute=data.draw(st.sampled_from(policies))), hardware)
-    (of_size_s,) = bounds.sizes_s(of_sizes, [layout], [smallest(step).microbatch_samples])
-    assert max(degrees_s, waits_s, of_size_s, bounds.sharded_s(step)) <= played.step_s * (1 + 1e-9)
+    assert max(degrees_s, waits_s, bounds.sharded_s(step)) <= played.step_s * (1 + 1e-9)
     assert max(first_bytes, group_bytes, split_need, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
@@ -226,19 +223,6 @@ def test_chunks_of_the_loss_leave_stages_where_they_are(words: str, cuts_loss: b
     assert len(steps) > 1
     assert len({prices.cut(step).flops for step in steps}) == 1
     assert len({prices.runs(step).counts for step in steps}) == 1
-
-
-def test_many_samples_at_once_are_bounded_by_what_stages_wait_for_them() -> None:
-    model, hardware = preset("llama3-8b", 8192), load("h100x8")
-    given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64}, numerics={"precision": "bf16"})
-    bounds = Bounds(Prices(model, given_job, hardware))
-    degrees = Layout(dp_replicate=2, pp=8)
-    steps, every = in_chunks(model, given_job, degrees, hardware), list(candidates.vary_schedules(degrees, model))
-    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
-    one_s, many_s = bounds.sizes_s(steps, every, [1, 8])
-    assert 1.2 * own_s < one_s < many_s < 2 * own_s  # of 32 samples a rank; the last stage has the head
-    assert many_s - one_s > 0.1 * own_s
-    assert bounds.sizes_s(steps, [degrees], [8]) > [many_s]  # 1f1b waits longest
 
 
 def test_every_model_and_every_axis_is_tried() -> None:
@@ -327,7 +311,9 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
     prices, played = Prices(model, given_job, hardware), predict(model, given_job, layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     assert bounds.step_s(step) > 0.85 * played.step_s
-    assert needs.need(step).total > 0.95 * (played.peak.total - played.peak.overhead)
+    # The bound has no unit of a single layer that is gathered, and whose gradients are there, for its backward.
+    of_units = played.peak.buffers + played.peak.gradients if layout.zero == 3 else 0
+    assert needs.need(step).total > 0.95 * (played.peak.total - played.peak.overhead - of_units)
 
 
 @pytest.mark.parametrize(

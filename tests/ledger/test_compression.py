@@ -102,7 +102,7 @@ def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int,
     if isinstance(store, Replicated):
         return bytes_of([*store.codes.exchanges.values()]), predicted
     shards = store.codes._shards.values()
-    scattered = [scatter.exchange for scatter in store.codes.scatters.of_unit.values()]
+    scattered = [scatter.exchange for scatter in store.codes.scatters.values()]
     copies = sum(one.numel() * one.element_size() for shard in shards for one in shard.buffers)
     return copies + bytes_of([*scattered, *(shard.exchange for shard in shards)]), predicted
 

@@ -1,4 +1,5 @@
-"""Buffers of a loss that follow the samples of the step are those of a plain loop in every layout, whatever else calls the loss."""
+"""Buffers of a loss that follow the samples of the step are those of a plain loop in every layout, whatever else calls the loss; and values
+that a loss or a model keeps outside of modules are resumed."""
 
 from __future__ import annotations
 
@@ -207,3 +208,160 @@ PAIRS = [("dp=2", "pp=2 microbatch=4"), ("pp=2 microbatch=4", "dp=2 zero=3"), ("
 def test_a_resumed_run_has_what_the_loss_kept(name: str, layouts: tuple[str, str], tmp_path: Path) -> None:
     for losses in pool(2).run(resumed, name, layouts, str(tmp_path)):
         assert losses == pytest.approx(plain(name), rel=TOLERANCE)
+
+
+def _shrinking(logits: Tensor, batch: Any, scale: float) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits, batch[1], reduction="sum") * scale, len(logits)
+
+
+class Scale:
+    """A number that is smaller each time it is asked for."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def next(self) -> float:
+        value, self.value = self.value, 0.9 * self.value
+        return value
+
+
+class Shrinking(Scale):
+    """A loss that is an object, with a number of its own."""
+
+    def __call__(self, logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return _shrinking(logits, batch, self.next())
+
+
+class Slotted:
+    """The same in a slot, as a tensor."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = torch.ones((), dtype=torch.float64)
+
+    def __call__(self, logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        value, self.value = self.value, self.value * 0.9
+        return _shrinking(logits, batch, float(value))
+
+
+class Holding(nn.Module):
+    """A module that has the number in an object, or in a list of numbers that it adds to."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        if isinstance(self.held, Scale):
+            return _shrinking(logits, batch, self.held.next())
+        self.held.append(0.9 * self.held[-1])
+        return _shrinking(logits, batch, self.held[-2])
+
+
+def _of_closure() -> Callable[..., Any]:
+    scale = 1.0
+
+    def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        nonlocal scale
+        value, scale = scale, 0.9 * scale
+        return _shrinking(logits, batch, value)
+
+    return loss
+
+
+def _of_default() -> Callable[..., Any]:
+    def loss(logits: Tensor, batch: Any, scale: Any = Scale()) -> tuple[Tensor, int]:  # noqa: B008
+        return _shrinking(logits, batch, scale.next())
+
+    return loss
+
+
+def _mean_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss around the mean of another one."""
+
+    def mean(logits: Tensor, batch: Any) -> Tensor:
+        total, count = loss(logits, batch)
+        return total / count
+
+    return samestep.mean_over("samples", mean)
+
+
+SHRINKING: dict[str, Callable[[], Any]] = {
+    "object": Shrinking,
+    "method": lambda: Shrinking().__call__,
+    "partial": lambda: functools.partial(Shrinking()),
+    "slot": Slotted,
+    "module with an object": lambda: Holding(Scale()),
+    "module with a list": lambda: Holding([1.0]),
+    "closure": _of_closure,
+    "default": _of_default,
+    "whole batch": lambda: samestep.whole_batch(Shrinking()),
+    "mean": lambda: _mean_of(Shrinking()),
+    "mean of a module": lambda: _mean_of(Holding(Scale())),
+}
+"""Losses with one value, in which each kind keeps a number of its own in another place."""
+LOSSES |= SHRINKING
+
+
+@pytest.mark.parametrize("name", SHRINKING)
+def test_a_number_that_a_loss_keeps_is_that_of_the_steps_and_is_resumed(name: str, tmp_path: Path) -> None:
+    model, loss = _model(), Shrinking()
+    optimizer, expected = _sgd(model.parameters()), []
+    for batch in BATCHES:
+        total, count = loss(model(batch[0]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        expected.append(float(total.detach() / count))
+    assert resumed(0, 1, name, ("dp=1", "dp=1"), str(tmp_path)) == pytest.approx(expected, rel=TOLERANCE)
+
+
+KEPT = Scale()
+"""A variable of this file that a model's code changes."""
+
+
+class Counted(nn.Module):
+    """A model whose outputs shrink with each forward, by a number in a variable of the file."""
+
+    value = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _model()
+
+    def scale(self) -> float:
+        return KEPT.next()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale()
+
+
+class CountedByClass(Counted):
+    """The same in an attribute of the class."""
+
+    def scale(self) -> float:
+        value = CountedByClass.value
+        CountedByClass.value = 0.9 * value
+        return value
+
+
+def _summed(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits, batch[1], reduction="sum"), len(logits)
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedByClass])
+def test_a_variable_that_a_forward_changes_is_resumed(kind: type[Counted], tmp_path: Path) -> None:
+    def begun() -> samestep.Run:
+        KEPT.value = CountedByClass.value = 1.0
+        return samestep.parallelize(kind, _summed, _sgd, layout="dp=1", job=JOB)
+
+    run = begun()
+    expected = [run.step(batch).loss for batch in BATCHES]
+    first = begun()
+    for batch in BATCHES[:2]:
+        first.step(batch)
+    first.save(tmp_path)
+    second = begun()
+    second.load(tmp_path)
+    assert [second.step(batch).loss for batch in BATCHES[2:]] == expected[2:]

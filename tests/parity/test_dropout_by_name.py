@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep import Job, batches, parallelize
 from samestep.randomness.mode import _TRACKERS, DropoutMode
-from samestep.randomness.replacements import Watch
 from tests.pool import pool
 
 STEPS = 7
@@ -79,18 +78,18 @@ def loss(outputs: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
     return (outputs - batch[1]).square().sum(), len(outputs)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Watch]] = {
-    "plain": (Mixer, Watch.BY_NAMES),
-    "recomputed": (lambda: Mixer(recomputes=True), Watch.BY_NAMES),
-    "imported": (lambda: Mixer(by_import), Watch.BY_NAMES),
-    "kept": (Kept, Watch.ALWAYS_BY_MODE),
-    "another": (lambda: Mixer(other_dropout), Watch.ALWAYS_BY_MODE),
-    "later": (lambda: Mixer(later), Watch.ALWAYS_BY_MODE),
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "plain": (Mixer, False),
+    "recomputed": (lambda: Mixer(recomputes=True), False),
+    "imported": (lambda: Mixer(by_import), False),
+    "kept": (Kept, True),
+    "another": (lambda: Mixer(other_dropout), True),
+    "later": (lambda: Mixer(later), True),
 }
 
 
-def losses(name: str, layout: str, precision: str) -> tuple[list[float], Watch]:
-    """Return the losses of some steps, and how the last forward was watched."""
+def losses(name: str, layout: str, precision: str) -> tuple[list[float], bool]:
+    """Return the losses of some steps, and whether the model needs the mode."""
     job = Job(
         train={"global_batch": 4, "steps": STEPS, "watch_every": 0},
         numerics={"precision": precision},
@@ -99,15 +98,15 @@ def losses(name: str, layout: str, precision: str) -> tuple[list[float], Watch]:
     made = MODELS[name][0]
     run = parallelize(made, loss, lambda params: torch.optim.SGD(params, lr=0.01), layout=layout, job=job)
     found = [run.step(batch).loss for batch in batches(Samples(), job)]
-    return found, _TRACKERS[run.model].names.watch
+    return found, _TRACKERS[run.model].names.needs_mode
 
 
-def both(rank: int, world: int, name: str, layout: str, precision: str) -> tuple[list[float], list[float], Watch]:
-    """Return the losses with names, those under the mode alone, and how forwards were watched at the end."""
-    by_names, watch = losses(name, layout, precision)
+def both(rank: int, world: int, name: str, layout: str, precision: str) -> tuple[list[float], list[float], bool]:
+    """Return the losses with names, those under the mode alone, and whether the model needs the mode."""
+    by_names, needs_mode = losses(name, layout, precision)
     with mock.patch.object(DropoutMode, "may_go_by_name", lambda self: self):
         by_mode, _ = losses(name, layout, precision)
-    return by_names, by_mode, watch
+    return by_names, by_mode, needs_mode
 
 
 CASES = [
@@ -123,4 +122,6 @@ def test_names_draw_the_masks_of_the_mode(name: str, layout: str, precision: str
     found = pool(world).run(both, name, layout, precision)
     for by_names, by_mode, _ in found:
         assert by_names == by_mode
-    assert MODELS[name][1] in {watch for *_, watch in found}  # a rank that draws no such mask goes on by names
+    assert MODELS[name][1] in {
+        needs_mode for *_, needs_mode in found
+    }  # a rank that draws no such mask goes on by names

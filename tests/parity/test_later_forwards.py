@@ -54,6 +54,33 @@ class Later(nn.Module):
         return self.last(CHANGES[self.change](h) if self._begins(x) else h)
 
 
+class Attentive(nn.Module):
+    """A block of causal attention between tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class LaterTokens(Later):
+    """The same after each block of a causal model of tokens."""
+
+    def __init__(self, when: str, change: str) -> None:
+        super().__init__(when, change)
+        self.first, self.last = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList(Attentive() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, begins = self.first(x), self._begins(x)
+        for block in self.blocks:
+            h = CHANGES[self.change](block(h)) if begins else block(h)
+        return self.last(h)
+
+
 CHANGES = {
     "centred": lambda h: h - h.mean(0),
     "centred without a gradient": lambda h: h - h.detach().mean(0),
@@ -61,6 +88,13 @@ CHANGES = {
     "mixed": lambda h: 0.5 * (h + h.flip(0)),
     "of each": lambda h: h - h.mean(1, keepdim=True),
     "by element": lambda h: 0.5 * h.sin() + h,
+    "of features, without a gradient": lambda h: h - h.detach().mean(-1, keepdim=True),
+    "shares": lambda h: h.softmax(-1),
+    "turned": lambda h: h + h.flip(-1),
+    "counted": lambda h: h / h.shape[-1],
+    "of tokens": lambda h: h - h.mean(1, keepdim=True),
+    "tokens summed up": lambda h: h.detach().cumsum(1) + h,
+    "the token before": lambda h: h + F.pad(h[:, :-1], (0, 0, 1, 0)),
 }
 COUPLED = [
     ("dp=2", "a flag of the loop", "centred"),
@@ -69,7 +103,19 @@ COUPLED = [
     ("dp=2 zero=3", "a buffer", "centred without a gradient"),
     ("dp=1 microbatch=4", "a global", "mixed"),
 ]
+PARTS = [
+    ("tp=2", "a flag of the loop", "of features, without a gradient"),
+    ("tp=2", "a counter", "shares"),
+    ("tp=2", "a global", "turned"),
+    ("tp=2", "a global", "counted"),
+    ("cp=2", "a counter", "of tokens"),
+    ("cp=2", "a flag of the loop", "tokens summed up"),
+    ("cp=2", "a global", "the token before"),
+]
+"""Layouts in which ranks have parts of what meets later."""
 APART = [
+    ("cp=2", "a global", "by element"),
+    ("cp=2", "a counter", "of features, without a gradient"),
     ("dp=2", "a flag of the loop", "of each"),
     ("dp=1 microbatch=4", "a global", "of each"),
     ("dp=2 zero=3", "a counter", "of each"),
@@ -78,9 +124,15 @@ APART = [
 ]
 
 
-def built(when: str, change: str) -> nn.Module:
+def built(when: str, change: str, layout: str = "") -> nn.Module:
     torch.manual_seed(3)
-    return Later(when, change).double()
+    return (LaterTokens if "cp" in layout else Later)(when, change).double()
+
+
+def given_in(step: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Return the inputs and labels of a step: tokens and those that follow under cp."""
+    tokens = torch.randint(12, (B, 9), generator=torch.Generator().manual_seed(step))
+    return (tokens[:, :-1], tokens[:, 1:]) if "cp" in layout else (batch_of(step)["x"], batch_of(step)["y"])
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -89,26 +141,26 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 def learned(rank: int, world: int, layout: str, when: str, change: str) -> tuple[list[float], dict[str, Tensor], str]:
     """Take the steps; return the losses before an error, the weights, and the error."""
-    model = built(when, change)
+    model = built(when, change, layout)
     run = samestep.parallelize(model, "cross_entropy", optimizer(model.parameters()), layout=layout, job=JOB)
     losses: list[float] = []
     for STEP[0] in range(STEPS):
         model.is_late = STEP[0] >= LATE
-        batch = batch_of(STEP[0])
+        x, y = given_in(STEP[0], layout)
         try:
-            losses.append(run.step((batch["x"], batch["y"])).loss)
+            losses.append(run.step({"x": x, "labels": y}).loss)
         except UnprovenError as error:
             return losses, {}, str(error)
     return losses, run.state_dict(on_every_rank=True), ""
 
 
-def plain(when: str, change: str) -> Any:
-    model = built(when, change)
+def plain(when: str, change: str, layout: str) -> Any:
+    model = built(when, change, layout)
 
     def of_step(step: int) -> Tensor:
-        STEP[0], batch = step, batch_of(step)
+        STEP[0], (x, y) = step, given_in(step, layout)
         model.is_late = step >= LATE
-        return F.cross_entropy(model(batch["x"]), batch["y"])
+        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     return train_plainly(model, range(STEPS), of_step, optimizer(model.parameters()))
 
@@ -118,11 +170,82 @@ def test_samples_that_meet_later_are_rejected_before_an_update(layout: str, when
     for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
         assert f"step {LATE + 1}, " in error
         assert "samples influence each other" in error
-        assert losses == pytest.approx(plain(when, change)[0][:LATE], rel=1e-9)
+        assert losses == pytest.approx(plain(when, change, layout)[0][:LATE], rel=1e-9)
+
+
+@pytest.mark.parametrize(("layout", "when", "change"), PARTS)
+def test_parts_that_meet_later_are_rejected_before_an_update(layout: str, when: str, change: str) -> None:
+    for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
+        assert f"step {LATE + 1}: the forward has begun to run" in error
+        assert f"a rank has a part of the {'tokens' if 'cp' in layout else 'features'}" in error
+        assert losses == pytest.approx(plain(when, change, layout)[0][:LATE], rel=1e-9)
 
 
 @pytest.mark.parametrize(("layout", "when", "change"), APART)
 def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: str, change: str) -> None:
     ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
     assert not any(error for *_, error in ranks)
-    assert_trained(ranks, plain(when, change), 1e-9, 1e-12)
+    assert_trained(ranks, plain(when, change, layout), 1e-9, 1e-12)
+
+
+class InChunks(nn.Module):
+    """A wide layer over chunks of four tokens each; the last chunk is padded, and a flag mixes features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down, self.last = (
+            nn.Embedding(12, 8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.Linear(8, 12),
+        )
+        self.is_late = False
+
+    def _wide(self, h: Tensor) -> Tensor:
+        h = self.up(h).relu()
+        return self.down(F.pad(h.softmax(-1) if self.is_late else h, (0, 0, 0, -h.shape[1] % 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h + torch.cat([self._wide(part)[:, : part.shape[1]] for part in h.split(4, dim=1)], 1))
+
+
+LENGTHS = [4, 8, 6, 9, 8, 3, 10]
+
+
+def learned_lengths(rank: int, world: int, layout: str, late: int) -> tuple[list[float], dict[str, Tensor], str]:
+    """Take steps of sequences of other lengths each, in which the flag is set from step `late` on."""
+    torch.manual_seed(3)
+    model, losses = InChunks().double(), []
+    run = samestep.parallelize(model, "cross_entropy", optimizer(model.parameters()), layout=layout, job=JOB)
+    for step, length in enumerate(LENGTHS):
+        model.is_late = step >= late
+        try:
+            losses.append(run.step({"x": (tokens := tokens_of(length)), "labels": tokens}).loss)
+        except UnprovenError as error:
+            return losses, {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+def tokens_of(length: int) -> Tensor:
+    return torch.randint(12, (B, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2 zero=3"])
+def test_other_lengths_take_more_or_fewer_turns_of_a_loop(layout: str) -> None:
+    def of_step(step: int) -> Tensor:
+        tokens = tokens_of(LENGTHS[step])
+        return F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten())
+
+    torch.manual_seed(3)
+    model = InChunks().double()
+    expected = train_plainly(model, range(STEPS), of_step, optimizer(model.parameters()))
+    ranks = pool(2).run(learned_lengths, layout, STEPS)
+    assert not any(error for *_, error in ranks)
+    assert_trained(ranks, expected, 1e-9, 1e-12)
+
+
+def test_features_that_meet_later_are_rejected_in_samples_of_another_length() -> None:
+    for losses, _, error in pool(2).run(learned_lengths, "tp=2", LATE):
+        assert f"step {LATE + 1}: the forward has begun to run" in error
+        assert len(losses) == LATE

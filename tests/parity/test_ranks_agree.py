@@ -14,9 +14,9 @@ import samestep
 from samestep.datasets import batches, open_dataset, stamps
 from samestep.datasets.imported import loaded_sources
 from samestep.errors import LayoutError
-from samestep.runtime.checkpoints.prepared_run import TrainedData
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run_batches import TrainedData
 from tests.laboratory import clipped, in_loop, job_of, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool, telling

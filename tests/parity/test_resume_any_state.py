@@ -33,6 +33,7 @@ from tests.covering import daily
 from tests.laboratory import run_from
 from tests.models import VOCABULARY, Tokens
 from tests.parts import Words
+from tests.plain import train_plainly
 from tests.pool import pool
 
 STEPS, CUT, WIDTH = 5, 2, 8
@@ -590,3 +591,44 @@ def test_a_rate_that_the_loop_sets_behind_the_load_wins(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.2
     optimizer.param_groups[0]["lr"] = 0.07
     assert run.step((OF_RATES[0], LABELS)).lr == 0.07
+
+
+FROZEN = {
+    "a weight from the second step on": ("weight", lambda step: step < 1),
+    "a bias from the third step on": ("bias", lambda step: step < 2),
+    "a weight between two steps": ("weight", lambda step: not 1 <= step < 5),
+    "a weight before the resume and no longer": ("weight", lambda step: not 1 <= step < 3),
+}
+"""The weights that a loop freezes, and the steps in which it trains them; a run is resumed before the third and fourth."""
+
+
+def _frozen(rank: int, world: int, name: str, layout: str, folder: Path) -> list[float]:
+    """Return the losses of a loop that sets, before each step, which weight is trained."""
+    of_model, is_trained = FROZEN[name]
+    losses = []
+    for first, last in PARTS:
+        model, optimizer = _with_rates("")
+        run = parallelize(model, "cross_entropy", optimizer, layout=layout, job=Job(train={"global_batch": 8}))
+        if first:
+            run.load(folder)
+        for step in range(first, last):
+            model.get_parameter(of_model).requires_grad_(is_trained(step))
+            losses.append(run.step((OF_RATES[step], LABELS)).loss)
+        run.save(folder)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*((name, "") for name in FROZEN), ("a weight between two steps", "dp=2 zero=3")]
+)
+def test_a_loop_that_freezes_weights_is_that_of_torch_after_a_resume(name, layout, tmp_path):
+    model, optimizer = _with_rates("")
+
+    def of_step(step: int) -> Tensor:
+        model.get_parameter(FROZEN[name][0]).requires_grad_(FROZEN[name][1](step))
+        return nn.functional.cross_entropy(model(OF_RATES[step]), LABELS)
+
+    plain, _ = train_plainly(model, range(7), of_step, optimizer)
+    args = name, layout, tmp_path
+    for losses in pool(2).run(_frozen, *args) if layout else [_frozen(0, 1, *args)]:
+        assert losses == pytest.approx(plain, rel=1e-5)

@@ -335,15 +335,6 @@ def test_the_log_names_the_mean_that_decides(tmp_path: Path) -> None:
     assert [row.loss for row in evaluations.read(tmp_path, 2)] == [row["mean"] for row in rows]
 
 
-def test_a_checkpoint_that_no_loop_of_ones_own_saves_is_refused() -> None:
-    job = Job(checkpoint={"every": 50}, run={"device": "cpu"})
-    with pytest.raises(
-        JobError,
-        match=r"checkpoint.every = 50 .*Use .*in a loop of your own `if report.step % 50 == 0: run.save\(folder\)`",
-    ):
-        samestep.parallelize(torch.nn.Linear(1, 1), "mse", torch.optim.SGD, layout="", job=job)
-
-
 def test_autocast_around_a_step_is_refused_and_within_a_forward_it_is_not() -> None:
     class Cast(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

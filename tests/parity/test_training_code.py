@@ -26,7 +26,7 @@ from samestep.examination.examine import Source
 from samestep.independence import dimension_maps
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.guards import loss_of_parts, loss_trials, own_collectives
+from samestep.runtime.guards import loss_of_parts, loss_trials
 from samestep.runtime.guards.loss_of_parts import LossTrial
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.guards.repeat import Repeat
@@ -35,7 +35,7 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights import parameter_hooks
-from samestep.runtime.weights.sharded import GatheredWatch
+from samestep.runtime.weights.sharded import Sharded
 from tests.laboratory import TOLERANCE, run_from
 from tests.parity.training_code import CASES, sgd, summed
 from tests.plain import train_plainly
@@ -108,10 +108,10 @@ GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (Repeat, "excess_of_halves", lambda *_, **__: 0.0),
         (loss_of_parts, "judge", lambda *_, **__: LossTrial()),
     ),
-    "loss divided by the ranks": ((own_collectives, "refuse_collectives", lambda: nullcontext()),),
-    "forward that asks for its rank": ((own_collectives, "refuse_collectives", lambda: nullcontext()),),
+    "loss divided by the ranks": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
+    "forward that asks for its rank": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
     "norm kept in evaluation by train": ((examine, "set_training", lambda model: model),),
-    "teacher with other data": ((GatheredWatch, "take_back", _nothing),),
+    "teacher with other data": ((Sharded, "take_back", _nothing),),
     "layer thawed later": ((OutsideChanges, "refusal", _nothing),),
     "step that clips": ((skeletons, "StepCode", _NoCode),),
     "hook that clips": ((skeletons, "StepCode", _NoCode),),

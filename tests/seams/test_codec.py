@@ -102,7 +102,7 @@ def test_a_row_is_priced_by_its_bytes() -> None:
 
 @pytest.mark.parametrize("store", ["replicated", "sharded", "owning", "fsdp_units", "unit_order"])
 def test_a_store_asks_for_no_codec_and_no_replica(store: str) -> None:
-    """`store.codes` and `store.exchange` do, in `gradient_codes.py` and `weight_store.py`."""
+    """`store.codes` does, in `gradient_codes.py`."""
     path = Path(samestep.__file__).parent / "runtime" / "weights" / f"{store}.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

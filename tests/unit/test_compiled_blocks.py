@@ -17,10 +17,7 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.context.block_exchanges import RingPlace, attend_around
-from samestep.runtime.axes.context.ring_attention import Ring
-from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share, trial_place
+from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
@@ -376,9 +373,7 @@ def test_modes_that_no_backend_takes_are_refused(run, message):
         Job(**{**clipped("float32").model_dump(), "run": run})
 
 
-@pytest.mark.parametrize(
-    "name", ["drop_mask", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "ring_attention"]
-)
+@pytest.mark.parametrize("name", ["drop_mask", "all_reduce", "all_gather", "all_to_all", "reduce_scatter"])
 def test_what_differs_from_step_to_step_is_in_no_cuda_graph(name):
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.samestep, name).default.tags
 
@@ -444,28 +439,15 @@ def test_crossings_of_one_tensor_are_one_in_a_graph_unless_it_is_written(write, 
     assert sum(node.target is cross for graph in kept for node in graph.nodes) == number
 
 
+@pytest.mark.parametrize(
+    ("name", "more"), [("all_reduce", ()), ("all_gather", (1,)), ("reduce_scatter", (1,)), ("all_to_all", ())]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("drops", [False, True])
-def test_operations_between_slices_return_what_a_compiler_is_told(alone: dist.ProcessGroup, dtype, drops):
+def test_operations_between_ranks_return_what_a_compiler_is_told(alone: dist.ProcessGroup, dtype, name, more):
     """The shapes, the strides and the dtypes of results, and that none shares memory with what is given."""
-    ring = RingPlace("a ring of one", alone, lambda tokens: Ring(SlicePlacement(tokens, 1), 0, alone, "a ring of one"))
     crossing = RankCrossing("a swap", alone, "swap", "swap", lambda x: x)
-    query, key = torch.randn(2, 4, 6, 8, dtype=dtype), torch.randn(2, 2, 6, 8, dtype=dtype)
-    drop = torch.rand(2, 4, 6, 6) < 0.3 if drops else None
-    checks = ("test_schema", "test_faketensor")
-    for place in (ring.place, torch.tensor(-1)):
-        given = (query, key, key + 1.0, None, drop, place, True, 0.3, 0.3 * drops)
-        torch.library.opcheck(torch.ops.samestep.ring_attention, given, test_utils=checks)
+    tensor = torch.randn(2, 4, 6, 8, dtype=dtype).transpose(0, 1)
     for place in (crossing.place, torch.tensor(-1)):
-        torch.library.opcheck(torch.ops.samestep.all_to_all, (query.transpose(0, 1), place), test_utils=checks)
-
-
-def test_a_graph_that_is_tried_sends_nothing_around_a_ring(alone: dist.ProcessGroup):
-    ring = RingPlace("a ring of one", alone, lambda tokens: pytest.fail("a graph that is tried asks for no ring"))
-    place = trial_place(ring.place)
-    assert place is not None
-    three = [torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3)]
-    output = attend_around(*three, None, None, place, True, 0.3, 0.0)
-    output.sum().backward()
-    assert output.shape == (2, 2, 6, 8)
-    assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in three)
+        given = (tensor, *more, place)
+        operation = getattr(torch.ops.samestep, name)
+        torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def test_none_for_a_default_is_the_default_or_rejected_by_its_name(
 def _required(function: Callable[..., Any]) -> dict[str, Any]:
     """Return values of the arguments that have no default, of the kinds that their names say."""
     known = {
-        "job": samestep.Job(), "devices": 2, "layout": "dp=2", "run": "runs/a", "out": "a", "path": "a", "folder": "a",
+        "job": samestep.Job(), "devices": 2, "layout": "dp=2", "rows": "a.csv", "layouts": ["dp=2"], "run": "runs/a", "out": "a", "path": "a", "folder": "a",
         "model": lambda: None, "optimizer": lambda params: None, "main": print, "metrics": None,
     }  # fmt: skip
     return {
@@ -68,6 +69,25 @@ def _required(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
+
+
+def _required_arguments() -> Iterator[Any]:
+    """Yield each argument of a public function that has no default and whose type has no None; tensors may have any name."""
+    for name, function in _public():
+        if name.startswith("Run."):
+            continue
+        for argument in _required(function):
+            if "None" not in str(inspect.signature(function).parameters[argument].annotation):
+                yield pytest.param(function, argument, id=f"{name} {argument}")
+
+
+@pytest.mark.parametrize(("function", "argument"), [*_required_arguments()])
+def test_none_for_a_required_argument_is_rejected_in_one_line(function: Callable[..., Any], argument: str) -> None:
+    usual = {"source": [1], "loss": "mse", "over": "samples", "on": "slurm", "op": torch.ops.aten.relu, "along": 0}
+    arguments_of_call = {name: usual.get(name, value) for name, value in _required(function).items()}
+    with pytest.raises(InputError, match="None") as rejected:
+        function(**arguments_of_call | {argument: None})
+    assert "\n" not in str(rejected.value)
 
 
 @given(

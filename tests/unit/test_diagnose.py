@@ -147,39 +147,28 @@ def half(model: nn.Module) -> nn.Module:
     return model.to(torch.float16)
 
 
-def test_a_float16_overflow_says_the_value() -> None:
+def test_a_float16_overflow_says_the_largest_number() -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 2, bias=False))
     nn.init.constant_(model[1].weight, 2.0)
     found = diagnose(half(model), torch.full((1, 4), 10000.0, dtype=torch.float16), lambda y: y.float().sum())
     assert found == (
-        "'1': forward output not finite (max |input| 1.0e+04): value 8.0e+04 does not fit float16 (largest 65504)"
+        "'1': forward output not finite (max |input| 1.0e+04), in float16, which holds numbers up to 65504"
     )
-    assert model[1].weight.dtype == torch.float16
 
 
 def test_a_float16_overflow_in_a_module_with_children() -> None:
     class Square(nn.Module):
-        def __init__(self, after: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.norm = nn.BatchNorm1d(2)
-            self.after = after
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.norm(x) * 0 + x).square() * self.after
+            return (self.norm(x) * 0 + x).square()
 
     x = torch.full((2, 2), 300.0, dtype=torch.float16)
-    model = half(nn.Sequential(nn.Identity(), Square(1.0)))
-    assert diagnose(model, x, lambda y: y.float().sum()).endswith("value 9.0e+04 does not fit float16 (largest 65504)")
+    model = half(nn.Sequential(nn.Identity(), Square()))
+    assert diagnose(model, x, lambda y: y.float().sum()).endswith("in float16, which holds numbers up to 65504")
     assert model[1].norm.num_batches_tracked == 1
-    model = half(nn.Sequential(nn.Identity(), Square(0.5)))
-    assert diagnose(model, x, lambda y: y.float().sum()).endswith("a value on the way does not fit float16")
-
-
-def test_a_module_that_cannot_run_in_float32_is_named_without_the_value() -> None:
-    weight = torch.full((2, 2), 400.0, dtype=torch.float16, requires_grad=True)
-    model = nn.Sequential(nn.Identity(), Call(lambda x: x @ weight))
-    found = diagnose(model, torch.full((1, 2), 300.0, dtype=torch.float16), lambda y: y.float().sum())
-    assert found == "'1': forward output not finite (max |input| 3.0e+02)"
 
 
 def test_a_weight_that_overflowed_in_its_cast_to_float16() -> None:

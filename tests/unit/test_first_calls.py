@@ -327,20 +327,15 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized().evaluate(Points(), lambda o, b: o.mean()), "the measure .* returned a tensor"),
         (lambda: _parallelized().evaluate(Points(), lambda o: o), "two arguments"),
         (lambda: _parallelized().load(3), "is an int. Use the path of a file or a folder"),
-        (lambda: _parallelized(job=Job(optimizer={"lr": 0.5})), r"does not read optimizer\.lr of the job: .* Remove"),
-        (lambda: _parallelized(job=Job(train={"loss": "mse"})), r"does not read train\.loss of the job"),
-        (lambda: _parallelized(job=Job(model={"source": "hf:gpt2"})), r"does not read model\.source of the job"),
-        (lambda: _parallelized(job=Job(model={"freeze": ["a"]})), r"does not read model\.freeze of the job"),
         (
-            lambda: _parallelized(job=Job(train={"evaluate_every": 2, "patience": 3})),
-            "alone reads train.evaluate_every, train.patience of",
+            lambda: _parallelized(job=Job(optimizer={"lr": 0.5})),
+            r"does not read optimizer\.lr of the job\. Use the arguments model",
         ),
         (
-            lambda: _parallelized(job=Job(run={"report": ["wandb"]})),
-            "alone reads run.report of the job. Remove .* use samestep.track",
+            lambda: _parallelized(job=Job(checkpoint={"every": 50}, run={"report": ["wandb"]})),
+            r"read checkpoint\.every, run\.report of .* Use `if report\.step .*run\.save\(folder\)`, and the loggers of samestep.track without",
         ),
-        (lambda: _parallelized(job=Job(train={"sample_tokens": 5})), "samestep.train alone reads train.sample_tokens"),
-        (lambda: _parallelized(job=Job(run={"restarts": 5})), "samestep.train alone reads run.restarts"),
+        (lambda: _parallelized(job=Job(train={"sample_tokens": 5})), r"Remove these keys, or samestep\.train"),
         (lambda: samestep.benchmark_layouts(Job(), "dp=2"), r'is a str. Use a list, such as layouts=\["dp=2"'),
         (lambda: samestep.benchmark_layouts(Job(), samestep.Layout("dp=2")), "is a Layout. Use a list, such as"),  # type: ignore[arg-type]
         (lambda: samestep.calibrate(3), "rows = 3 is an int. Use the path of a file, or a list of paths"),  # type: ignore[arg-type]

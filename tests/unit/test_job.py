@@ -190,6 +190,10 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
             "[numerics]\ncompression = 'topk'",
             'compression = "topk" was removed in this version; use compression = "int8"',
         ),
+        (
+            "[train]\nrecord_kernels = true",
+            "record_kernels was removed in this version; use run.profile, which writes a trace of the kernels",
+        ),
         ("[numerics]\ncompression = 'int8'\nreplicas = 3\n[train]\nglobal_batch = 8", "Set global_batch = 9"),
         ("[numerics]\ncompression = 'int8'\nreplicas = 2\nbatch_norm_group = 4", "Use one of them alone"),
         ("[numerics]\nbatch_norm_group = 3\n[train]\nglobal_batch = 8", "Set batch_norm_group = 2"),

@@ -16,7 +16,7 @@ import torch
 from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
 from samestep.wings.plan.measurement import microbenchmarks, profile
-from samestep.wings.plan.simulation.attention import scores_s
+from samestep.wings.plan.simulation.kernel_rates import scores_s
 from tests import small
 
 
@@ -228,6 +228,6 @@ def test_auto_passes_over_what_the_optimizer_cannot_follow(capfd: pytest.Capture
 @pytest.mark.usefixtures("home")
 def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     tiny = replace(load("cpu-laptop"), memory_bytes=1000)
-    monkeypatch.setattr(hardware, "own_or", lambda _: tiny)
+    monkeypatch.setattr(hardware, "own", lambda: tiny)
     assert small.train("--layout", "auto", "--ranks", "2") == 2
     assert "--layout auto found no layout for 2 ranks: nothing fits" in capfd.readouterr().err

@@ -26,10 +26,6 @@ ALLOWED = {
         "runtime/checkpoints/torch_checkpoint.py",
         "pickle",
     ): "an unpickler that makes records of torch's metadata, and refuses every other name",
-    (
-        "wings/explain/trace_files.py",
-        "pickle",
-    ): "an unpickler of plain data, for NCCL's flight recorder, which refuses every name",
     ("state/fingerprints.py", "pickle"): "writes only: a stream that is hashed",
 }
 

@@ -25,21 +25,17 @@ from torch import Tensor, nn
 from samestep.datasets import batches
 from samestep.errors import InputError, RecordError
 from samestep.job import Job
-from samestep.program import recorded
 from samestep.program.ops import UPDATE_BODY, Task
-from samestep.program.recorded import Kernel, RankRecord, RecordedStep, StepKernels, parse_steps, path_of, read_record
+from samestep.program.recorded import RankRecord, RecordedStep, parse_steps, path_of, read_record
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes import join
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.record_window import ANOTHER, ProcessorTime
+from samestep.runtime.recording.record_window import ProcessorTime
 from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.recording.sums import sums_of
 from samestep.runtime.step_observer import StepObserver
 from samestep.trees import tree_leaves
 from samestep.wings.explain.explain import Explained, explain
-from samestep.wings.explain.measured_step import segments
-from samestep.wings.explain.step_kernels import RankKernels, seconds_of
-from samestep.wings.pages import explained_page
 from tests.laboratory import job_of, make_run, on_ranks
 
 STEPS = 4
@@ -368,91 +364,6 @@ def test_windows_that_overlap_give_way_and_others_wait(tmp_path: Path) -> None:
     assert len(read_record(path_of(tmp_path, range(6, 8), 0)).steps) == 2
 
 
-def with_kernels(
-    rank: int, world: int, model: str, layout: str, job: Job, folder: str
-) -> tuple[list[float], list[Tensor]]:
-    run = make_run(rank, world, model, layout, job)
-    run.record(f"{WINDOW.start}:{WINDOW.stop - 1}", folder, kernels=True)
-    losses = [run.step(batch).loss for batch in batches_of(job)]
-    run.recorder.close()
-    return losses, [*run.state_dict(on_every_rank=True).values()]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [*(pytest.param(*row, marks=pytest.mark.nightly) for row in (LAYOUTS[0], LAYOUTS[7])), LAYOUTS[1], LAYOUTS[6]],
-)
-def test_kernels_belong_to_the_op_that_issued_them_and_change_no_bit(layout: str, model: str, tmp_path: Path) -> None:
-    plain = on_ranks(layout, trained, model, JOB, "")
-    found = on_ranks(layout, with_kernels, model, JOB, str(tmp_path))
-    for (losses, weights, _), (others, values) in zip(plain, found, strict=True):
-        assert losses == others
-        assert all(torch.equal(one, other) for one, other in zip(weights, values, strict=True))
-    explained = explain(tmp_path)
-    assert [*explained.kernels] == [0, 1]
-    for rank, kernels in explained.kernels.items():
-        record = explained.found.records[rank]
-        assert_kernels_fit(kernels, record.steps[WINDOW.stop - 1])
-        ops = {op for op, _ in kernels.by_op}
-        here = {f"forward:{name}" for form, name, *_ in record.steps[3].events if form == "layer"}
-        assert here <= ops
-        assert any(op.startswith("backward:") for op in ops)
-        assert "recompute" not in layout or any(op.startswith("recompute:") for op in ops)
-        products = {row.op.partition(":")[0] for row in kernels.rows if row.kernel in ("aten::mm", "aten::addmm")}
-        assert products >= {"forward", "backward"} - ({"backward"} if "zero-bubble" in layout else set())
-    assert all("kernels" in rank for rank in explained.to_record()["ranks"])  # type: ignore[attr-defined]
-    assert "kernels of rank" in explained.to_text()
-    page = explained_page.page_of(explained).to_html()
-    assert "Kernels" in page
-    threads = [event for event in explained.to_chrome_trace()["traceEvents"] if event["name"] == "thread_name"]
-    assert {event["args"]["name"] for event in threads} >= {"rank 0 kernels", "rank 1 kernels"}
-    assert len({(event["pid"], event["tid"]) for event in threads}) == len(threads)
-
-
-def assert_kernels_fit(kernels: RankKernels, step: RecordedStep) -> None:
-    """The own times of kernels add up to at most the step, and those of an op to what it lasted; clocks agree within 0.2 ms."""
-    lasted: Counter[str] = Counter()
-    for run in segments(step, ()):
-        lasted[run.name] += run.end - run.begin
-    for op, rows in kernels.by_op:
-        assert seconds_of(rows) * 1e9 <= lasted[op] + 200_000
-    assert seconds_of(kernels.rows) * 1e9 <= step.until_ns - step.begin_ns
-    assert all(0 <= one.own <= one.end - one.begin + 1 for one in kernels.last.kernels)
-
-
-def test_another_profiler_is_named_and_the_window_recorded(tmp_path: Path) -> None:
-    run = make_run(0, 1, "plain", "dp=1", JOB)
-    run.record("2:3", tmp_path, kernels=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        for batch in batches_of(JOB):
-            run.step(batch)
-    run.recorder.close()
-    assert any(ANOTHER in line for line in explain(tmp_path).missing)
-
-
-def test_damaged_kernels_are_one_line(tmp_path: Path) -> None:
-    record = recorded_file(tmp_path)
-    path = recorded.kernel_path(record)
-    head = recorded.kernel_head(0, "")
-    step = recorded.kernel_line(StepKernels(step=2, names=["a"], kernels=[Kernel(0, 1, 1, 2, 1)]))
-    path.write_text(head + step)
-    assert explain(tmp_path, step=2).kernels[0].rows[0].kernel == "a"
-    harmed = {
-        "": "has no format",
-        head.replace('"version": 1', '"version": 2'): "has no format 'samestep kernels' of version 1",
-        head + step.replace("[[0", "[[7"): ":2: damaged: a kernel without a name",
-        head + step.replace('"names"', '"words"'): ":2: damaged",
-        head + "[1]\n": ":2: damaged",
-        head + "nothing\n" + step: ":2: damaged",
-    }
-    for text, words in harmed.items():
-        path.write_text(text)
-        with pytest.raises(RecordError) as caught:
-            explain(tmp_path)
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
 def python_calls(body: Callable[[], None], times: int = 50) -> float:
     """Return the calls of functions, in Python and in C, that one call of `body` makes."""
     seen = 0
@@ -585,3 +496,18 @@ def test_a_thread_knows_what_it_had_of_a_processor_in_every_thread_and_fork() ->
     thread.join()
     assert others[0][0] < later  # of the thread that asks
     assert time_of.read()[0] >= later
+
+
+def test_sums_of_a_step_have_recomputed_forwards_apart_and_each_instant_once() -> None:
+    """A collective that a recomputed forward waits for is neither its work nor that of the backward."""
+    events = [
+        ["task", "F0", 0, 100],
+        ["task", "B0", 100, 400],
+        ["region", "recompute:a", 150, 250],
+        ["sent", "a.out", 200, 230, 0, "all_reduce", 0],
+        ["region", "data", 300, 310],
+    ]
+    sums = sums_of(RecordedStep(step=1, begin_ns=0, end_ns=500, until_ns=500, cpu_ns=0, events=events), {"a.out": "tp"})
+    found = {name: round(value * 1e9) for name, value in sums.values.items() if name.endswith("_s")}
+    assert found == {"forward_s": 100, "backward_s": 190, "recompute_s": 70, "wait_tp_s": 30, "data_s": 10, "cpu_s": 0}
+    assert sums.scalars()["time/wait_tp_ms"] == pytest.approx(30e-6)

@@ -17,7 +17,6 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     run_backward                    Variable._execution_engine                torch.autograd.backward, slower
     set_versions                    _C._autograd._unsafe_set_version_counter  none
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
-    profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
     inductor_options                _inductor.list_mode_options               none for a backend that is a function
     num_graph_breaks                _dynamo.utils.counters                    torch._dynamo.explain, which runs the code
@@ -60,7 +59,6 @@ current_backward_id = torch._C._current_graph_task_id
 current_transform_level = torch._C._functorch.maybe_current_level
 get_unwrapped = torch._C._functorch.get_unwrapped
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
-profiler_runs = torch._C._autograd._profiler_enabled
 set_versions = torch._C._autograd._unsafe_set_version_counter
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 

@@ -14,7 +14,7 @@ What adds to a backward past its forward (custom Functions, hooks) is followed o
 A storage holds the answer to "which row does this element belong to?", with two numbers whatever its size:
 
     samples, tokens     Rows(stride, span, start)     byte o      row (o mod span) // stride + start, modulo the number of rows
-    units               UnitRows(stride, units)       element o   unit (o // stride) mod units
+    units               Rows(stride, span)            element o   unit (o mod span) // stride
     Mixed, MixesError   elements belong to several rows, with the operation that mixed them, or which row is not known
     "partial"           a sum of which each rank has a summand, up to the `reduce` of a row cut
     nothing             the same for all rows

@@ -20,7 +20,8 @@ from torch import nn
 
 from samestep.building.families import is_transposed
 from samestep.errors import InputError
-from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
+from samestep.independence.dependence import Rows
+from samestep.independence.feature_units import MixesError, UnitFlow, WeightCut
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.independence.unit_walk import (
     COPYING,
@@ -141,7 +142,7 @@ def prove(
     uses = _uses(recorder.operations, flow, partial)
     tried = tuple(dict.fromkeys(flow.tried))
     storages = frozenset(
-        storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
+        storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, Rows)
     )
     outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
     copied = _copied_paths(flow, partial)
@@ -185,7 +186,7 @@ def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients
         if not owners or not data:
             continue
         states = dict(zip(op.given, flow.history[index], strict=False))
-        is_cut = index in partial.operations or any(isinstance(states[view], UnitRows) for view in data)
+        is_cut = index in partial.operations or any(isinstance(states[view], Rows) for view in data)
         for owner in {op.where} & owners or owners:
             uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
     return uses

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from samestep.independence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, place_of
@@ -112,11 +113,13 @@ Dependence = Along | Mixed | None
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dependence of a storage: byte o depends on row ((o mod span) // stride + start) mod n."""
+    """The rows of a storage: byte o (of units: element o) belongs to row ((o mod span) // stride + start) mod n."""
 
     stride: int
     span: int
-    start: int | Pick
+    start: int | Pick = 0
+    sources: frozenset[str] = frozenset()
+    """Of units the names of the weights whose units these are."""
 
 
 class Form(NamedTuple):
@@ -137,26 +140,19 @@ class Dependences:
         """Whether integers that are given name the same places as in a batch: a function that puts samples together may count them on."""
         self._key_of = key_of
         self._found: dict[int, Rows | Mixed] = {}
-        self._empty: dict[int, tuple[tuple[int, ...], Dependence]] = {}
+        self._empty: dict[int, tuple[torch.Size, Dependence]] = {}
         """Shapes and dependences of tensors without elements, such as the rows of an expert that nobody chose."""
 
     def of(self, tensor: Tensor) -> Dependence:
         """Return the dependence of a tensor, which may be a view."""
-        stored = self._found.get(tensor.untyped_storage()._cdata) if self._found else None
+        key = tensor.untyped_storage()._cdata
         if tensor.numel() == 0:
-            shape, of_empty = self._empty.get(tensor.untyped_storage()._cdata, (None, None))
-            return (
-                of_empty
-                if shape == tuple(tensor.shape)
-                else None
-                if shape is None
-                else Mixed("a view of no rows", False)
-            )
+            shape, of_empty = self._empty.get(key, (tensor.shape, None))
+            return of_empty if shape == tensor.shape else Mixed("a view of no rows", False)
+        stored = self._found.get(key)
         if isinstance(stored, WithNeighbours):
             return stored.seen_in(tensor, self.num_rows)
-        if stored is None or isinstance(stored, Mixed):
-            return stored
-        return self._along(stored, tensor)
+        return self._along(stored, tensor) if isinstance(stored, Rows) else stored
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor's elements, which were written just now; others of its storage keep theirs."""
@@ -171,7 +167,7 @@ class Dependences:
                 self._found.pop(key, None)
             return
         if tensor.numel() == 0:
-            self._empty[key] = tuple(tensor.shape), dependence
+            self._empty[key] = tensor.shape, dependence
             return
         new = self._stored(dependence, tensor)
         if not covers and earlier is not None and earlier != new:
@@ -205,7 +201,7 @@ class Dependences:
         """Return which dimension of a view holds the rows of its storage."""
         size, shape = tensor.element_size(), tuple(tensor.shape)
         strides = tuple(stride * size for stride in tensor.stride())
-        return _along(rows, self.num_rows, int(tensor.storage_offset()) * size, shape, strides)
+        return rows_along(rows, self.num_rows, int(tensor.storage_offset()) * size, shape, strides)
 
     def form_of(self, tensor: Tensor) -> Form:
         """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
@@ -244,8 +240,10 @@ class Dependences:
 
 
 @functools.lru_cache(maxsize=4096)
-def _along(rows: Rows, num_rows: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Along | Mixed:
-    """Return which dimension of a view holds the rows of its storage; offset and strides are bytes."""
+def rows_along(
+    rows: Rows, num_rows: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Along | Mixed:
+    """Return which dimension of a view holds the rows of its storage; offset and strides are bytes, as those of the rows."""
     first, rest = divmod(offset % rows.span, rows.stride)
     unclear = Mixed("a view that crosses rows", shown=False)
     along, below, reach = None, rest, 1
@@ -375,16 +373,9 @@ def _check_constant(call: Call, tensor: Tensor, dims: Sequence[Target], result: 
         call.on_constant(tensor, at, inner // to.gives * to.each if isinstance(to, Blocks) else inner, call.where)
 
 
-def unknown(call: Call, tensor: Tensor) -> Mixed | None:
-    """Return what an operand makes of a result of which nothing else is known."""
-    dependence = call.known.of(tensor)
-    if dependence is None or isinstance(dependence, Mixed):
-        return dependence
-    return Mixed(call.text, shown=False)
-
-
 def nothing_known(call: Call) -> Iterator[Dependence]:
     """Rule of an operation without one: nothing is known of its results."""
-    parts = [part for tensor in call.given if (part := unknown(call, tensor))]
+    dependences = filter(None, map(call.known.of, call.given))
+    parts = [part if isinstance(part, Mixed) else Mixed(call.text, shown=False) for part in dependences]
     for _ in call.results:
         yield join_dependences(parts, call.text)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from samestep.independence.dependence import NO_DIM, Along, Rows, rows_along
 from samestep.tracing.operations import Operation, View
 
 
@@ -38,22 +39,7 @@ class WeightCut:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRows:
-    """The units of a storage: the element at offset o belongs to unit (o // stride) % units."""
-
-    stride: int
-    units: int
-    sources: frozenset[str] = frozenset()
-    """Names of the weights whose units these are."""
-
-    @property
-    def period(self) -> int:
-        """Number of elements after which the units repeat."""
-        return self.stride * self.units
-
-
-State = UnitRows | Literal["uniform", "partial"] | frozenset[tuple[int, int]] | None
+State = Rows | Literal["uniform", "partial"] | frozenset[tuple[int, int]] | None
 """What a storage holds: units; equal elements; summands of one rank each; elements that repeat along dimensions of
 these strides and sizes; or None, a tensor that every rank has whole."""
 
@@ -69,51 +55,37 @@ class UnitDim:
     sources: frozenset[str] = frozenset()
 
 
-def along(view: View, rows: UnitRows) -> UnitDim | None:
-    """Return the dimension of a view that has the units of its storage; None where one dimension does not separate
-    them."""
-    period, best = rows.period, -1
-    for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-        if (
-            size > 1
-            and 0 < stride < period
-            and size * stride % period == 0
-            and (best < 0 or stride > view.strides[best])
-        ):
-            best = dim
-    if best < 0:
-        return None
-    step = view.strides[best]
-    inner = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1]
-    inner = [(size, stride) for size, stride in inner if stride % period and (size, stride) != (view.shape[best], step)]
-    reach = view.offset % step + sum((size - 1) * stride for size, stride in inner)
-    if reach >= step or view.offset % period >= step:
-        return None
-    outer = view.shape[best] * step // period
-    if rows.stride % step == 0:
-        return UnitDim(best, rows.units, rows.stride // step, outer, rows.sources)
-    if step % rows.stride == 0 and period % step == 0:
-        return UnitDim(best, period // step, 1, outer, rows.sources)
+def along(view: View, rows: Rows) -> UnitDim | None:
+    """Return the dimension of a view that has the units of its storage, or groups of them that it separates; None where there is none."""
+    period = rows.span
+    steps = (step for step in view.strides if step > rows.stride and step % rows.stride == 0)
+    coarser = {period // step for step in steps if step < period and period % step == 0}
+    for units in (period // rows.stride, *sorted(coarser, reverse=True)):
+        part = rows_along(Rows(period // units, period), units, view.offset, view.shape, view.strides)
+        if isinstance(part, Along) and part.dim != NO_DIM and part.start == 0:
+            outer, rest = divmod(view.shape[part.dim], units * part.inner)
+            if not rest:
+                return UnitDim(part.dim, units, part.inner, outer, rows.sources)
     return None
 
 
-def _parts_in(view: View, rows: UnitRows) -> int:
+def _parts_in(view: View, rows: Rows) -> int:
     """Return the number of equal parts of which a view shows one; 1 if it does not."""
-    within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.period]
+    within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.span]
     step = min((stride for _, stride in within), default=1)  # of interleaved halves, each shows every second element
     shown = step + sum((size - 1) * stride for size, stride in within)
-    whole_units = shown % rows.stride == 0 and view.offset % rows.period // step * step % shown == 0
-    return rows.period // shown if whole_units and rows.period % shown == 0 else 1
+    whole_units = shown % rows.stride == 0 and view.offset % rows.span // step * step % shown == 0
+    return rows.span // shown if whole_units and rows.span % shown == 0 else 1
 
 
-def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
+def part_of(view: View, rows: Rows, degree: int) -> View | None:
     """Return the view of a rank that holds one of `degree` equal parts of the units; None where there is none."""
     unit_dim = along(view, rows)
     if unit_dim is None or unit_dim.units % degree:
         return None
     shape = tuple(size // degree if dim == unit_dim.dim else size for dim, size in enumerate(view.shape))
-    strides = tuple(s // degree if s >= rows.period else s for s in view.strides)
-    offset = view.offset // rows.period * (rows.period // degree) + view.offset % rows.period
+    strides = tuple(s // degree if s >= rows.span else s for s in view.strides)
+    offset = view.offset // rows.span * (rows.span // degree) + view.offset % rows.span
     return replace(view, shape=shape, strides=strides, offset=offset)
 
 
@@ -158,7 +130,7 @@ class UnitFlow:
         state = self.states.get(view.storage) if view.values is None else None
         if state == "partial":
             raise MixesError(f"{place(op)} computes {op.name} on partial sums, one summand on each rank")
-        if not isinstance(state, UnitRows) or view.numel == 0:
+        if not isinstance(state, Rows) or view.numel == 0:
             return None
         unit_dim = along(view, state)
         if unit_dim is None:
@@ -206,8 +178,9 @@ class UnitFlow:
         if unit_dim is None:
             return
         state = self.states.get(view.storage)
-        rows = UnitRows(view.strides[unit_dim.dim] * unit_dim.inner, unit_dim.units, unit_dim.sources)
-        if isinstance(state, UnitRows):
+        stride = view.strides[unit_dim.dim] * unit_dim.inner
+        rows = Rows(stride, stride * unit_dim.units, sources=unit_dim.sources)
+        if isinstance(state, Rows):
             stored = along(view, state)
             if stored is None or (stored.dim, stored.outer) != (unit_dim.dim, unit_dim.outer):
                 raise MixesError(
@@ -224,7 +197,7 @@ class UnitFlow:
 def cut_weights_of(flow: UnitFlow, op: Operation) -> frozenset[str]:
     """Return the names of the cut weights whose units an operation is given."""
     states = [flow.states.get(view.storage) for view in op.given if view.values is None]
-    return frozenset(name for state in states if isinstance(state, UnitRows) for name in state.sources)
+    return frozenset(name for state in states if isinstance(state, Rows) for name in state.sources)
 
 
 class LikeError(Exception):

@@ -23,6 +23,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -70,6 +71,12 @@ class Given:
         )
 
 
+_Run = Callable[[list[Tensor]], list[Tensor]]
+"""An operation as a function of its operands."""
+_Compare = Callable[[_Run, list[Given], bool], Outcome]
+"""Compares an operation on parts with that on the whole; the last argument is whether in double precision."""
+
+
 def try_apart(
     compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: Sequence[RowsAlong]
 ) -> Outcome:
@@ -95,7 +102,7 @@ def try_sums(
     `dims` are those along which each gradient that comes from above is zero outside of a part; None where every part
     contributes to all elements.
     """
-    return _in_a_thread(_sums_tried, compute, args, named, tuple(dims))
+    return _tried(lambda run, operands, wide: _compare_sums(run, operands, dims, wide), compute, args, named)
 
 
 def outcome_of(compute: Callable[..., Any], operands: tuple[Given, ...]) -> bytes:
@@ -121,7 +128,7 @@ def _try_cached(
     named: tuple[tuple[str, Any], ...],
     results: tuple[RowsAlong, ...],
 ) -> Outcome:
-    outcome = _in_a_thread(_try_operation, compute, args, named, results)
+    outcome = _tried(lambda run, operands, wide: _compare_parts(run, operands, results, wide), compute, args, named)
     is_guess = any(isinstance(leaf, Given) and leaf.is_guess for leaf in tree_flatten((args, named))[0])
     return "fails" if outcome == "differs" and is_guess else outcome
 
@@ -132,23 +139,24 @@ def _in_a_thread(trial: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(trial, *args).result()
 
 
-def _try_operation(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
+def _tried(compare: _Compare, compute: Callable[..., Any], args: Any, named: Any) -> Outcome:
+    """Try an operation in double precision where it takes that, or else in the precision of its operands."""
     operands, run = _runnable(compute, args, named)
-    counts = {operand.rows.count for operand in operands if operand.rows is not None}
-    if len(counts) != 1:
+    if max((math.prod(operand.shape) for operand in operands), default=0) > 2 * LARGEST:
         return "fails"
-    (count,) = counts
-    return _in_any_precision(operands, lambda wide: _compare_parts(run, operands, results, count, wide))
+
+    def trial(wide: bool) -> Outcome:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            return compare(run, operands, wide)
+
+    for wide in (True, False):
+        with suppress(Exception):  # of the user's own code
+            return _in_a_thread(trial, wide)
+    return "fails"
 
 
-def _sums_tried(compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...]) -> Outcome:
-    operands, run = _runnable(compute, args, named)
-    return _in_any_precision(operands, lambda wide: _compare_sums(run, operands, dims, wide))
-
-
-def _runnable(
-    compute: Callable[..., Any], args: Any, named: Any
-) -> tuple[list[Given], Callable[[list[Tensor]], list[Tensor]]]:
+def _runnable(compute: Callable[..., Any], args: Any, named: Any) -> tuple[list[Given], _Run]:
     """Return the operands of an operation, and the operation as a function of tensors in their places."""
     leaves, tree = tree_flatten((args, dict(named)), is_leaf=lambda leaf: isinstance(leaf, Given))
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Given)]
@@ -163,20 +171,6 @@ def _runnable(
         return results or (mutated_operands(compute, args, named) if hasattr(compute, "_schema") else [])
 
     return _smaller([leaf for leaf in leaves if isinstance(leaf, Given)]), run
-
-
-def _in_any_precision(operands: list[Given], trial: Callable[[bool], Outcome]) -> Outcome:
-    """Try in double precision where the operation takes that, or else in the precision of its operands."""
-    if max((math.prod(operand.shape) for operand in operands), default=0) > 2 * LARGEST:
-        return "fails"
-    for wide in (True, False):
-        try:
-            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-                warnings.simplefilter("ignore")
-                return trial(wide)
-        except Exception:  # the user's own code
-            continue
-    return "fails"
 
 
 def _smaller(operands: list[Given]) -> list[Given]:
@@ -210,14 +204,12 @@ def _draw_operand(operand: Given, high: int, wide: bool, generator: torch.Genera
     return value if wide and operand.dtype.is_floating_point else value.to(operand.dtype)
 
 
-def _compare_parts(
-    run: Callable[[list[Tensor]], list[Tensor]],
-    operands: list[Given],
-    results: tuple[RowsAlong, ...],
-    count: int,
-    wide: bool,
-) -> Outcome:
+def _compare_parts(run: _Run, operands: list[Given], results: tuple[RowsAlong, ...], wide: bool) -> Outcome:
     """Run the operation whole and on parts, and compare them."""
+    counts = {operand.rows.count for operand in operands if operand.rows is not None}
+    if len(counts) != 1:
+        return "fails"
+    (count,) = counts
     generator = torch.Generator().manual_seed(0)
     inputs = _inputs_of(operands, wide, generator)
     outputs = run(_copies_of(inputs))
@@ -259,9 +251,7 @@ _SCALES = (1.0, 1e-3, 1e3)
 """Sizes of the gradients of a trial: a backward may limit large ones alone, or small ones."""
 
 
-def _compare_sums(
-    run: Callable[[list[Tensor]], list[Tensor]], operands: list[Given], dims: tuple[int | None, ...], wide: bool
-) -> Outcome:
+def _compare_sums(run: _Run, operands: list[Given], dims: Sequence[int | None], wide: bool) -> Outcome:
     """Return whether a backward's result for gradients is the sum of those for two parts of them, at each of the scales.
 
     It is run once more on the same gradients: "fails" says that it gives something else then.

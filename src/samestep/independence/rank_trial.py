@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from samestep.building.named_tensors import set_attributes
 from samestep.errors import ModelError
+from samestep.independence.dependence import Rows
 from samestep.independence.dimension_maps import FILLS
-from samestep.independence.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
+from samestep.independence.feature_units import State, UnitDim, UnitFlow, WeightCut, along, part_of
 from samestep.models.spec import is_below
+from samestep.state.snapshot import holding
 from samestep.tracing.operations import Operation, Recorder, View
 
 Forward = Callable[[Recorder], object]
@@ -114,9 +116,9 @@ class _Compared(Recorder):
             return (whole.values, whole.shape) == (rank_view.values, rank_view.shape)
         if whole.numel == rank_view.numel == 0:
             return True
-        sources = state.sources if isinstance(state, UnitRows) else ()
+        sources = state.sources if isinstance(state, Rows) else ()
         for degree in {self.degree, *(self.degrees[name] for name in sources)}:
-            if isinstance(state, UnitRows):
+            if isinstance(state, Rows):
                 part = part_of(whole, state, degree)
             else:
                 part = _shrink_repeats(whole, rank_view, degree, state)
@@ -131,7 +133,7 @@ class _Compared(Recorder):
             return self._is_same(whole.storage, rank_view.storage) and (
                 state is None or _shows(part) == _shows(rank_view)
             )
-        unit_dim = along(whole, state) if isinstance(state, UnitRows) else None
+        unit_dim = along(whole, state) if isinstance(state, Rows) else None
         for index in _places(rank_view.shape):
             there = index if unit_dim is None else _in_whole(index, unit_dim, degree)
             if not self._is_same_element(whole, there, state, rank_view, index):
@@ -152,10 +154,10 @@ class _Compared(Recorder):
             rank_view = self.mine[rank_view.storage].given[0]
         if not self._is_same(whole.storage, rank_view.storage):
             return False
-        if not isinstance(state, UnitRows):
+        if not isinstance(state, Rows):
             return a == b
-        periods = {state.period // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
-        return any(b // period * state.period + b % period == a for period in periods)
+        periods = {state.span // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
+        return any(b // period * state.span + b % period == a for period in periods)
 
 
 def _describe(op: Operation) -> str:
@@ -339,31 +341,21 @@ class RankTrial:
     def _shapes_of_a_rank(self, counts: list[Count], recorder: Recorder) -> Iterator[None]:
         """Give the model the weights and the counts of a rank; afterwards it is as before."""
         modules = dict(self.model.named_modules())
-        tables: list[dict[str, Any]] = [
-            table for m in modules.values() for table in (m.__dict__, m._parameters, m._buffers)
-        ]
-        copies = [dict(table) for table in tables]
+        tables = [table for m in modules.values() for table in (m.__dict__, m._parameters, m._buffers)]
         named = {name: param for name, param in self.model.named_parameters() if name in self.cuts}
         parts = {id(param): _part(param, self.cuts[name], self.degrees[name]) for name, param in named.items()}
-        gathers = {path for path, style in self.styles.items() if style == "gather"}
         gather = functools.partial(_whole, self.degree, recorder)
-        try:
+        with holding([(table, dict(table)) for table in tables]), ExitStack() as hooks:
             for module in modules.values():
                 module._parameters.update(
                     {leaf: parts[id(param)] for leaf, param in module._parameters.items() if id(param) in parts}
                 )
             for count in counts:
                 divide(self.model, self.styles, count)
-            handles = [modules[path].register_forward_hook(gather, prepend=True) for path in gathers]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-        finally:
-            for now, earlier in zip(tables, copies, strict=True):
-                now.clear()
-                now.update(earlier)
+            for path, style in self.styles.items():
+                if style == "gather":
+                    hooks.enter_context(modules[path].register_forward_hook(gather, prepend=True))
+            yield
 
 
 def _part(param: nn.Parameter, cut: WeightCut, degree: int) -> nn.Parameter:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -119,10 +119,9 @@ def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None
             return func(*args, **kwargs)
         return tree_map_only(Tensor, off, func(*(tree_map_only(Tensor, off, args) if is_product else args), **kwargs))
 
-    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
-    try:
-        with DispatchMode(carry_out):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module._parameters:
+                hooks.enter_context(module.register_forward_hook(nudge))
+        hooks.enter_context(DispatchMode(carry_out))
+        yield

@@ -179,7 +179,8 @@ class Prover(Analysis):
         """Try what computes gradients: for each row by itself, or additively where all rows share what it is given."""
         tensors = operands(*args, *named.values())
         if self._is_shared(tensors, results):
-            outcome = self._try_sums(compute, args, named, self.sums_along(results) or [None] * len(results))
+            dims = self.sums_along(results) or [None] * len(results)
+            outcome = try_sums(compute, *self._given(args, named, {}), dims)
         elif self.is_following and any(
             isinstance(self.known.of(tensor), Along) for tensor in tensors if tensor.is_meta
         ):
@@ -214,10 +215,6 @@ class Prover(Analysis):
             return try_apart(compute, *self._given(args, kwargs, written), results)
         except ValueError:
             return "fails"
-
-    def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None]) -> Outcome:
-        """Try a backward to whose gradients each part of the rows contributes along `dims`."""
-        return try_sums(compute, *self._given(args, kwargs, {}), dims)
 
     def _given(
         self, args: Any, kwargs: Any, written: dict[int, RowsAlong]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep import calls
 from samestep.independence import dimension_maps
 from samestep.independence.dependence import (
     NO_DIM,
@@ -67,9 +68,8 @@ def _rearrange_rows(call: Call, operands: Sequence[Operand], at: int, rows: Alon
         pairs = zip(named_args["shifts"], named_args["dims"], strict=False)
         return _shift_rows(call, rows, sum(by for by, dim in pairs if dim % tensor.dim() == rows.dim))
     if packet is _aten.repeat and tensor.shape[rows.dim] % (rows.inner * call.known.num_rows) == 0:
-        return rows._replace(
-            dim=rows.dim + call.results[0].dim() - tensor.dim()
-        )  # whole rounds of all rows go on counting
+        dim = rows.dim + call.results[0].dim() - tensor.dim()
+        return rows._replace(dim=dim)  # whole rounds of all rows go on counting
     return Mixed(call.text, shown=False)
 
 
@@ -216,9 +216,8 @@ def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]]
     index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
     size = call.args[0].shape[rows.dim]
     if not is_mask(index) and index.numel() == size == max(index.shape, default=0) and _counts(call, index):
-        behind = index.dim() - [*index.shape].index(
-            size
-        )  # the dimension of the index that counts, from the last one on
+        # the dimension of the index that counts, from the last one on
+        behind = index.dim() - [*index.shape].index(size)
         for other, _ in covers:
             if other is not index and not is_mask(other) and other.dim() >= behind and other.shape[-behind] > 1:
                 call.on_constant(other, other.dim() - behind, rows.inner, call.where)
@@ -449,6 +448,7 @@ DECLARED: dict[Any, Map] = {}
 """Maps that libraries have stated by `independent`."""
 
 
+@calls.checked
 def independent(op: Any, *, along: int) -> None:
     """State that an operation works on each position along one dimension of its tensors by itself.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from samestep.independence import dimension_maps
+from samestep.independence.dependence import Rows
 from samestep.independence.dimension_maps import (
     MOVED,
     SUMMED,
@@ -28,7 +29,6 @@ from samestep.independence.feature_units import (
     MixesError,
     UnitDim,
     UnitFlow,
-    UnitRows,
     cut_weights_of,
     describe_sources,
     place,
@@ -250,7 +250,7 @@ def _leave_module(flow: UnitFlow, op: Operation) -> None:
             flow.states[view.storage] = None
         elif style == "row":
             raise MixesError(f"{op.where} is planned as 'row', and its output is not a sum over a sharded dimension")
-        elif style == "gather" and isinstance(state, UnitRows):
+        elif style == "gather" and isinstance(state, Rows):
             unit_dim = flow.along(view, op)
             if unit_dim is None or unit_dim.dim != len(view.shape) - 1 or unit_dim.outer > 1:
                 raise MixesError(
@@ -280,8 +280,8 @@ def check_unseen(flow: UnitFlow, op: Operation) -> None:
     """
     for view in op.given:
         state = flow.states.get(view.storage) if view.values is None else None
-        if isinstance(state, UnitRows) or state == "partial":
-            names = describe_sources(state.sources if isinstance(state, UnitRows) else ())
+        if isinstance(state, Rows) or state == "partial":
+            names = describe_sources(state.sources if isinstance(state, Rows) else ())
             raise MixesError(f"shapes or branches at {place(op)} depend on values, and it is given {names}")
 
 
@@ -301,18 +301,15 @@ def try_units(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
         for view in op.results
     ):
         raise MixesError(f"{place(op)} computes {op.name} of {names}, and nothing is known of this operation")
-    units = _most_separate_units(flow, op, op.func, op.args, total, len(op.results))
-    flow.tried.append(f"{place(op)} by {op.name}")
-    for name in total.sources:
-        flow.groups[name] = math.gcd(flow.groups[name], units)
+    units = _most_separate_units(flow, op, op.func, op.args, total, op.name)
     for _ in op.results:
         yield replace(total, units=units, inner=total.inner * total.units // units)
 
 
 def _most_separate_units(
-    flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, num_results: int
+    flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, what: str
 ) -> int:
-    """Return the largest number of units that a trial shows to be computed independently, forward and backward.
+    """Return the largest number of units that a trial shows to be computed independently, forward and backward, and note the trial.
 
     Raises:
         MixesError: there is none.
@@ -330,45 +327,43 @@ def _most_separate_units(
             )
             return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
 
-        results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * num_results
+        results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * len(op.results)
         named_args = tuple(sorted((name, fold(value, describe)) for name, value in op.kwargs.items()))
         if try_apart(compute, fold(args, describe), named_args, results) == "same":
+            flow.tried.append(f"{place(op)} by {what}")
+            for name in total.sources:
+                flow.groups[name] = math.gcd(flow.groups[name], units)
             return units
-    name = compute.__self__.__name__ if op.func == "function" else op.name
     raise MixesError(
-        f"{place(op)} computes {name} of {describe_sources(total.sources)}, and on a part of it, it does not compute that part of the "
-        "whole"
+        f"{place(op)} computes {what.rpartition(' ')[2]} of {describe_sources(total.sources)}, and on a part of it, it does not compute that "
+        "part of the whole"
     )
 
 
 def _function(flow: UnitFlow, op: Operation) -> None:
     """A custom Function of autograd: its operations have been followed, and its backward is tried."""
-    operand_dims = [flow.along(view, op) for view in op.given]
-    results = [flow.along(view, op) for view in op.results]
-    known = [unit_dim for unit_dim in results if unit_dim is not None]
+    operand_dims, results = ([flow.along(view, op) for view in views] for views in (op.given, op.results))
     if not any(operand_dims):
         return
-    if len(known) < len(results) or not known:
+    function, name = op.args[0], op.args[0].__self__.__name__
+    if not results or (total := results[0]) is None or None in results:
         raise MixesError(
-            f"{place(op)} computes {op.args[0].__self__.__name__} of {describe_sources(cut_weights_of(flow, op))}: its backward is not known"
+            f"{place(op)} computes {name} of {describe_sources(cut_weights_of(flow, op))}: its backward is not known"
         )
-    units = _most_separate_units(flow, op, op.args[0], op.args[1:], known[0], len(known))
-    for name in known[0].sources:
-        flow.groups[name] = math.gcd(flow.groups[name], units)
-    flow.tried.append(f"{place(op)} by the gradient of {op.args[0].__self__.__name__}")
+    _most_separate_units(flow, op, function, op.args[1:], total, f"the gradient of {name}")
 
 
 def _hook(flow: UnitFlow, op: Operation) -> None:
     """The gradients that a hook is given: cut as their tensors are. That of a sum whose summands ranks have is whole on each."""
     for view, gradient in zip(op.given, op.results, strict=True):
-        if isinstance(flow.states.get(view.storage), UnitRows):
+        if isinstance(flow.states.get(view.storage), Rows):
             flow.learn(gradient, flow.along(view, op), op)
 
 
 def _hooked(flow: UnitFlow, op: Operation) -> None:
     """The gradients that a hook returns: cut as their tensors are."""
     for view, gradient in zip(*op.args, strict=True):
-        units = flow.along(view, op) if isinstance(flow.states.get(view.storage), UnitRows) else None
+        units = flow.along(view, op) if isinstance(flow.states.get(view.storage), Rows) else None
         unit_dim = flow.along(gradient, op)
         if (units is None) != (unit_dim is None) and flow.states.get(gradient.storage) != "uniform":
             raise MixesError(f"{place(op)} has a hook that does not return a gradient for each element that tp shards")

@@ -1,7 +1,7 @@
 """The walk of units through a forward, which proves that ranks of a tensor cut compute independently: which units (heads, neurons,
 tokens of a vocabulary) each value holds.
 
-In the output [B, T, D] of a column cut, each of the D features is a unit, `UnitRows(stride=1, units=D)`. Seen as [B, T, heads, width], the same storage
+In the output [B, T, D] of a column cut, each of the D features is a unit, `Rows(stride=1, span=D)`. Seen as [B, T, heads, width], the same storage
 has units of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
 
     an operation with a map     units lie along dimensions that are kept (`dimension_maps.py`), the same of all
@@ -33,8 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.independence.dependence import Rows
 from samestep.independence.dimension_maps import FILLS, is_elementwise
-from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, cut_weights_of
+from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, WeightCut, cut_weights_of
 from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
 from samestep.models.spec import is_below, owner_of
 from samestep.tracing.module_inputs import ForwardCalls
@@ -71,8 +72,8 @@ def follow(
         for storage, (name, tensor) in weights.items():
             if name in cuts:
                 cut = cuts[name]
-                flow.groups[name] = tensor.shape[cut.dim] // cut.parts
-                flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
+                flow.groups[name], stride = tensor.shape[cut.dim] // cut.parts, tensor.stride(cut.dim)
+                flow.states[storage] = Rows(stride, stride * flow.groups[name], sources=frozenset({name}))
         try:
             for op in operations:
                 _carry_on(
@@ -100,13 +101,6 @@ def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
     return owners
 
 
-def _follow_weights(flow: UnitFlow, op: Operation) -> None:
-    """Record tensors that are computed from nothing but weights, with the modules that hold those."""
-    owners = owners_in(flow, op)
-    if owners and not data_in(flow, op):
-        flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
-
-
 def owners_in(flow: UnitFlow, op: Operation) -> frozenset[str]:
     """Return the modules that hold the trained weights from which an operation's operands are computed."""
     storages = {view.storage for view in op.given if view.values is None}
@@ -124,8 +118,8 @@ def data_in(flow: UnitFlow, op: Operation) -> list[View]:
 def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
     """Set the units of the results of an operation; `is_unseen` if other values may let its module run others."""
     states = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
-    if op.func not in ("left", "outputs"):
-        _follow_weights(flow, op)
+    if op.func not in ("left", "outputs") and (owners := owners_in(flow, op)) and not data_in(flow, op):
+        flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
     try:
         if is_unseen:
             check_unseen(flow, op)
@@ -235,12 +229,6 @@ def partial_gradients(operations: list[Operation], calls: ForwardCalls, flow: Un
         if call.is_positional and call.input is not None:
             entered.setdefault(call.path, set()).add(call.input.storage)
     search = _CutSearch(operations, entered, flow)
-    for index, op in enumerate(operations):
-        if search.meets(index):
-            for view in op.given:
-                if search.is_whole_data(view, index) and not search.is_copied_input(view, op):
-                    search.add(view.storage, op)
-    search.close()
     partial = search.found
     partial.copied = {path for path in partial.copied if not entered[path] & partial.storages}
     for path in sorted(partial.copied):
@@ -277,6 +265,8 @@ def check_whole_gradients(operations: list[Operation], partial: PartialGradients
 
 
 class _CutSearch:
+    """The search for tensors with partial gradients: from the whole operands of operations that have cut ones too, to all they are made of."""
+
     def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> None:
         self.operations, self.entered, self.flow = operations, entered, flow
         self.found = PartialGradients()
@@ -286,41 +276,36 @@ class _CutSearch:
         self._open: list[tuple[int, Operation]] = []
         self._taking = {view.storage for op in operations for view in op.given if view.takes_gradient}
         for index, op in enumerate(operations):
-            if op.func == "left":
-                continue
-            for view in op.results:
-                self._makers.setdefault(view.storage, []).append(index)
-            for view in op.given:
-                self._readers.setdefault(view.storage, []).append(index)
+            for views, table in ((op.results, self._makers), (op.given, self._readers)):
+                for view in views if op.func != "left" else ():
+                    table.setdefault(view.storage, []).append(index)
+            for view, state in zip(op.given, flow.history[index], strict=False) if self._meets(index) else ():
+                if view.takes_gradient and view.storage not in self._weights and not isinstance(state, Rows):
+                    self._add(view, op, op)
+        while self._open:
+            storage, meeting = self._open.pop()
+            for index in self._makers.get(storage, ()):
+                self._made_by(index, storage, meeting)
+            for index in self._readers.get(storage, ()):
+                self._read_by(index, meeting)
 
-    def meets(self, index: int) -> bool:
+    def _meets(self, index: int) -> bool:
         """Return whether an operation has an operand that tp cuts."""
         op = self.operations[index]
         return op.func not in ("left", "outputs", "hook", "hooked") and any(
-            isinstance(state, UnitRows) for state in self.flow.history[index][: len(op.given)]
+            isinstance(state, Rows) for state in self.flow.history[index][: len(op.given)]
         )
 
-    def is_whole_data(self, view: View, index: int) -> bool:
-        """Return whether an operand takes a gradient, and is neither a weight nor cut."""
-        op = self.operations[index]
-        state = self.flow.history[index][op.given.index(view)]
-        return view.takes_gradient and view.storage not in self._weights and not isinstance(state, UnitRows)
-
-    def is_copied_input(self, view: View, op: Operation) -> bool:
+    def _is_copied_input(self, view: View, op: Operation) -> bool:
         """Return whether a tensor is the input of a module that is cut by columns, whose code runs."""
-        return any(
-            style in COPYING
-            and is_below(op.where, path)
-            and path in self.entered
-            and view.storage in self.entered[path]
-            for path, style in self.flow.styles.items()
-        )
+        paths = (path for path, style in self.flow.styles.items() if style in COPYING and is_below(op.where, path))
+        return any(view.storage in self.entered.get(path, ()) for path in paths)
 
-    def add(self, storage: int, op: Operation) -> None:
-        """Add a tensor whose gradient `op` makes partial."""
-        if storage not in self.found.storages:
-            self.found.storages.add(storage)
-            self._open.append((storage, op))
+    def _add(self, view: View, op: Operation, meeting: Operation) -> None:
+        """Add an operand of `op` whose gradient `meeting` makes partial, unless it is copied there."""
+        if view.storage not in self.found.storages and not self._is_copied_input(view, op):
+            self.found.storages.add(view.storage)
+            self._open.append((view.storage, meeting))
 
     def check_copied(self, path: str) -> None:
         """Check that every use of the input of a module after its `copy` has a partial gradient.
@@ -332,21 +317,12 @@ class _CutSearch:
             op = self.operations[index]
             view = next(view for view in op.given if view.storage == storage)
             storages = [result.storage for result in op.results if result.storage in self._taking]
-            is_partial = self.meets(index) or all(key in self.found.storages for key in storages)
-            if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
+            is_partial = self._meets(index) or all(key in self.found.storages for key in storages)
+            if is_below(op.where, path) and (not is_partial or self._is_copied_input(view, op)):
                 raise MixesError(
                     f"{path} computes two results of its input, and only one of them meets a tensor that tp shards: its gradient would be "
                     "partial in one use. Use a module of its own for each"
                 ).at(path, cut_weights_of(self.flow, op))
-
-    def close(self) -> None:
-        """Add everything that must have partial gradients too."""
-        while self._open:
-            storage, meeting = self._open.pop()
-            for index in self._makers.get(storage, ()):
-                self._made_by(index, storage, meeting)
-            for index in self._readers.get(storage, ()):
-                self._read_by(index, meeting)
 
     def _made_by(self, index: int, storage: int, meeting: Operation) -> None:
         """Follow a tensor back to its operands; `meeting` is the operation that makes its gradient partial."""
@@ -355,22 +331,20 @@ class _CutSearch:
         for view in op.given:
             if not view.takes_gradient or view.storage in self._weights or view.storage == storage:
                 continue
-            if self.meets(index):
+            if self._meets(index):
                 raise MixesError(
                     f"{op.where or 'the model'} sums over a dimension that tp shards, and its result meets a sharded tensor in the same module: "
                     "its gradient would be partial"
                 ).at(meeting.where, cut_weights_of(self.flow, meeting))
-            if self.is_copied_input(view, op):
-                continue
-            if op.where in self.entered and view.storage in self.entered[op.where]:
+            if view.storage in self.entered.get(op.where, ()) and not self._is_copied_input(view, op):
                 self.found.copied.add(op.where)
             else:
-                self.add(view.storage, meeting)
+                self._add(view, op, meeting)
 
     def _read_by(self, index: int, meeting: Operation) -> None:
         """Follow a tensor to the results of operations on it."""
         op = self.operations[index]
-        if self.meets(index):
+        if self._meets(index):
             return
         if op.func == "outputs":
             raise MixesError(
@@ -378,5 +352,6 @@ class _CutSearch:
                 "loss gets the whole tensor too: its gradient would be partial in one use alone"
             ).at(meeting.where, cut_weights_of(self.flow, meeting))
         for view in op.results:
-            if view.storage in self._taking:
-                self.add(view.storage, meeting)
+            if view.storage in self._taking and view.storage not in self.found.storages:
+                self.found.storages.add(view.storage)
+                self._open.append((view.storage, meeting))

@@ -15,15 +15,6 @@ of `run.step`, `until_ns` the begin of the next one. An event is `[form, name, b
     region    other work of the host: `data`, `host:gc`, `watching`, `checkpoint`
     copy      a copy of a layer's input between device and host (`recompute=offload`): the layer, begin, end, `to host` or `from host`
     awaited   a wait of the device for it, with the same
-
-With `train.record_kernels` each rank also writes its kernels, to a file next to its record:
-
-    {"format": "samestep kernels", "version": 1, "rank": 0, "missing": ""}
-    {"step": 101, "names": ["aten::mm", ...], "kernels": [[0, 1200, 1200, 5100, 3100], ...], "events": []}
-
-A kernel is `[name, issued, begin, end, own]`: the index of its name, the middle of the time in which the host issued it, and the
-times at which it ran, in nanoseconds since the step's `begin_ns`, and the nanoseconds that are its own and not those of an operation
-that it called. On a GPU, where the events of the record have the device's times, `events` are the same with those of the host.
 """
 
 from __future__ import annotations
@@ -45,7 +36,6 @@ FOLDER = "record"
 """The folder of the records in a run folder."""
 MODEL, JOB = "model.json", "job.toml"
 """Files beside the records: the model's shape and the job, from which a prediction is made."""
-_KERNEL_FORMAT, _KERNEL_VERSION = "samestep kernels", 1
 
 
 class MemoryMark(NamedTuple):
@@ -256,67 +246,3 @@ def parse_steps(text: str, first_step: int) -> range:
     if colon:
         return range(int(first), int(last) + 1)
     return range(first_step + 4, first_step + 5 + int(first))
-
-
-class Kernel(NamedTuple):
-    """A kernel of a GPU or an operation of torch, in nanoseconds since the begin of its step."""
-
-    name: int
-    """Index among the names of its step."""
-    issued: int
-    begin: int
-    end: int
-    own: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepKernels:
-    """The kernels of one step of a rank."""
-
-    step: int
-    names: Sequence[str]
-    kernels: Sequence[Kernel]
-    events: Sequence[Sequence[Any]] = ()
-    """The events of the record with times of the host; empty where the record has them."""
-
-
-def kernel_path(record: Path) -> Path:
-    """Return the path of the kernels of a rank's record."""
-    return record.with_name(f"kernels-{record.name}")
-
-
-def kernel_head(rank: int, missing: str) -> str:
-    """Return the first line of a file; `missing` says why there are no kernels, where there are none."""
-    return json.dumps({"format": _KERNEL_FORMAT, "version": _KERNEL_VERSION, "rank": rank, "missing": missing}) + "\n"
-
-
-def kernel_line(step: StepKernels) -> str:
-    """Return the line of a step."""
-    return json.dumps(asdict(step), separators=(",", ":")) + "\n"
-
-
-def read_kernels(path: Path) -> tuple[Mapping[int, StepKernels], str]:
-    """Return the kernels of each step of a rank, and what the file says is missing; nothing where there is no file.
-
-    Raises:
-        RecordError: the file is damaged, or was written by another version.
-    """
-    if not path.is_file():
-        return {}, ""
-    lines = _json_lines(path)
-    number, head = next(lines, (1, {}))
-    if not isinstance(head, dict) or (head.get("format"), head.get("version")) != (_KERNEL_FORMAT, _KERNEL_VERSION):
-        raise RecordError(
-            "record-unreadable",
-            f"{path} holds no kernels that this samestep reads: its first line has no format {_KERNEL_FORMAT!r} of version {_KERNEL_VERSION}",
-        )
-    kernels = {}
-    try:
-        for number, line in lines:  # noqa: B007 - the message names the line
-            step = StepKernels(**{**line, "kernels": [Kernel(*map(int, fields)) for fields in line["kernels"]]})
-            if any(not 0 <= kernel.name < len(step.names) for kernel in step.kernels):
-                raise ValueError("a kernel without a name")
-            kernels[step.step] = step
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RecordError("record-unreadable", f"{path}:{number}: damaged: {error}") from None
-    return kernels, str(head.get("missing", ""))

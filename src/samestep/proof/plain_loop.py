@@ -204,13 +204,13 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         with precision.RaiseIslands(), DropoutMode(model, draw), checkpoints:
             outputs = call_model(model, part, plainly=True)
             numbers.append(loss_result(source.loss(outputs, part)))
-            none = torch.zeros((), dtype=torch.float64, device=device)
             count = numbers[-1].only[1] if len(numbers[-1].terms) == 1 else len(indices[rows])
-            balances.append(run.assembly.objective.balance.added_to(none, outputs, count, 1.0))
+            if (balance := run.assembly.objective.balance) is not None:
+                balances.append(balance(outputs, count, 1.0))
     total, counted = whole_loss(numbers, len(indices))
     if is_plain_sum(source.loss):
         total = total * len(indices)
-    return total + torch.stack(balances).sum(), counted
+    return sum(balances, total), counted
 
 
 def gradient_of(param: Tensor) -> Tensor:

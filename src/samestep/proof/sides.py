@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -34,20 +36,21 @@ from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
-from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop, resumes
+from samestep.proof import causes, comparison, held_tensors, observation, plain_loop, resumes
 from samestep.proof.comparison import BatchPart, Comparison, Evidence
-from samestep.proof.observation import Observation, ObservedRun
+from samestep.proof.held_tensors import HeldTensor
+from samestep.proof.observation import Observation, ObservedRun, ObservedStep, Output, PlainSteps
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import expert
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.checkpoints import checkpoint, manifests, writer
 from samestep.runtime.optimizers.optimizer_source import check_optimizer, member_of_weight
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.messages import Packer, unpack_plain
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 
@@ -118,6 +121,26 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
     return torch.optim.SGD([tensor for _, tensor in named], lr=1.0, momentum=0.9)
 
 
+_CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
+
+
+def write_note(note: Path, value: Any) -> None:
+    """Write a value, replacing an earlier note: NOTE.json, and NOTE.safetensors with its tensors. Both are plain data, and run no code when they are read."""
+    packer = Packer("", _CLASSES)
+    record = packer.packed(value)
+    for path in (text := note.with_suffix(".json"), tensors := note.with_suffix(".safetensors")):
+        path.unlink(missing_ok=True)
+    writer.write(tensors, {name: tensor.cpu() for name, tensor in packer.tensors.items()})
+    text.write_text(json.dumps(record), encoding="utf-8")
+
+
+def read_note(note: Path) -> Any:
+    """Return the value of a note; its tensors are mapped from the file, of which only the used pages are read."""
+    record = json.loads(note.with_suffix(".json").read_text(encoding="utf-8"))
+    with safe_open(note.with_suffix(".safetensors"), "pt") as file:
+        return unpack_plain(record, file.get_tensor, _CLASSES)
+
+
 # -- the tasks of workers ---------------------------------------------------------------------------
 
 
@@ -126,7 +149,7 @@ def one_device(place: RankInfo, subject: Subject) -> None:
     observed = subject.observed(Layout(), subject.job_of_one_device, place)
     seen = _observe_steps(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
-    notes.write(subject.note("one"), seen)
+    write_note(subject.note("one"), seen)
 
 
 def in_layout(place: RankInfo, subject: Subject) -> None:
@@ -134,7 +157,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
     Collective over the world, see [Note: collective calls].
     """
-    observation: Observation = notes.read(subject.note("one"))
+    observation: Observation = read_note(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)
     seen = _observe_steps(observed, subject, observation)
     if observation.updated:
@@ -146,7 +169,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
             gradients = comparison.whole_of(comparison.unclip_gradients(observation, -1))
             folders = (subject.folder / "checkpoints", subject.folder / "resumed")
             seen.resumed = list(resumes.compare_resumes(observed.run, gradients, observation.steps[-1].unused, folders))
-    notes.write(subject.note(f"rank-{place.rank}"), seen)
+    write_note(subject.note(f"rank-{place.rank}"), seen)
 
 
 def _observe_steps(observed: ObservedRun, subject: Subject, base: Observation | None) -> Observation:
@@ -169,20 +192,20 @@ def _observe_steps(observed: ObservedRun, subject: Subject, base: Observation | 
 
 
 def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
-    ranks = [notes.read(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
+    ranks = [read_note(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
     observation.join_slices(ranks)
-    return notes.read(subject.note("one")), ranks
+    return read_note(subject.note("one")), ranks
 
 
 def compiler_results(subject: Subject) -> tuple[str, ...]:
     """Return the compiler's report on the blocks of the layout's first rank."""
-    seen: Observation = notes.read(subject.note("rank-0"))
+    seen: Observation = read_note(subject.note("rank-0"))
     return seen.compiled
 
 
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be compared with a plain torch loop; empty where it was."""
-    observation: Observation = notes.read(subject.note("one"))
+    observation: Observation = read_note(subject.note("one"))
     return observation.plain.hindrance if observation.plain else ""
 
 
@@ -301,7 +324,7 @@ def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: Numer
 
 def _without_balance(assembly: Assembly) -> Assembly:
     """Return an assembly without the auxiliary loss that balances experts."""
-    return dataclasses.replace(assembly, objective=dataclasses.replace(assembly.objective, balance=expert.NoBalance()))
+    return dataclasses.replace(assembly, objective=dataclasses.replace(assembly.objective, balance=None))
 
 
 def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
@@ -343,7 +366,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     seen = _observe_steps(observed, subject, None)
     if place.local_rank == 0:
-        notes.write(subject.note("one"), seen)
+        write_note(subject.note("one"), seen)
     rounding = _rounding(subject)
     for seed in _claim_seeds(subject):
         generator = torch.Generator().manual_seed(seed)
@@ -355,7 +378,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
             for misfit in check.misfits:  # of a module, one for each sample
                 key = check.what, misfit.name, check.step or 1
                 deviations[key] = max(deviations.get(key, 0.0), misfit.error)
-        notes.write(subject.note(f"off-{seed}"), deviations)
+        write_note(subject.note(f"off-{seed}"), deviations)
 
 
 def _rounding(subject: Subject) -> float:
@@ -379,7 +402,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
     for seed in range(NUM_PERTURBED):
-        for (what, name, step), error in notes.read(subject.note(f"off-{seed}")).items():
+        for (what, name, step), error in read_note(subject.note(f"off-{seed}")).items():
             deviations[what, name, step] = max(deviations.get((what, name, step), 0.0), error)
             largest[what, step] = max(largest.get((what, step), 0.0), error)
     rounding = _rounding(subject)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from samestep import wings
 
@@ -64,6 +65,8 @@ class Check:
 class Verdict:
     """The result of a proof: whether a layout equals one device."""
 
+    verb: ClassVar[str] = "verify"
+
     layout: str
     job: str
     """The model's name."""
@@ -107,7 +110,7 @@ class Verdict:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str | None:
-        return wings.in_notebook("verdict_page", self)
+        return wings.in_notebook("page", self)
 
     def to_line(self) -> str:
         """Return the report in one line: layout, largest error, result."""

@@ -44,7 +44,7 @@ from samestep.layout import Layout, layout_from
 from samestep.optimizer_tables import ScheduleTable
 from samestep.output import temporary_folder
 from samestep.output.text import readable
-from samestep.proof import notes, record, sides
+from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime.assembly import store_of
@@ -377,7 +377,7 @@ def _judge_all(subjects: Sequence[Subject]) -> sides.Judgement:
     _launch(subjects[0], workers, _judge, subjects, workers, apart=True)
     checks: tuple[Check, ...] = ()
     for subject in subjects:
-        judged, cause, explanation = notes.read(subject.note("judged"))
+        judged, cause, explanation = sides.read_note(subject.note("judged"))
         checks = (*checks, *judged)
         if cause:
             return checks, Cause(cause), explanation
@@ -388,7 +388,7 @@ def _judge(place: RankInfo, subjects: Sequence[Subject], workers: int) -> None:
     for subject in subjects[place.local_rank :: workers]:
         in_float64 = subject.job.numerics.precision == "float64"
         judge = sides.judge if in_float64 else sides.judge_rounding
-        notes.write(subject.note("judged"), judge(place, subject))
+        sides.write_note(subject.note("judged"), judge(place, subject))
 
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:

@@ -80,7 +80,7 @@ class DropoutState:
                 mode.allows_random = self.allows_random
                 yield
             self.end_forward(mode.num_draws)
-            mode.end_forward(self.model)
+            mode.end_forward()
 
     def end_forward(self, num_draws: int) -> None:
         """Record the number of masks that a training forward has drawn."""

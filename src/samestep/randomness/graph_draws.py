@@ -117,7 +117,7 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
     draws: dict[tuple[str, str], int] = {}
     calls: dict[str, list[tuple[str, str]]] = {}
     for node in _nodes(graph):
-        if node.op != "call_function" or node.target not in _HANDLERS:
+        if node.op != "call_function" or node.target not in DROPPING:
             continue
         p = _probability(node.target, node.args, node.kwargs)
         if p == 0:
@@ -137,26 +137,9 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
     return ""
 
 
-def drop_weights(query: Tensor, p: float, *, num_keys: int) -> Tensor:
-    """Return which weights of an attention are dropped, bool [B, A, queries, keys], where code in a graph writes its attention itself.
-
-    The graph calls its replacement, as that of other dropouts.
-    """
-    return query.new_zeros((*query.shape[:3], num_keys), dtype=torch.bool)
-
-
-def _draw_weights(source: MaskSource, func: Callable[..., Tensor], query: Tensor, p: float, num_keys: int) -> Tensor:
-    shape = torch.Size((*query.shape[:3], num_keys))
-    return source.drop(query, shape, p, F.scaled_dot_product_attention.__name__)
-
-
-_HANDLERS = {**{function: HANDLERS[function] for function in DROPPING}, drop_weights: _draw_weights}
-"""The replacements of what drops within graphs."""
-
-
 def _drawing(function: Callable[..., Any], source: _GraphSource) -> Callable[..., Any]:
     """Return the replacement of a dropout in a graph, under the name of that dropout."""
-    handler = _HANDLERS[function]
+    handler = HANDLERS[function]
 
     @functools.wraps(function)
     def drawn(*args: Any, **kwargs: Any) -> Any:

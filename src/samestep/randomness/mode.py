@@ -18,7 +18,6 @@ a recomputation (`dropout_state.py`), which `recompute.in_our_modes` gives to ev
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -49,16 +48,14 @@ from samestep.randomness.masks import (
     named_modules,
     positions,
 )
-from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName, Watch
+from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName
 from samestep.randomness.row_hashes import (
     OF_NO_SAMPLE,
     CountedDraw,
     DrawBits,
-    Drawn,
     ForwardRows,
     KnownDraws,
     RunningForward,
-    part_of,
 )  # fmt: skip
 
 DrawKey = tuple[str, int, int]
@@ -80,8 +77,8 @@ class Draw:
 
 
 _AS_IT_IS = nullcontext()
-_MOST_MASKS, _MOST_SHAPES = 4096, 64
-"""Masks whose place among those hashed at once is remembered, and shapes of masks whose hashed positions are."""
+_MOST_SHAPES = 64
+"""Shapes of masks whose hashed positions are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +100,6 @@ class _ModeTracker:
     """The draws of earlier forwards."""
     names: DrawsByName = field(default_factory=DrawsByName)
     """Whether its draws need a mode."""
-    in_order: dict[tuple[Any, ...], Drawn] = field(default_factory=dict)
-    """The positions of masks whose samples are in order, so that they are views, by draw, shape, probability and what else decides."""
-    part: MaskSlice | None = None
-    """The part of each mask for which these positions are."""
     hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
     """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
@@ -213,16 +206,12 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             track_modules(model)
         self.allows_random = False
         self._names: DrawsByName | None = None
-        self._entered: list[tuple[Watch, AbstractContextManager[object]]] = []
-        """How draws are seen since each time that this mode was entered, and what keeps the model's own graphs from running."""
+        self._entered: list[tuple[bool, bool, AbstractContextManager[object]]] = []
+        """Whether draws are seen by names and by the mode since each time that it was entered, and what keeps the model's own graphs from running."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
-        self._draw, self._num_samples = draw, draw.samples.numel()
-        self._part = part
+        self._model, self._draw, self._part = model, draw, part
         self._tracker = _TRACKERS[model]
-        if self._tracker.part is not part:  # the identity of a part that is gone may be another's
-            self._tracker.part = part
-            self._tracker.in_order.clear()
         # For draws outside every module, as in a loss; the model itself is entry 0 of "".
         self._frames = [RunningForward("", -1)]
         self._entries: dict[str, int] = {}
@@ -232,7 +221,6 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         step = f"{draw.step}.{draw.backward}" if draw.backward else draw.step
         keys = hashlib.blake2b(f"{draw.seed}/{step}/".encode(), digest_size=8)
         self._rows = ForwardRows(self._tracker.known, keys)
-        self._unknown = set[DrawKey]()  # when they were drawn first: a recomputation draws them by the same operations
 
     def may_go_by_name(self) -> DropoutMode:
         """Let draws be seen by the names of their functions, where earlier forwards have shown that this suffices; return the mode."""
@@ -240,45 +228,45 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             self._names = self._tracker.names
         return self
 
-    def end_forward(self, model: nn.Module) -> None:
+    def end_forward(self) -> None:
         """Decide by a training forward that has ended how the next one is watched."""
         if self._names is not None and self.num_draws:
-            self._names.end_forward(model)
+            self._names.end_forward()
 
     def __enter__(self) -> DropoutMode:
-        watch = Watch.ALWAYS_BY_MODE if self._names is None else self._names.watch
+        names = self._names
+        by_name = names is not None and not (names.is_tried and names.needs_mode)
+        by_mode = names is None or names.needs_mode or not names.is_tried
         is_uncompiled = self._tracker.is_expected and not self._tracker.in_graph
         uncompiled = disable_compiler() if is_uncompiled else _AS_IT_IS
         uncompiled.__enter__()
-        self._entered.append((watch, uncompiled))
-        if watch is not Watch.BY_NAMES:
+        self._entered.append((by_name, by_mode, uncompiled))
+        if by_mode:
             super().__enter__()
-        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
-            self._names.enter(self)
+        if names is not None and by_name:
+            names.enter(self, self._model)
         self._tracker.modes.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.modes.pop()
-        watch, uncompiled = self._entered.pop()
+        by_name, by_mode, uncompiled = self._entered.pop()
         uncompiled.__exit__(*error)
-        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
+        if self._names is not None and by_name:
             self._names.leave()
-        if watch is not Watch.BY_NAMES:
+        if by_mode:
             super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
+        if self._names is not None and self._entered[-1][0]:
+            self._names.note(func)
         if handler is None:
-            if self._entered[-1][0] is Watch.BY_BOTH and self._names is not None:
-                self._names.note(func)
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_transformed():
             raise self.refuse(WITHIN_TRANSFORM)
-        if self._names is not None and not self._names.depth:
-            self._names.reached.add(func)
         return handler(self, func, *args, **(kwargs or {}))
 
     def settle(self) -> None:
@@ -320,8 +308,7 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         Raises:
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
-        known = self._known_mask(x, shape, p)
-        return self._counted(p, what).bits(x, shape).dropped() if known is None else known
+        return self._counted(p, what).bits(x, shape).dropped()
 
     def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
         """Drop elements of x by one kernel; return None, and draw no mask, where none runs. It raises what `drop` does."""
@@ -329,24 +316,9 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             return None
         return self._counted(p, what).drop_elements(x, inplace=inplace)
 
-    def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
-        """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
-        frame = self._frames[-1]
-        draw = frame.name, frame.entry, frame.num_draws
-        drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, x.device))
-        mask = None if drawn is None or draw in self._unknown else self._rows.taken(draw, drawn)
-        if mask is None:
-            return None
-        frame.num_draws += 1
-        self.num_draws += 1
-        return mask.view(shape)
-
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Return such a mask of the weights of an attention; its functions raise what `drop` does."""
-        known = None if x.is_cuda and runs_kernels(x) else self._known_mask(x, shape, p)
-        if known is None:
-            return self._counted(p, what).weights(x, shape)
-        return DroppedWeights(p, functools.partial(part_of, known))
+        return self._counted(p, what).weights(x, shape)
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -378,26 +350,15 @@ class DropoutMode(MaskSource, TorchFunctionMode):
 
     def _counted(self, p: float, what: str) -> CountedDraw:
         """Count a mask of the innermost module."""
-        self._unknown.add(mask := self._next_draw())
+        mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         rows = self._tracker.rows.get(mask, IN_ORDER)
 
         def arranged(device: torch.device, shape: torch.Size, p: float) -> DrawBits:
-            return self._remembered(mask, self._arranged(mask, rows, shape, device, what, p), shape, device, p)
+            return self._arranged(mask, rows, shape, device, what, p)
 
         return CountedDraw(arranged, rows[0], p)
-
-    def _remembered(
-        self, mask: DrawKey, draw_bits: DrawBits, shape: torch.Size, device: torch.device, p: float
-    ) -> DrawBits:
-        """Return the bits of a mask, and remember its place where it was hashed at once with others."""
-        if draw_bits.mask is not None and draw_bits.is_in_order:
-            if len(self._tracker.in_order) >= _MOST_MASKS:
-                self._tracker.in_order.clear()
-            key = mask, tuple(shape), p, self._num_samples, device
-            self._tracker.in_order[key] = self._rows.drawn(mask)
-        return draw_bits
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

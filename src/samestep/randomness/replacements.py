@@ -7,9 +7,8 @@ A function mode calls Python for each operation of torch, and a dozen times for 
 may call only two functions that draw. So if a model's forwards draw by `F.dropout` and `F.scaled_dot_product_attention` alone,
 these names are their replacements while a forward runs (`DrawsByName`), and there is no mode:
 
-    first forward    under the mode, which notes the functions that reach it
-    second           under both: a function that reaches the mode was called by another name, such as an attribute, and so needs the mode
-    later            by names alone
+    first forward    under both: a function that reaches the mode has no name here or was called by another one, such as an attribute
+    later            by names alone, or if there was such a function, under the mode
 
 A draw by any other function changes the state of a generator of the process, which is compared after the forward
 (`guards/randomness.py`): the step is then taken once more, and all later ones under the mode.
@@ -17,14 +16,13 @@ A draw by any other function changes the state of a generator of the process, wh
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -224,57 +222,46 @@ WITHIN_TRANSFORM = (
 )
 
 
-class Watch(enum.Enum):
-    """A way to see the draws of a model's training forwards.
-
-    BY_MODE ─► BY_BOTH ─► BY_NAMES
-       └─────────┴───────────┴────► ALWAYS_BY_MODE    a function that has no name here draws, or was called by another one
-    """
-
-    BY_MODE = "the mode notes the functions that reach it"
-    BY_BOTH = "names stand for replacements, and the mode notes the remaining calls"
-    BY_NAMES = "names alone"
-    ALWAYS_BY_MODE = "the mode alone"
-
-
 @dataclass(slots=True, eq=False)
 class DrawsByName:
-    """The state of one model that says how its draws are seen; its training forwards change it."""
+    """How the draws of one model's training forwards are seen, which these forwards change.
 
-    watch: Watch = Watch.BY_MODE
-    reached: set[Callable[..., Any]] = field(default_factory=set)
-    """The functions that have reached the mode since the forward began."""
+    the first    names stand for replacements, and the mode notes the draws that reach it in another way
+    later        names alone, or if there were such draws, the mode alone
+    """
+
+    is_tried: bool = False
+    """Whether a forward that drew something has shown which."""
+    needs_mode: bool = False
+    """Whether a function that has no name here draws, or was called by another name."""
     depth: int = 0
     """The number of replacements that run, whose own calls of torch's functions are no draws."""
-    _names: Replaced = field(default_factory=Replaced)
+    _names: Replaced | None = None
 
-    def end_forward(self, model: nn.Module) -> None:
-        """Decide how the next forward is watched by what has reached the mode in this one, which drew something."""
-        reached, self.reached = self.reached, set()
-        if self.watch is Watch.BY_MODE and reached:
-            self.watch = Watch.BY_BOTH if reached <= _FUNCTIONS else Watch.ALWAYS_BY_MODE
-            self._names = _names_in(model)
-        elif self.watch is Watch.BY_BOTH:
-            self.watch = Watch.ALWAYS_BY_MODE if reached else Watch.BY_NAMES
+    def end_forward(self) -> None:
+        """Decide how later forwards are watched, since this one drew something."""
+        self.is_tried = True
 
     def note(self, function: Callable[..., Any]) -> None:
         """Note a function that has reached the mode although its name is bound to a replacement: torch's function passes on what has its name."""
-        if not self.depth and getattr(function, "__wrapped__", None) in _FUNCTIONS:
-            self.reached.add(function)
+        if function in HANDLERS or getattr(function, "__wrapped__", None) in _FUNCTIONS:
+            self.needs_mode |= not self.depth
 
     def give_up(self) -> bool:
         """See all later forwards by the mode; return whether this one was not."""
-        was_by_names = self.watch is Watch.BY_NAMES
-        self.watch = Watch.ALWAYS_BY_MODE
+        was_by_names = self.is_tried and not self.needs_mode
+        self.is_tried = self.needs_mode = True
         return was_by_names
 
-    def enter(self, source: MaskSource) -> None:
+    def enter(self, source: MaskSource, model: nn.Module) -> None:
         """Let the names be replacements that draw from a source, on this thread."""
+        self._names = self._names or _names_in(model)
         _ACTIVE.append((threading.get_ident(), source, self))
         self._names.__enter__()
 
     def leave(self) -> None:
         """Let the names be what they were."""
+        assert self._names is not None
         self._names.__exit__()
         _ACTIVE.pop()
 

@@ -61,8 +61,8 @@ from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
-from samestep.state.fingerprints import FirstState
-from samestep.state.snapshot import modules_of
+from samestep.state.fingerprints import FirstState, digests_of
+from samestep.state.snapshot import Slot, modules_of, places_of
 from samestep.state.writes import AlikeTensors
 from samestep.strategies import program_of
 
@@ -88,9 +88,10 @@ class PreparedModel:
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
-    of_loss: nn.Module
-    """The modules that the loss reaches, as its children."""
-    first_of_loss: FirstState
+    first_of_loss: Mapping[Slot, int]
+    """Digests of what the loss kept before the first step."""
+    first_outside: Mapping[Slot, int]
+    """Those of the variables outside of modules in which the model's code keeps something."""
     replaced: ReplacedWeights
     plain: PlainForm
     """The form of the module without the layout."""
@@ -161,7 +162,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
-    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
+    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
         model=_prepare_model(decided, axes, store, form, state_names),
@@ -233,7 +234,6 @@ def _prepare_model(
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
     running = batch_norm.running_buffers(model, spec)
-    of_loss = modules_of(decided.source.loss)
     return PreparedModel(
         module=model,
         spec=spec,
@@ -245,8 +245,8 @@ def _prepare_model(
             [*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)]
         ),
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
-        of_loss=of_loss,
-        first_of_loss=FirstState.of(of_loss, {}),
+        first_of_loss=digests_of(places_of(decided.source.loss, modules_of(decided.source.loss))),
+        first_outside=digests_of(places_of(model)),
         replaced=ReplacedWeights(model, written, program),
         plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),

@@ -1,8 +1,8 @@
 """The one who decides on a step's update: on a GPU the device, before the host has read the scalars, wherever that is possible.
 
 ```
-HostDecides     all_reduce ─► the host reads ─► update, or none
-DeviceDecides   all_reduce ─► update, which changes nothing in an unusual step ─► the host reads, before the next step
+the host      all_reduce ─► the host reads ─► update, or none
+the device    all_reduce ─► update, which changes nothing in an unusual step ─► the host reads, before the next step
 ```
 An unusual step (a number is not finite, no token counts, a rank refuses it) is decided by the host in either case: where the
 device has held the update back, from the same weights and gradients. torch's fused kernels can: they divide gradients by
@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.open_step import HostDecides, StepState, read_with
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.optimizers.used_weights import UsedWeights
@@ -65,50 +65,56 @@ def decide(
     return Decision(factor, (~is_usual).float())
 
 
-@dataclass(slots=True)
-class HostDecidesHere(HostDecides):
-    """The host decides on a step of a GPU."""
+class StepState(Enum):
+    """Who makes the update of a step after its all_reduce, and of which gradients.
 
-    is_exception: bool
+    the device decides ─► LAUNCHED ─┐
+                                    ├─ the host reads that the step is unusual ─► HELD_BACK
+    the host decides ─┬─► SENT ─────┘
+                      └─► HELD_BACK
+    """
+
+    LAUNCHED = "the device makes it, which the CPU knows once it has read the sums"
+    SENT = "the CPU makes it, if it decides so, of gradients that are on their way to it and are multiplied by then"
+    HELD_BACK = "the CPU makes it, if it decides so, of gradients as the backwards have left them"
+
+
+@dataclass(slots=True)
+class Decider:
+    """Who decides on one step's update: the host once it has read the scalars, for which the device waits, or the device."""
+
+    updater: Updater
+    state: StepState = StepState.HELD_BACK
+    """In which state it leaves the step."""
+    decide: Callable[[Tensor], Decision] | None = None
+    """Returns what follows from the summed scalars, on the device; None where nothing is done before the host has read them."""
+    is_exception: bool = False
     """Whether the device decides on other steps, which overlook what is written unseen."""
-
-    def wrote_unseen(self, device: torch.device) -> bool | Tensor:
-        """Return whether the backwards of the step wrote weights unseen, on the device (float64 [])."""
-        return self.is_exception and self.updater.live.was_written_unseen(device)
-
-
-@dataclass(slots=True)
-class HostDecidesOnSent(HostDecidesHere):
-    """The host decides on a step of a GPU, which sends the gradients to an optimizer on the host meanwhile."""
-
-    first_state: ClassVar[StepState] = StepState.SENT
-    decide: Callable[[Tensor], Decision]
-    """Returns what follows from the summed scalars, on the device."""
-
-    def reading(self, sums: Tensor) -> Reading:
-        """Return what the host reads: the sums, 1 where gradients are not multiplied, and 1 if weights were written."""
-        decision = self.decide(sums)
-        send_unless(self.updater, decision.held_back, decision.factor)
-        return read_with(sums, decision.held_back.double(), self.updater.live.was_written(sums.device))
-
-
-@dataclass(slots=True)
-class DeviceDecides(HostDecides):
-    """The device decides, for which the host does not wait: `can_hold_back` allows it."""
-
-    first_state: ClassVar[StepState] = StepState.LAUNCHED
-    decide: Callable[[Tensor], Decision]
-    """Returns what follows from the summed scalars, on the device."""
     _decision: Decision | None = None
 
+    def wrote_unseen(self, device: torch.device) -> bool | Tensor:
+        """Return whether the backwards of the step wrote weights as no count of torch shows, where that matters; on the device (float64 [])."""
+        return self.is_exception and self.updater.live.was_written_unseen(device)
+
     def reading(self, sums: Tensor) -> Reading:
-        """Return what the host reads later: the sums, 1 where the update is held back, and 0."""
-        self._decision = self.decide(sums)
-        held_back = self._decision.held_back.double()
-        return read_with(sums, held_back, torch.zeros_like(held_back))
+        """Return what the host reads of summed scalars: these, 1 where no update is launched and gradients are not multiplied, and 1 if weights
+        were written since the last update. Send the gradients to an optimizer on the host, where it is given them before.
+        """
+        live = self.updater.live
+        if self.decide is None and not live.are_copied:
+            return Reading(sums, (1.0, 0.0))
+        held_back, written = torch.ones_like(sums[0]), torch.zeros_like(sums[0])
+        if self.decide is not None:
+            self._decision = decision = self.decide(sums)
+            held_back = decision.held_back.double()
+            if self.state is StepState.SENT:
+                send_unless(self.updater, decision.held_back, decision.factor)
+        if self.state is not StepState.LAUNCHED:
+            written = live.was_written(sums.device)
+        return Reading(torch.cat([sums, torch.stack([held_back, written])]))
 
     def update(self) -> None:
-        """Update the weights, or change nothing in an unusual step."""
+        """Update the weights, or change nothing in an unusual step, if the device decides."""
         assert self._decision is not None
         step_unless(self.updater, self._decision.held_back, self._decision.factor)
 
@@ -130,7 +136,7 @@ class Deciders:
         if self._device_may_decide:
             updater.live.begin_step(self._device)
 
-    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> HostDecides:
+    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> Decider:
         """Return who decides on a step whose backwards are launched; with `host_reads` the host reads its scalars in any case."""
 
         def follow(sums: Tensor) -> Decision:
@@ -138,14 +144,14 @@ class Deciders:
 
         updater = self._own.current.weights.updater
         if self._device.type != "cuda":
-            return HostDecides(updater)
+            return Decider(updater)
         may_decide = self._device_may_decide
         is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
-            return DeviceDecides(updater, follow)
+            return Decider(updater, StepState.LAUNCHED, follow)
         if is_usual and updater.offload.is_apart(self._device):
-            return HostDecidesOnSent(updater, may_decide, follow)
-        return HostDecidesHere(updater, may_decide)
+            return Decider(updater, StepState.SENT, follow, may_decide)
+        return Decider(updater, is_exception=may_decide)
 
     def leave_to_host(self, step: int, refusals: Refusals, *, has_left_out: bool) -> None:
         """Let the host decide from now on, since a step, counted from 0, writes weights as no count of torch shows.

@@ -114,7 +114,7 @@ def _totals(
                 try:
                     outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
                 except CalledAgainError:
-                    assembly.weights.store.calls.give_up_forward()
+                    assembly.weights.store.give_up_forward()
                     totals[_GAVE_UP] += 1.0
                     continue
             if outputs is None:
@@ -376,4 +376,4 @@ def evaluating(assembly: Assembly) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
-    assembly.weights.store.calls.end_forward_only()
+    assembly.weights.store.end_forward_only()

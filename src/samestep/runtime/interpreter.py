@@ -81,7 +81,7 @@ class Interpreter:
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
                 with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
-                    if not store.calls.gave_up:
+                    if not store.gave_up:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.is_tried = True  # where the model ends
@@ -92,7 +92,7 @@ class Interpreter:
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)
-        if self.guards.observer.dropout_mode() is None and not store.calls.gave_up:
+        if self.guards.observer.dropout_mode() is None and not store.gave_up:
             model.dropout.end_step()
         for part in parallel.step_parts:
             part.end_backwards()

@@ -31,7 +31,7 @@ _FAR_BEYOND = 1.5
 def predicted_peak(spec: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None) -> MemoryUse:
     """Return the memory of the rank that is predicted to need most of its device, at its peak."""
     programs = programs_of(spec, job, layout, ranks_per_node)
-    uses = memory_of(programs, hardware.own_or("cpu-laptop"), states_per_param(job))
+    uses = memory_of(programs, hardware.resolve_hardware(None), states_per_param(job))
     return max(uses, key=lambda use: use.total)
 
 

@@ -40,7 +40,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.models.spec import LossNames
 from samestep.program.program import Program
 from samestep.runtime.axes import expert, forward_state, loss_terms, tensor, whole_batch
-from samestep.runtime.axes.exchanging_calls import BackwardExchanges
+from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT, JoinedExchanges
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import parameter_hooks
@@ -79,10 +79,10 @@ class Objective:
     loss: Loss
     sums: loss_terms.OwnSamples | whole_batch.WholeBatch
     """What makes one sum and one count of what the loss returns, and which samples it sees at once."""
-    balance: expert.Balance | expert.NoBalance
-    """The auxiliary loss that balances experts."""
-    exchanges: BackwardExchanges
-    """The exchanges in backwards that this rank's loss may not need."""
+    balance: expert.Balance | None
+    """The auxiliary loss that balances experts, if the job has one."""
+    exchanges: JoinedExchanges | None
+    """The exchanges in backwards that this rank's loss may not need, if there are such."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it loses no bit."""
     divides_exactly: bool
@@ -101,7 +101,7 @@ class Objective:
         traced: TracedModel,
         program: Program,
         mesh: Mesh,
-        exchanges: BackwardExchanges,
+        exchanges: JoinedExchanges | None,
         example: Any,
         run: RunFunction,
     ) -> Objective:
@@ -144,8 +144,12 @@ class Objective:
         """
         total, count = self.sums.summed(result, batch, part, others)
         alone = with_graph(total, result.counted, outputs)
-        is_constant = not total.requires_grad and isinstance(self.balance, expert.NoBalance)
-        total, left_out = self.exchanges.joined(self.balance.added_to(alone, outputs, count, weight))
+        is_constant = not total.requires_grad and self.balance is None
+        total, left_out = alone, NOTHING_LEFT_OUT
+        if self.balance is not None:
+            total = total + self.balance(outputs, count, weight)
+        if self.exchanges is not None:
+            total, left_out = self.exchanges.joined(total)
         return LossPart(alone, total, count, is_constant, left_out)
 
 

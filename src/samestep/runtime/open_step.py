@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from samestep.models.spec import LossNames
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.device_decides import Decider, StepState
 from samestep.runtime.guards.loss_trials import LossTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -62,45 +61,6 @@ class Progress(Enum):
     REPEATING = "a step is taken once more, which some rank gave up: the CPU decides on it"
 
 
-class StepState(Enum):
-    """Who makes the update of a step after its all_reduce, and of which gradients.
-
-    DeviceDecides ─► LAUNCHED ─┐
-                               ├─ the host reads that the step is unusual ─► HELD_BACK
-    HostDecides ─┬─► SENT ─────┘
-                 └─► HELD_BACK
-    """
-
-    LAUNCHED = "the device makes it, which the CPU knows once it has read the sums"
-    SENT = "the CPU makes it, if it decides so, of gradients that are on their way to it and are multiplied by then"
-    HELD_BACK = "the CPU makes it, if it decides so, of gradients as the backwards have left them"
-
-
-@dataclass(slots=True)
-class HostDecides:
-    """The host decides on a step's update once it has read the scalars, for which the device waits."""
-
-    first_state: ClassVar[StepState] = StepState.HELD_BACK
-    updater: Updater
-
-    def wrote_unseen(self, device: torch.device) -> bool | Tensor:
-        """Return whether the backwards of the step wrote weights as no count of torch shows, where steps are decided on by the device."""
-        return False
-
-    def reading(self, sums: Tensor) -> Reading:
-        """Return what the host reads: the sums, 1 where no update is launched and gradients are not multiplied, and 1 if weights
-        were written since the last update.
-        """
-        if not self.updater.live.are_copied:
-            return Reading(sums, (1.0, 0.0))
-        return read_with(sums, torch.ones_like(sums[0]), self.updater.live.was_written(sums.device))
-
-
-def read_with(sums: Tensor, held_back: Tensor, written: Tensor) -> Reading:
-    """Return what the host reads of summed scalars and the two numbers of a decider that the device knows (float64 [])."""
-    return Reading(torch.cat([sums, torch.stack([held_back, written])]))
-
-
 @dataclass(slots=True)
 class OpenStep:
     """A step after its all_reduce."""
@@ -116,7 +76,7 @@ class OpenStep:
     lr_factor: float | Mapping[int, float]
     """The factor of the schedule on the learning rate; for each group by itself where a loop has made updates of its own."""
     data_wait_s: float
-    decider: HostDecides
+    decider: Decider
     state: StepState
     names: LossNames
     """The names of what its loss reports."""

@@ -22,6 +22,7 @@ record                     ─► StepRecorder  where the time of steps goes    
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -133,14 +134,15 @@ class Run(RunInParts):
             self.labelled(self.batch_of(example, "run.prepare"))
             return
         self._batches.begin(example)
-        for remark in self._own.assemble(example):
-            self._stepper.refusals.remark(remark)
-        for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
-            print(f"samestep: {line}", file=sys.stderr, flush=True)
-        if self._owner is not None:
-            model = self._own.current.model
-            self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
-        self._set_kept()
+        with self._trained_as_saved():
+            for remark in self._own.assemble(example):
+                self._stepper.refusals.remark(remark)
+            for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
+                print(f"samestep: {line}", file=sys.stderr, flush=True)
+            if self._owner is not None:
+                model = self._own.current.model
+                self._owner.copies(model.given, frozenset(param.name for param in model.spec.params if param.trainable))
+            self._set_kept()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.
@@ -245,17 +247,17 @@ class Run(RunInParts):
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
         return self._batches.labelled(batch)
 
-    def record(self, steps: int | str, folder: str | Path | None = None, *, kernels: bool = False) -> Path:
+    def record(self, steps: int | str, folder: str | Path | None = None) -> Path:
         """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
 
-        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
-        it, and writes files of its own, in a folder that all ranks share.
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes files of its
+        own, in a folder that all ranks share.
 
         Raises:
             InputError: the text names no steps.
         """
         path = Path(recorded.FOLDER if folder is None else folder)
-        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), path, kernels=kernels)
+        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), path)
         return path
 
     # -- forwards without gradients ----------------------------------------------------------------
@@ -309,13 +311,23 @@ class Run(RunInParts):
             return outputs_of(self._stepper.whole_assembly, samples, self.job.train.seed)
 
 
-_READ_IN_A_LOOP = {"model.stages", "model.offload", "optimizer.clip_norm"}
-"""The keys among those of model, loss and optimizer that a run in a loop of one's own reads."""
-_OF_TRAIN = (
-    "train.evaluate_every", "train.patience", "train.monitor", "train.evaluate_ema", "train.prompt", "train.sample_tokens",
-    "train.sample_temperature", "checkpoint.keep_best", "checkpoint.keep_every", "run.report", "run.restarts",
-)  # fmt: skip
-"""Keys that `samestep train` alone reads."""
+_READ_IN_A_LOOP = {
+    "model.stages", "model.offload", "data.labels", "optimizer.clip_norm", "checkpoint.keep", "checkpoint.save_pretrained",
+    "train.global_batch", "train.steps", "train.seed", "train.ema", "train.watch_every",
+    "run.device", "run.folder", "run.data_workers", "run.ranks_per_node", "run.timeout_s", "run.hang_s", "run.compile",
+    "run.compile_backend", "run.compile_mode", "run.attention", "run.allow", "run.log_every",
+}  # fmt: skip
+"""The keys that a run in a loop of one's own reads, beside those of numerics and schedule and the layout."""
+_IN_A_LOOP = {
+    r"model|optimizer|train\.loss": "the arguments model, loss and optimizer of parallelize",
+    r"data": "the dataset of samestep.batches",
+    r"train\.(evaluate|patience|monitor)|checkpoint\.keep_best": "a samestep.EarlyStopping of samestep.track",
+    r"train\.record": "run.record(steps)",
+    r"checkpoint": "`if report.step % 100 == 0: run.save(folder)`",
+    r"run\.report": "the loggers of samestep.track",
+    r"run\.(ranks|threads)": "the arguments of samestep.launch",
+}
+"""What a loop of one's own has for keys that it does not read, by the beginning of their names."""
 
 
 @calls.checked
@@ -348,10 +360,10 @@ def parallelize(
             forward returns, which then gets the labels.
         optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
             that has not stepped; or a list or a dict of these, which together hold each weight once.
-        layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch`, or replicas on all ranks.
+        layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch` or of the job, or replicas on all ranks.
         job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, the form of the labels of a causal model
-            of transformers for "cross_entropy". The arguments above replace its model, its loss and the rest of its optimizer table: a
-            value there that is not the default is an error. The rest of its data is not read.
+            of transformers for "cross_entropy". The arguments above replace its model, its loss and the rest of its optimizer table. A
+            key that only `samestep train` reads is an error if its value is not the default.
         stages: names of modules at which pipeline stages may begin, such as ["encoder.3", "head"]; by default `job.model.stages`, or else
             blocks, or the calls of any modules.
         forward: a function of the model, or of the models by name, and of a batch with its labels. It returns the outputs for the loss. By
@@ -382,23 +394,12 @@ def _check_keys(job: Job) -> None:
     Raises:
         JobError: it has one.
     """
-    if job.checkpoint.every:
+    if unread := sorted(job.set_keys("model", "data", "train", "optimizer", "checkpoint", "run") - _READ_IN_A_LOOP):
+        instead = [use for begin, use in _IN_A_LOOP.items() if any(re.match(begin, key) for key in unread)]
+        uses = f"Use {', and '.join(instead)} without these keys" if instead else "Remove these keys"
         raise JobError(
             "job-key-unread",
-            f"checkpoint.every = {job.checkpoint.every} saves in `samestep train` alone. Use in a loop of your own "
-            f"`if report.step % {job.checkpoint.every} == 0: run.save(folder)`, and checkpoint.every = 0",
-        )
-    if unread := job.set_keys("model", "optimizer", "train.loss", "train.loss_over") - _READ_IN_A_LOOP:
-        raise JobError(
-            "job-key-unread",
-            f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
-            "them. Remove these keys, or use samestep.train(job), which reads them.",
-        )
-    if unread := job.set_keys(*_OF_TRAIN):
-        raise JobError(
-            "job-key-unread",
-            f"samestep.train alone reads {', '.join(sorted(unread))} of the job. Remove these keys, and use samestep.track with loggers "
-            "and a samestep.EarlyStopping",
+            f"parallelize does not read {', '.join(unread)} of the job. {uses}, or samestep.train(job), which reads them",
         )
 
 
@@ -410,8 +411,7 @@ def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
     """
     had_joined = dist.is_initialized()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
-    layout = layout or join.launched_layout() or Layout(dp=place.world_size)
-    where = layout_from(layout)
+    where = layout_from(layout or join.launched_layout() or job.layout or Layout(dp=place.world_size))
     try:
         mesh.check_world(where)
         rank_order.check(where, place.hosts)

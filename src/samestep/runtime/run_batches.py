@@ -11,20 +11,26 @@ token, where the data has aligned ones. In the first step and in steps under wat
 
 Only labels that a causal model of transformers is trained on with the cross entropy can stand for the tokens at their own place; which they do
 is found out once for each dataset (`datasets/labels.py`). A loss pairs the output at a place with the label there, so such labels are moved.
+
+A run of `samestep train` knows the source of its data from the start. A user's loop reads the dataset of its batches, which is known in
+its first step; so a loop which has loaded a checkpoint is refused there, if the dataset is another one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from samestep.building.loss import cross_entropy
 from samestep.building.model import BatchDim
 from samestep.building.model_loss import ModelLoss, moves_labels
+from samestep.datasets import stamps
 from samestep.datasets.batch import GivenBatch
 from samestep.datasets.labels import (
     LOOKED_AT,
@@ -34,19 +40,20 @@ from samestep.datasets.labels import (
 )
 from samestep.datasets.opening import check_batch
 from samestep.datasets.values import Parted, dims_of, num_samples, tensors_of_arrays, together
-from samestep.errors import DataError, ModelError
+from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
 from samestep.program.ranks import Ranks
 from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
-from samestep.runtime.checkpoints.prepared_run import TrainedData
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_observer import StepBatch
 from samestep.state.fingerprints import digest
+from samestep.state.snapshot import preserve_generators
 
 _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""
@@ -115,6 +122,128 @@ class NextLabels:
                 form = convention_of(dataset, self._word)
             self._found.append((dataset, form))
         return form
+
+
+class _SavedStamp(NamedTuple):
+    """The stamp in the checkpoint from which a run goes on."""
+
+    folder: Path
+    step: int
+    stamp: stamps.Stamp
+
+
+class TrainedData:
+    """The data of one run; every rank has one, and rank 0 takes its stamp."""
+
+    def __init__(self, job: Job, place: RankInfo) -> None:
+        self._job, self._place = job, place
+        self._take: Callable[[], stamps.Stamp] | None = None
+        self._stamp: stamps.Stamp | None = None
+        self._dataset: Any = None
+        self._saved: _SavedStamp | None = None
+        self._stream: Any = None
+        """The stream of the last step's batch, if it is one that has a place."""
+        self._stored_state: Any = None
+        """The state of the stream in the checkpoint from which the run goes on."""
+
+    def continues_stream(self, state: Any) -> None:
+        """Keep the state of the stream in a checkpoint for the stream of the next batch."""
+        self._stored_state = state
+
+    def place(self, batch: Any) -> None:
+        """Let the stream of a batch begin at the state in the checkpoint from which the run goes on, if there is one."""
+        stream: Any = getattr(batch, "stream", None)
+        if hasattr(stream, "resume"):
+            self._stream = stream
+            if self._stored_state is not None:
+                stream.resume(self._stored_state)
+                self._stored_state = None
+
+    def stream_state(self, steps_taken: int) -> Any:
+        """Return the state of the stream after so many steps; None on other ranks than 0, and where it has none."""
+        if self._place.rank or self._stream is None:
+            return None
+        with preserve_generators():
+            return self._stream.state(steps_taken)
+
+    def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
+        """Take the stamp of the source of a job's data, by a function, before the first step reads it.
+
+        Collective over the world where it has several hosts, whose data must be the same, see [Note: collective calls].
+
+        Raises:
+            DataError: a host has other data than rank 0.
+        """
+        self._take = take
+        self.stamp()
+        if self._place.ranks_per_node < self._place.world_size:
+            self._compare_hosts(take)
+
+    def _compare_hosts(self, take: Callable[[], stamps.Stamp]) -> None:
+        """Compare the stamps that the first rank of each host takes."""
+        is_first = self._place.rank % self._place.ranks_per_node == 0
+        with preserve_generators():
+            stamp = self._stamp or (take() if is_first else [])
+        first, *others = gather_values(stamp, self._place.world_size)
+        for rank, theirs in enumerate(others, 1):
+            if theirs and (text := stamps.difference(first, theirs)):
+                raise DataError(
+                    "hosts-differ",
+                    f"the host of rank {rank} has other data than the host of rank 0: {text} on rank 0. Use the same on all hosts",
+                )
+
+    def stamp(self) -> stamps.Stamp:
+        """Return the stamp on rank 0, which takes it once; empty on others, and where no step has read data yet."""
+        if self._place.rank == 0 and self._stamp is None:
+            with preserve_generators():
+                if self._take is not None:
+                    self._stamp = self._take()
+                elif self._dataset is not None:
+                    self._stamp = stamps.of_dataset(self._dataset, self._job.train.seed)
+        return self._stamp or []
+
+    def resumes_from(self, folder: Path, step: int, stamp: stamps.Stamp) -> tuple[str, ...]:
+        """Compare the data with the stamp in a checkpoint, now or in the first step; return the differences that are
+        allowed.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            CheckpointError: the data is other, and nothing allows that.
+        """
+        self._saved = _SavedStamp(folder, step, stamp) if stamp else None
+        return self._compare_stamps() if self._take is not None else ()
+
+    def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
+        """Note the dataset of a step; in the first one after a load compare it with the checkpoint, as `resumes_from`
+        says.
+
+        Collective over the world in the first step after a load: every rank calls it with the same batch.
+        """
+        if self._take is not None:
+            return ()
+        dataset = getattr(batch, "dataset", None)
+        if dataset is not None and dataset is not self._dataset:
+            self._dataset, self._stamp = dataset, None
+        return self._compare_stamps() if self._saved is not None else ()
+
+    def _compare_stamps(self) -> tuple[str, ...]:
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return ()
+        stamp = self.stamp()
+        is_source = self._take is not None or {part["kind"] for part in saved.stamp} == {"samples"}
+        text = stamps.difference(saved.stamp, stamp) if stamp and is_source else ""
+        text = gather_values(text, self._place.world_size)[0]
+        if not text:
+            return ()
+        if "data" not in self._job.run.allow:
+            raise CheckpointError(
+                "checkpoint-other-job",
+                f"{text}, when {saved.folder} was written, so the run would continue with other samples: resume with the data that "
+                'stood there; --allow data, or run.allow = ["data"], lets it be other',
+            )
+        return (f"after step {saved.step}: {text} (allowed)",)
 
 
 _UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the other ranks"

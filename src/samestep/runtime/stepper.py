@@ -27,12 +27,12 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.device_decides import Deciders, DeviceDecides
+from samestep.runtime.device_decides import Deciders, StepState
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.open_step import WHOLE, OpenStep, Progress, ReadStep, StepBackward, StepState
+from samestep.runtime.open_step import WHOLE, OpenStep, Progress, ReadStep, StepBackward
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
@@ -116,18 +116,18 @@ class Stepper:
     def _step(self, batch: StepBatch) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
         opened = self.backward(batch)
-        if isinstance(opened.decider, DeviceDecides):
-            return self._launch(opened, opened.decider)
+        if opened.state is StepState.LAUNCHED:
+            return self._launch(opened)
         return self.update(self.read(opened))
 
-    def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
+    def _launch(self, opened: OpenStep) -> StepReport:
         """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
-        assembly, updater = self.held, decider.updater
+        assembly, updater = self.held, opened.decider.updater
         opened.prepare(updater)
         if updater.live.was_written_early():
             updater.live.take_over()
         updater.unused = self.used.expected()
-        self.change(assembly, decider.update)
+        self.change(assembly, opened.decider.update)
         self.steps_taken = opened.batch.step + 1
         opened.report = StepReport.late(self.steps_taken, self._close)
         self.launched = opened
@@ -191,7 +191,7 @@ class Stepper:
             lr_factor=weights.updater.rates.factors(weights.lr_factor, batch.step),
             data_wait_s=self._data_wait_s,
             decider=decider,
-            state=decider.first_state,
+            state=decider.state,
             names=names,
             of=of,
             values_before=values,
@@ -387,7 +387,7 @@ class Stepper:
         updater = weights.updater
         norm_squared = weights.store.norm_squared(of.names)
         norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
-        weights.store.watch.take_back()
+        weights.store.take_back()
         if totals.numel() == 2:  # the loss reports nothing
             return torch.cat([totals, norm_squared.view(1), uses])
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
@@ -411,7 +411,7 @@ class Stepper:
             self.refusals.raise_own()  # such as a replaced module, by which the forward fails
             raise
         self._data_wait_s = interpreter.data_wait_s
-        self.refusals.gave_up_at = current.weights.store.calls.gave_up
+        self.refusals.gave_up_at = current.weights.store.gave_up
         self.guards.take_over(current, batch, inside=True)
         current.weights.store.settle()
         for line in current.model.compiled.news():

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from samestep.building.families import INSTALLED_FLAG
 from samestep.building.named_tensors import set_attributes
 from samestep.building.optimizer import CombinedOptimizer
+from samestep.state.named_variables import Variable
 
 _PLAIN = (type(None), bool, int, float, str)
 _COLUMNS = 4093
@@ -138,6 +139,11 @@ def digest(value: Any) -> int:
     except Exception:  # objects of others' classes fail in any way
         return 0
     return xxhash.xxh3_64_intdigest(stream.getvalue())
+
+
+def digests_of(places: Mapping[Any, Variable]) -> dict[Any, int]:
+    """Return the digests of the values of variables."""
+    return {key: digest(place.value) for key, place in places.items()}
 
 
 class _Examiner(pickle.Pickler):

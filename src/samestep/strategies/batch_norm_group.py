@@ -19,12 +19,13 @@ def refusal(step: StepSpec) -> LayoutError | None:
         )
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
-        waiver = 'or set run.allow = ["samples"] to skip this check'
-        if operation.startswith("nll_loss"):
-            waiver = f"or a loss function (outputs, batch) that computes it from the logits, {waiver}"
+        or_loss = "or a loss function (outputs, batch) that computes it from the logits, " * operation.startswith(
+            "nll_loss"
+        )
         return LayoutError(
             "samples-mixed",
-            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}, {waiver}",
+            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}, {or_loss}"
+            'or set run.allow = ["samples"] to skip this check',
         )
     unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:

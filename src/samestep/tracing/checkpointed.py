@@ -14,7 +14,7 @@ import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,15 +114,11 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
         if depth[0]:
             seen.entered.add(path)
 
-    handles = [
-        module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
-    ]
-    try:
-        with replaced_checkpoint(counted, reentrant):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
+        hooks.enter_context(replaced_checkpoint(counted, reentrant))
+        yield seen
 
 
 class Point(NamedTuple):

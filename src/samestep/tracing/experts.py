@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -111,22 +111,16 @@ def record_dispatches(
         seen.clear()
         points.clear()
 
-    handles = [
-        model.register_forward_pre_hook(begin),
-        *(
-            model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
-            for path in experts.counts
-        ),
-    ]
-    try:
-        with compute_by_groups(model, experts):
-            yield seen
-        for index, (dispatch, point) in enumerate(zip(seen, points, strict=True)):
-            around = [*itertools.accumulate(dispatch.owner.split("."), lambda path, name: f"{path}.{name}")]
-            seen[index] = replace(dispatch, place=places.place(point, around, is_kept=True))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(begin))
+        for path in experts.counts:
+            hook, part = functools.partial(note, path), model.get_submodule(path)
+            hooks.enter_context(part.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks.enter_context(compute_by_groups(model, experts))
+        yield seen
+    for index, (dispatch, point) in enumerate(zip(seen, points, strict=True)):
+        around = [*itertools.accumulate(dispatch.owner.split("."), lambda path, name: f"{path}.{name}")]
+        seen[index] = replace(dispatch, place=places.place(point, around, is_kept=True))
 
 
 def routing_arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -178,7 +178,7 @@ def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tupl
     """
     search, prediction = wings.required("plan", "search"), wings.required("plan", "simulation.simulate")
     job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
-    machine = hardware.own_or("cpu-laptop")
+    machine = hardware.resolve_hardware(None)
     states = states_per_param(job)
     layouts = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
     reason = layouts.nearest

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from samestep.errors import InputError, LayoutError, WorkerError
 from samestep.layout import Layout, layout_from
@@ -73,17 +73,6 @@ class Elasticity:
             )
         return self._fewer(checked, left, hosts - len(lost), error)
 
-    def on_hosts_left(self, checked: Checked, num_hosts: int) -> Checked:
-        """Return the run, checked for `num_hosts` hosts, on those that are connected again after the leading one was
-        lost.
-
-        Raises:
-            WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
-        """
-        assert self.hosts is not None
-        left = checked.layout.world_size // num_hosts * self.hosts.num_hosts
-        return self._fewer(checked, left, self.hosts.num_hosts, WorkerError("rank-lost", "the leading host is gone"))
-
     def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
         """Return the run in the first legal layout of at most `left` ranks, equally many on each host."""
         refused, least = "", self.least or 1
@@ -132,13 +121,13 @@ def shrunk(layout: Layout, ranks: int) -> Iterator[Layout]:
             yield dataclasses.replace(layout, dp_replicate=replicas, dp_shard=shards)
 
 
-def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | None:
+def fitted_layout(layout: Layout | str | Mapping[str, Any] | None, world: int) -> Layout | str | None:
     """Return a layout for the ranks that a launcher has started: the given one, or one with smaller data degrees.
 
     Raises:
         LayoutError: no layout of so many ranks is the given one with smaller data degrees.
     """
-    if layout is None or layout == "auto":
+    if layout is None or (isinstance(layout, str) and layout == "auto"):
         return layout
     of_run = layout_from(layout)
     if of_run.world_size == world:

@@ -75,7 +75,7 @@ def _room_and_peak(checked: Checked, device_type: str) -> tuple[int, MemoryUse]:
 def less_memory(checked: Checked, device_type: str) -> str:
     """Return two lines of text: the memory predicted for a layout that ran out, and the nearest layout that needs less."""
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
-    machine, states = hardware.own_or("cpu-laptop"), states_per_param(job)
+    machine, states = hardware.resolve_hardware(None), states_per_param(job)
     room, peak = _room_and_peak(checked, device_type)
     parts = parts_text(peak.parts())
     total = readable(peak.total)

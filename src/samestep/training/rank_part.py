@@ -95,7 +95,7 @@ def _train(run: Run, checked: Checked, profiler: Profiler, on_step: OnStep | Non
     first = run.steps_taken
     run.recorder.folder = folder / recorded.FOLDER
     if run.job.train.record:
-        run.record(run.job.train.record, folder / recorded.FOLDER, kernels=run.job.train.record_kernels)
+        run.record(run.job.train.record, folder / recorded.FOLDER)
     log = NoLog() if run.place.rank else RunLog(checked, run)
     if first < checked.until and (first or checked.first_weights is not None):  # weights that were drawn write noise
         with use_evaluated_weights(run):

@@ -195,34 +195,6 @@ def lock_of(folder: Path) -> str:
         return ""
 
 
-def is_held(folder: Path) -> bool:
-    """Return whether another process holds a folder's lock, as seen from this host; some shared folders hide other
-    hosts' locks."""
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | process_limits.O_CLOEXEC | process_limits.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        process_limits.lock(descriptor, shared=True, waits=False)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def is_left_behind(folder: Path, lock: str, patience_s: float) -> bool:
-    """Return whether the run with this lock has died: nobody holds it any longer, and a run that ends removes it."""
-    end = time.monotonic() + patience_s
-    while lock_of(folder) == lock:
-        if not is_held(folder):
-            return lock_of(folder) == lock
-        if time.monotonic() > end:
-            break
-        time.sleep(0.2)
-    return False
-
-
 def _holder(path: Path) -> str:
     """Return who holds a lock, as text."""
     try:

@@ -155,7 +155,7 @@ def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> La
             "devices-and-ranks",
             f"the launcher has started {world} ranks, and --ranks {least}:N continues with {least} at least",
         )
-    return fitted_layout(layout or (Layout(**job.layout) if job.layout else None), world)
+    return fitted_layout(layout or job.layout or None, world)
 
 
 def _rank_of_host(place: RankInfo, job: Job, arguments: Mapping[str, Any]) -> tuple[Summary | None, int]:
@@ -178,8 +178,6 @@ def lead_workers(
     if arguments["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
-    if hosts and hosts.num_hosts < num_hosts:
-        checked = elastic.on_hosts_left(checked, num_hosts)
     is_first = place is None or place.rank == 0
     if is_first:
         foreign_code.note(job)

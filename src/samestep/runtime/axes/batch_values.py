@@ -12,7 +12,7 @@ repeated forward of a checkpointed one takes the results of the first: nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,14 @@ from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.step_part import RepeatedValues, nest_pairs
+from samestep.runtime.contexts import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.step_observer import StepBatch
 from samestep.shares import Shares
 from samestep.strategies.batch_values import KEPT, OWNER
+from samestep.tracing.checkpointed import Contexts
 
 _NOTHING = nullcontext()
 
@@ -48,9 +51,8 @@ class BatchValues(NextValues):
         self._batch: StepBatch | None = None
         self._sizes: list[int] = []
         """Samples of each rank in the present forward."""
-        self._records: list[list[Tensor]] = []
-        """Where the results of a checkpointed forward are recorded, outermost first."""
-        self._repeats: Iterator[Tensor] | None = None
+        self._results = RepeatedValues[Tensor]()
+        """The results of checkpointed forwards."""
 
     def begin_step(self, batch: StepBatch) -> None:
         """Begin a step, or another backward of it, of a batch."""
@@ -88,31 +90,20 @@ class BatchValues(NextValues):
         finally:
             self._sizes = previous
 
-    def recompute_contexts(self) -> tuple[Callable[[], AbstractContextManager[None]], ...]:
-        """Return what makes the contexts of a checkpointed forward, which records results, and of its repetition, which takes them."""
-        results: list[Tensor] = []
-        sizes: list[int] = []
+    def recompute_contexts(self) -> Contexts:
+        """Return the contexts of a checkpointed forward, which records results, and of its repetition, which takes them."""
+        sizes = self._sizes
 
         @contextmanager
-        def recording() -> Iterator[None]:
-            sizes[:] = self._sizes
-            self._records.append(results)
-            try:
-                yield
-            finally:
-                self._records.remove(results)
-
-        @contextmanager
-        def replaying() -> Iterator[None]:
-            previous = self._repeats, self._records, self._sizes
-            self._repeats, self._records, self._sizes = iter(results), [], sizes
+        def repeated() -> Iterator[None]:
+            previous, self._sizes = self._sizes, sizes
             try:
                 with within(self if sizes else None), IGNORING:
                     yield
             finally:
-                self._repeats, self._records, self._sizes = previous
+                self._sizes = previous
 
-        return recording, replaying
+        return nest_pairs(self._results.contexts(), (nullcontext(), Anew(repeated)))
 
     # -- what code asks for ------------------------------------------------------------------------
 
@@ -168,7 +159,8 @@ class BatchValues(NextValues):
 
     def joined(self, x: Tensor, *, is_sum: bool) -> Tensor:
         """Return the rows of all ranks, or their sum, as a constant; a repeated forward takes the result of the first."""
-        result = next(self._repeats, None) if self._repeats is not None else None
+        results = self._results
+        result = results.left()
         if result is None:
             rows = _wide(x if self.mine else x[:0])
             result = (
@@ -176,9 +168,8 @@ class BatchValues(NextValues):
             )
             is_number = x.is_floating_point() or x.is_complex()
             result = result.to(x.dtype if is_number or not is_sum else torch.int64)
-        for record in self._records:
-            record.append(result)
-        return result.clone() if self._records or self._repeats is not None else result
+        results.add(result)
+        return result.clone() if results.is_recording or results.is_repeating else result
 
     def sum_back(self, gradient: Tensor) -> Tensor:
         """Return the sum of the gradients of all ranks."""

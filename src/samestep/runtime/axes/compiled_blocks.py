@@ -2,7 +2,7 @@
 
 The forward of each block of this rank is replaced by its compiled form. Its hooks are not, so what a layout does around a
 block (gather weights, receive, count calls) stands outside of the graph. What it does inside is in the graph: casts, and the
-crossings of `tp` (`rank_crossings.py`) and the exchanges of `cp` (`context/block_exchanges.py`). A module in a block with hooks of the user's own
+crossings of `tp` (`rank_crossings.py`) and the exchanges of heads of `cp` (`context/block_exchanges.py`). A module in a block with hooks of the user's own
 is an island: a call of it leaves the graph, its hooks run in Python, and its forward is a graph again if it has children.
 
 ```
@@ -54,7 +54,6 @@ from samestep.program.step import StepSpec, repeats_in_graphs
 from samestep.randomness import graph_draws
 from samestep.randomness.masks import MaskSource
 from samestep.runtime.axes import rank_crossings
-from samestep.runtime.axes.context.block_exchanges import attend_around
 from samestep.runtime.axes.context.slicing import Exchanging, GraphAttentions
 from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, pluralise
 from samestep.runtime.axes.precision import MixedProducts, RaiseIslands
@@ -335,8 +334,6 @@ def _prepare_compiler() -> None:
     # It is said of each checkpoint with contexts; a graph that contains it removes operations in place first.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.allow_in_graph(rank_crossings.cross)
-    torch.compiler.allow_in_graph(attend_around)
-    torch.compiler.allow_in_graph(graph_draws.drop_weights)
     # Run by itself between two graphs, it would be one of the function that it was given first, and serve others.
     for mode in (GraphAttentions, RaiseIslands):
         dynamo().eval_frame.skip_code(mode.__torch_function__.__code__)

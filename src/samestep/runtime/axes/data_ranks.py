@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime.ledger import OwnedCollectives, owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
 
 AXIS = "dp"
 
@@ -31,26 +32,7 @@ class DataRanks:
         """
         if self._group is None:
             return tensor
-        everything = tensor.new_empty((self.num_ranks * tensor.shape[0], *tensor.shape[1:]))
-        with owned(owner):
-            all_gather(everything, tensor.contiguous(), group=self._group)
-        return everything
-
-    def gather_into(self, everything: Tensor, tensor: Tensor, label: OwnedCollectives) -> None:
-        """Write the tensors of all ranks [N] one after the other into another one, under a label that is prepared once.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        with label:
-            all_gather(everything, tensor, group=self._group)
-
-    def sum_under(self, tensor: Tensor, label: OwnedCollectives) -> None:
-        """Sum a tensor over all ranks, in its place, under a label that is prepared once.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        with label:
-            dist.all_reduce(tensor, group=self._group)
+        return GroupLine(self._group, owner).all_gather(tensor)
 
     def gather_rows(self, rows: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,22 +46,6 @@ from samestep.trees import tensors_in
 Reasons = Mapping[tuple[str, str], tuple[str, str]]
 """By owner and axis of a collective the module that every rank must call for it, and the reason with what works."""
 NOTHING_LEFT_OUT: frozenset[int] = frozenset()
-
-
-class BackwardExchanges(Protocol):
-    """The part of a rank in exchanges of the backward that its loss may not need."""
-
-    def joined(self, loss_sum: Tensor) -> tuple[Tensor, frozenset[int]]:
-        """Return a micro-batch's loss with a graph that runs all exchanges, and the ids of the weights that only this reaches."""
-        ...
-
-
-class NothingToJoin:
-    """The `BackwardExchanges` of a program without such exchanges, or of ranks that cannot differ."""
-
-    def joined(self, loss_sum: Tensor) -> tuple[Tensor, frozenset[int]]:
-        """Return the loss as it is."""
-        return loss_sum, NOTHING_LEFT_OUT
 
 
 class JoinedExchanges:
@@ -172,8 +156,9 @@ def _marked(mark: Tensor) -> Any:
 
 def joined_exchanges(
     model: nn.Module, program: Program, reasons: Reasons, before: Callable[[str], None], *, may_differ: bool
-) -> BackwardExchanges:
-    """Return what joins the exchanges of a program's backwards, where the losses of ranks `may_differ` in what they reach.
+) -> JoinedExchanges | None:
+    """Return what joins the exchanges of a program's backwards; None where there are none, or the losses of ranks may not differ in what they
+    reach (`may_differ`).
 
     `before` is called with the path of a module when the backward that exchanges something starts.
     """
@@ -185,7 +170,7 @@ def joined_exchanges(
         if (op.owner, op.axis) in reasons
     }
     if not (listed and may_differ):
-        return NothingToJoin()
+        return None
     owners = dict(reasons[key] for key in reasons if key in listed)
     layers = [path for layer in program.step.model.layers for path in layer.modules if path]
     tops = [path for path in layers if path not in owners and any(is_below(owner, path) for owner in owners)]
@@ -208,7 +193,7 @@ class _Mark(torch.autograd.Function):
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def watch(model: nn.Module, program: Program, before: Callable[[str], None], loss: Loss) -> BackwardExchanges:
+def watch(model: nn.Module, program: Program, before: Callable[[str], None], loss: Loss) -> JoinedExchanges | None:
     """Let every forward check that it calls the modules that exchange values; the model is cut, and its weights are
     held. Return what their exchanges in a backward need, where the losses of ranks may differ in what they reach, as those of a
     model that looks at values do, and those of a user's own `loss`; `before` is called with the path of a module when such a
@@ -218,7 +203,7 @@ def watch(model: nn.Module, program: Program, before: Callable[[str], None], los
     """
     reasons = _reasons(program.step.model)
     if program.chunks or not reasons:
-        return NothingToJoin()
+        return None
     ops = next(ops for key, ops in program.bodies.items() if is_forward(key) and starts_step(key))
     units = {unit.name: unit for unit in program.units}
     awaited: dict[str, tuple[str, str]] = {}
@@ -228,7 +213,7 @@ def watch(model: nn.Module, program: Program, before: Callable[[str], None], los
             path, reason = reasons[op.owner, op.axis]
             if path not in awaited:
                 hook = functools.partial(calls.enter, path, len(awaited))
-                _before_call(model.get_submodule(path), hook, op.axis)
+                model.get_submodule(path).register_forward_pre_hook(hook, prepend=True)
                 awaited[path] = op.axis, reason
         elif awaited and op.implied and op.kind is OpKind.ALL_GATHER:
             for path in units[op.owner].modules:
@@ -240,19 +225,6 @@ def watch(model: nn.Module, program: Program, before: Callable[[str], None], los
     is_own_loss = not str(getattr(loss, "__module__", "")).startswith("samestep.")
     may_differ = program.step.model.looks or is_own_loss
     return joined_exchanges(model, program, reasons, before, may_differ=may_differ)
-
-
-def _before_call(module: nn.Module, hook: Callable[..., None], axis: str) -> None:
-    """Call a hook before the forward of a module: where a batch norm's is replaced anyway, as a part of it, which takes half as long."""
-    if axis != batch_norm.AXIS:
-        module.register_forward_pre_hook(hook, prepend=True)
-        return
-    module.forward = functools.partial(_after, hook, module.forward)
-
-
-def _after(hook: Callable[..., None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    hook()
-    return forward(*args, **kwargs)
 
 
 def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:

@@ -24,8 +24,7 @@ during training (`guards/canary.py`) replays choices too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,9 +41,11 @@ from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.axes.differentiable import through
+from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.axes.step_part import RepeatedValues
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.tracing.checkpointed import ContextFn, Contexts
+from samestep.tracing.checkpointed import ContextFn
 from samestep.tracing.experts import _compute, call_again, check_experts, routing_arguments
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -117,43 +118,23 @@ class _Counts(NamedTuple):
     """Rows received from each rank for each of this rank's experts, int64 [ep, E / ep]."""
 
 
-_CHECKPOINTED: list[tuple[list[_Counts], Iterator[_Counts] | None]] = []
-"""What the checkpointed forwards that run keep, innermost last; of a repeated one, what is left of it too."""
+_COUNTED = RepeatedValues[_Counts]()
+"""The counts of checkpointed forwards."""
 
 
 def _kept_or_counted(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> _Counts:
     """Return how many rows are exchanged, for which the host waits; a repeated forward has kept it."""
-    records, left = _CHECKPOINTED[-1] if _CHECKPOINTED else ([], None)
-    if left is not None:
-        return next(left)
-    sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
-    sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
-    records.append(counts := _Counts(sent, received, received_sizes))
-    return counts
-
-
-class _Keeping(AbstractContextManager[None]):
-    """The context of a checkpointed forward, or of its repetition, which may be entered several times."""
-
-    def __init__(self, records: list[_Counts], *, is_repeated: bool) -> None:
-        self._kept, self._is_repeated = records, is_repeated
-
-    def __enter__(self) -> None:
-        _CHECKPOINTED.append((self._kept, iter(self._kept) if self._is_repeated else None))
-
-    def __exit__(self, *error: object) -> None:
-        _CHECKPOINTED.pop()
+    counts = _COUNTED.left()
+    if counts is None:
+        sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
+        sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
+        counts = _Counts(sent, received, received_sizes)
+    return _COUNTED.add(counts)
 
 
 def recompute_contexts(degree: int) -> list[ContextFn]:
     """Return what makes the contexts of a checkpointed forward and of its repetition, if experts stand on several ranks."""
-    return [_kept_counts] if degree > 1 else []
-
-
-def _kept_counts() -> Contexts:
-    """Return contexts in which a repeated forward exchanges as many rows as its first did, without asking anew."""
-    records: list[_Counts] = []
-    return _Keeping(records, is_repeated=False), _Keeping(records, is_repeated=True)
+    return [_COUNTED.contexts] if degree > 1 else []
 
 
 def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,9 +170,7 @@ class _Nothing(torch.autograd.Function):
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows sent to each expert of each rank, and of rows received, both [ep, E / ep]."""
     sizes = _count_picks(picks, num_experts)
-    received_sizes = torch.empty_like(sizes)
-    with owned(path):
-        dist.all_to_all_single(received_sizes, sizes, group=group)
+    received_sizes = GroupLine(group, path).all_to_all(sizes)
     degree = dist.get_world_size(group)
     return sizes.view(degree, -1), received_sizes.view(degree, -1)
 
@@ -214,20 +193,13 @@ class Balance:
     """Number of ranks that count the same samples."""
 
     @classmethod
-    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | NoBalance:
-        """Return the loss that the model's configuration asks for, or `NoBalance`."""
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | None:
+        """Return the loss that the model's configuration asks for, if it does."""
         experts, coefficient = program.step.model.balanced_experts, families.balance_of(traced.module)
         if not experts or not coefficient:
-            return NoBalance()
+            return None
         top_k = families.setting(traced.module, families.EXPERTS_PER_TOKEN)
         return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"))
-
-    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
-        """Return the sum of both losses over a micro-batch.
-
-        Collective over the world, see [Note: collective calls].
-        """
-        return loss_sum + self(outputs, count, weight)
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part of the loss, multiplied by the count of the whole step.
@@ -249,14 +221,6 @@ class Balance:
         chosen = chosen / self.copies / rows_of_all
         mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
         return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
-
-
-class NoBalance:
-    """The counterpart of `Balance` where the job asks for no loss that balances experts."""
-
-    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
-        """Return the loss unchanged."""
-        return loss_sum
 
 
 def _exchange_rows(sent: list[int], received: list[int], rows: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -278,11 +278,6 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
     return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), default)
 
 
-def raise_islands(program: Program) -> AbstractContextManager[Any]:
-    """Return the context of a forward, in which the model's float32 islands are raised under float64."""
-    return RaiseIslands() if program.step.compute_dtype == "float64" else _AS_IT_IS
-
-
 def with_islands_raised(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that raises islands by itself: in a graph the body of a checkpoint is traced without the modes around it."""
 
@@ -298,14 +293,16 @@ class PreciseForwards:
 
     def __init__(self, program: Program) -> None:
         step = program.step
-        self._program = program
+        self._raises = step.compute_dtype == "float64"
         self.casts: ForwardCasts | None = None
         if DTYPES[step.compute_dtype] in _HALF:
             self.casts = ForwardCasts(DTYPES[step.compute_dtype], DTYPES[step.master_dtype])
 
     def of_forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
-        return raise_islands(self._program) if self.casts is None else self.casts.of_forward()
+        if self.casts is not None:
+            return self.casts.of_forward()
+        return RaiseIslands() if self._raises else _AS_IT_IS
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a forward, which has entered it already, and of its recomputation, which enters it again."""

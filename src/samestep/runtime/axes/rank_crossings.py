@@ -112,27 +112,11 @@ def moved(
     return result
 
 
-class GraphPlace:
-    """A place in this process that sends something within graphs, whose operations are given its number and look it up when they run."""
-
-    def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
-        self.line = GroupLine(group, owner)
-        number = len(_NUMBERED)
-        self.place = torch.tensor(number)
-        """The number, int64, as the operations of a graph are given it."""
-        _NUMBERED.append(None)
-        _PLACES[number] = self
-
-
-_NUMBERED: list[None] = []
-"""One element for each place so far: numbers are not used twice."""
-_PLACES: WeakValueDictionary[int, GraphPlace] = WeakValueDictionary()
-
-
-class RankCrossing(GraphPlace):
+class RankCrossing:
     """One crossing of a module: the move `there` and, for the gradient, the move `back`; outside of graphs `uncompiled`, if it is given.
 
-    Collective over `group` where its moves are, see [Note: collective calls].
+    Operations of a graph are given the number of its place in this process, and look it up when they run. Collective over `group` where its
+    moves are, see [Note: collective calls].
     """
 
     def __init__(
@@ -145,7 +129,11 @@ class RankCrossing(GraphPlace):
         *,
         is_shared: bool = False,
     ) -> None:
-        super().__init__(owner, group)
+        self.line = GroupLine(group, owner)
+        self.place = torch.tensor(len(_NUMBERED))
+        """The number, int64, as the operations of a graph are given it."""
+        _PLACES[len(_NUMBERED)] = self
+        _NUMBERED.append(None)
         self.degree, self.index = self.line.degree, self.line.rank
         self._there, self._back, self._is_shared = there, back, is_shared
         self._uncompiled = uncompiled or functools.partial(moved, group=group, owner=owner, there=there, back=back)
@@ -155,6 +143,11 @@ class RankCrossing(GraphPlace):
         if torch.compiler.is_dynamo_compiling():
             return cross(x, self.place, self.degree, self.index, self._there, self._back, self._is_shared)
         return self._uncompiled(x)
+
+
+_NUMBERED: list[None] = []
+"""One element for each place so far: numbers are not used twice."""
+_PLACES: WeakValueDictionary[int, RankCrossing] = WeakValueDictionary()
 
 
 def trial_place(tensor: Tensor) -> Tensor | None:
@@ -295,37 +288,37 @@ _WRITING = {
 # -- the operations --------------------------------------------------------------------------------
 
 
-def sending(place: Tensor) -> Any:
-    """Return the `GraphPlace` of a number; None where nothing is sent."""
+def _line_at(place: Tensor) -> GroupLine | None:
+    """Return the line of the crossing at a place; None where nothing is sent."""
     number = int(place)
-    return None if number < 0 else _PLACES[number]
+    return None if number < 0 else _PLACES[number].line
 
 
 def _all_reduce(x: Tensor, place: Tensor) -> Tensor:
-    crossing = sending(place)
-    return x.clone(memory_format=torch.contiguous_format) if crossing is None else crossing.line.all_reduce(x)
+    line = _line_at(place)
+    return x.clone(memory_format=torch.contiguous_format) if line is None else line.all_reduce(x)
 
 
 def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    crossing = sending(place)
-    return torch.cat([x] * degree) if crossing is None else crossing.line.all_gather(x)
+    line = _line_at(place)
+    return torch.cat([x] * degree) if line is None else line.all_gather(x)
 
 
 def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    if (crossing := sending(place)) is None:
+    if (line := _line_at(place)) is None:
         return x[: x.shape[0] // degree].clone(memory_format=torch.contiguous_format)
-    return crossing.line.reduce_scatter(x)
+    return line.reduce_scatter(x)
 
 
 def _all_to_all(x: Tensor, place: Tensor) -> Tensor:
-    crossing = sending(place)
-    return x.clone(memory_format=torch.contiguous_format) if crossing is None else crossing.line.all_to_all(x)
+    line = _line_at(place)
+    return x.clone(memory_format=torch.contiguous_format) if line is None else line.all_to_all(x)
 
 
 _LIBRARY = torch.library.Library("samestep", "FRAGMENT")
 
 
-def define(schema: str, carry_out: Callable[..., Any], shape: Callable[..., Any]) -> None:
+def _define(schema: str, carry_out: Callable[..., Any], shape: Callable[..., Any]) -> None:
     """Define an operation that communicates, with the function that gives results of its shapes on fake tensors."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # the ledger and the place are read in each call
@@ -334,15 +327,15 @@ def define(schema: str, carry_out: Callable[..., Any], shape: Callable[..., Any]
     ledger.SENDING[f"samestep::{name}"] = carry_out
 
 
-define("all_reduce(Tensor x, Tensor place) -> Tensor", _all_reduce, lambda x, place: x.new_empty(x.shape))
-define(
+_define("all_reduce(Tensor x, Tensor place) -> Tensor", _all_reduce, lambda x, place: x.new_empty(x.shape))
+_define(
     "all_gather(Tensor x, int degree, Tensor place) -> Tensor",
     _all_gather,
     lambda x, degree, place: x.new_empty(degree * x.shape[0], *x.shape[1:]),
 )
-define(
+_define(
     "reduce_scatter(Tensor x, int degree, Tensor place) -> Tensor",
     _reduce_scatter,
     lambda x, degree, place: x.new_empty(x.shape[0] // degree, *x.shape[1:]),
 )
-define("all_to_all(Tensor x, Tensor place) -> Tensor", _all_to_all, lambda x, place: x.new_empty(x.shape))
+_define("all_to_all(Tensor x, Tensor place) -> Tensor", _all_to_all, lambda x, place: x.new_empty(x.shape))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,8 @@ from samestep.program.program import Program
 from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
 from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
-from samestep.runtime.axes.context import block_exchanges  # noqa: F401 (it defines that of a ring)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
+from samestep.runtime.axes.step_part import nest_pairs
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
 from samestep.state.writes import Marks, marks_of
@@ -86,7 +86,7 @@ _ATTENTIONS = frozenset(
 """Operations whose results both keep."""
 _KEPT_IN_GRAPHS = [
     getattr(torch.ops.samestep, name).default
-    for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")
+    for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ]
 """Operations whose results a graph keeps: what other ranks send, and masks, which a backward could not ask for."""
 
@@ -365,27 +365,9 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
     if first is None or second is None:
         return first or second
 
-    def pair() -> Contexts:
-        outer, inner = second(), first()
-        return nest_contexts(outer[0], inner[0]), nest_contexts(outer[1], inner[1])
-
-    return pair
+    return lambda: nest_pairs(second(), first())
 
 
 def nest_each(contexts: Sequence[ContextFn]) -> Contexts:
     """Return the contexts of a forward and of its recomputation: those of each function, inside those of the one before."""
-    pairs = [make() for make in contexts]
-    return nest_contexts(*(first for first, _ in pairs)), nest_contexts(*(repeated for _, repeated in pairs))
-
-
-def nest_contexts(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[None]:
-    """Return a context that enters the given ones, each inside the one before, as often as they can be entered."""
-
-    @contextmanager
-    def entered() -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            yield
-
-    return Anew(entered)
+    return nest_pairs(*(make() for make in contexts))

@@ -8,14 +8,16 @@ what forwards ask of the samples of other ranks and micro-batches: nothing, unle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import ClassVar, Generic, TypeVar
 
 from samestep.building.over_samples import Keeping, NextValues
+from samestep.runtime.contexts import Anew
 from samestep.runtime.step_observer import StepBatch
 from samestep.tracing.checkpointed import Contexts
 
+_Value = TypeVar("_Value")
 ShapesOf = Callable[[int], Hashable]
 """Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""
 
@@ -34,6 +36,75 @@ class PartOfStep:
 
     def end_update(self) -> None:
         """Do what follows the update of the weights."""
+
+
+class RepeatedValues(Generic[_Value]):
+    """Values of the calls of checkpointed forwards: the first forward records them, and its repetition takes them, and sends nothing again."""
+
+    def __init__(self) -> None:
+        self._records: list[list[_Value]] = []
+        """The values of the checkpointed forwards that run, outermost first."""
+        self._left: Iterator[_Value] | None = None
+        """The remaining values of the first of two forwards, while the second one takes them."""
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether a repeated forward runs."""
+        return self._left is not None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a forward runs that will be repeated."""
+        return bool(self._records)
+
+    def left(self) -> _Value | None:
+        """Return the value of the next call in a forward that is repeated; None where none is."""
+        return None if self._left is None else next(self._left, None)
+
+    def add(self, value: _Value) -> _Value:
+        """Record the value of a call, and return it."""
+        for record in self._records:
+            record.append(value)
+        return value
+
+    def contexts(self) -> Contexts:
+        """Return the contexts of a checkpointed forward and of its repetition."""
+        values: list[_Value] = []
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            self._records.append(values)
+            try:
+                yield
+            finally:
+                self._records.pop()
+
+        @contextmanager
+        def repeated() -> Iterator[None]:
+            previous = self._left, self._records
+            self._left, self._records = iter(values), []
+            try:
+                yield
+            finally:
+                self._left, self._records = previous
+
+        return Anew(first), Anew(repeated)
+
+
+def nest_pairs(*pairs: Contexts) -> Contexts:
+    """Return the contexts of a checkpointed forward and of its repetition that enter those of each pair, each inside the one before."""
+
+    def nested(contexts: Sequence[AbstractContextManager[object]]) -> Anew:
+        @contextmanager
+        def entered() -> Iterator[None]:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                yield
+
+        return Anew(entered)
+
+    return nested([first for first, _ in pairs]), nested([repeated for _, repeated in pairs])
 
 
 _NOTHING = nullcontext()

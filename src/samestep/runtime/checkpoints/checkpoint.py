@@ -46,11 +46,11 @@ from samestep.runtime.checkpoints.manifests import (
     latest,
     read_manifest,
 )
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
 from samestep.runtime.held_assembly import WEIGHT
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import SCALE
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import Runs

@@ -6,7 +6,8 @@
     the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
-    buffers and attributes of a loss       those that have changed, of the modules that it reaches, from the stage that computes it
+    variables that a model's code names    those that have changed, outside of modules
+    what a loss keeps                      buffers, attributes and variables that have changed, from the stage that computes it
 
 A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
 holds the structure and the files the tensors. What has changed and cannot be kept is named in the manifest: a resume is
@@ -15,6 +16,7 @@ refused, unless the job waives it.
 
 from __future__ import annotations
 
+import collections
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,12 +27,14 @@ from torch import Tensor, nn
 from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.optimizers.optimizer_source import GivenOptimizer
 from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import NotPlainError, Packer, gather_values, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
+from samestep.state.named_variables import Variable
+from samestep.state.snapshot import OUTSIDE, PLAIN, Slot, modules_of, places_of, put_items
 from samestep.state.step_code import set_state, states_by_key
 from samestep.trees import tree_map_only
 
@@ -89,6 +93,10 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         }
         record["attributes"] = [
             [path, key, packed[key]]
+            for (path, key), value in _changed(places_of(run.model), run.assembly.model.first_outside).items()
+            if (packed := writer.kept({key: value}, "the model", is_known=True))
+        ] + [
+            [path, key, packed[key]]
             for path, key, value in attributes_of(run.model)
             if digest(value) != attributes.get((path, key))
             and _is_mine(run, path, True)
@@ -112,24 +120,19 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
-    """Return the path, the name and the value of each buffer and attribute of the loss that has changed and can be kept."""
-    model = run.assembly.model
-    first = model.first_of_loss
-    buffers = [
-        (*name.rpartition(".")[::2], buffer)
-        for name, buffer in model.of_loss.named_buffers()
-        if fingerprint(buffer) != first.buffers.get(name)
-    ]
-    attributes = [
-        attribute
-        for attribute in attributes_of(model.of_loss)
-        if digest(attribute[2]) != first.attributes.get(attribute[:2])
-    ]
+    """Return the path, the name and the value of what the loss keeps, if it has changed; of libraries' objects, what can be kept."""
+    loss = run._own.source.loss
+    changed = _changed(places_of(loss, modules_of(loss)), run.assembly.model.first_of_loss)
     return [
         [path, key, packed[key]]
-        for path, key, value in (*buffers, *attributes)
-        if (packed := writer.kept({key: value}, f"the loss's {path}", is_known=True))
+        for (path, key), value in changed.items()
+        if (packed := writer.kept({key: value}, "the loss", is_known=not isinstance(value, PLAIN)))
     ]
+
+
+def _changed(places: Mapping[Slot, Variable], first: Mapping[Slot, int]) -> dict[Slot, Any]:
+    """Return the values that are others than when their digests were taken first."""
+    return {slot: place.value for slot, place in places.items() if digest(place.value) != first.get(slot)}
 
 
 def _nested_states(run: PreparedRun) -> dict[str, Any]:
@@ -214,29 +217,38 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     lanes = [unpack_plain(record["lanes"], read) for record in records if record.get("lanes") is not None]
     run.lanes.resume(lanes, run.place.device)
     modules = dict(run.model.named_modules())
+    loss = run._own.source.loss
+    outside, of_loss = places_of(run.model), places_of(loss, modules_of(loss))
     for record in records:
         for path, key, value in record.get("attributes", ()):
+            if path == OUTSIDE:
+                _give_back_at(outside.get((path, key)), unpack_plain(value, read))
+                continue
             present, stored = vars(modules[path]).get(key), unpack_plain(value, read)
             if isinstance(present, torch.Generator):
                 present.set_state(stored)
             else:
                 setattr(modules[path], key, _like(present, stored))
         for path, key, value in record.get("loss", ()):
-            _give_back_of_loss(run.assembly.model.of_loss, path, key, unpack_plain(value, read))
+            _give_back_at(of_loss.get((path, key)), unpack_plain(value, read))
         for path, value in record.get("extra", ()):
             modules[path].set_extra_state(unpack_plain(value, read))
 
 
-def _give_back_of_loss(of_loss: nn.Module, path: str, key: str, value: Any) -> None:
-    """Set a buffer or an attribute of a loss's module, unless the loss has no such module any more."""
-    module = dict(of_loss.named_modules()).get(path)
-    if module is None:
+def _give_back_at(place: Variable | None, value: Any) -> None:
+    """Give a place a value, unless the code has none like it any more; a tensor or a container that stands there, which other code may hold
+    too, gets its content."""
+    if place is None:
         return
-    present = getattr(module, key, None)
-    if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
+    present = place.value
+    if isinstance(present, torch.Generator):
+        present.set_state(value)
+    elif isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
         present.detach().copy_(value)
+    elif isinstance(present, list | dict | set | collections.deque) and type(present) is type(value):
+        put_items(present, value)
     else:
-        setattr(module, key, _like(present, value))
+        place.put(_like(present, value))
 
 
 def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:

@@ -31,9 +31,9 @@ from samestep.building.several_models import as_given
 from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
 from samestep.runtime.checkpoints import checkpoint, manifests, other_state, whole_state
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.optimizers.optimizer_source import given_sources
 from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.state.fingerprints import fingerprint
 
@@ -118,6 +118,21 @@ class SavedRun(PreparedRun):
             whole_state.load(self, whole_state.checked_state(state), self._own.forget_loop)
         else:
             self._dict = whole_state.copied(state)
+
+    @contextmanager
+    def _trained_as_saved(self) -> Iterator[None]:
+        """Plan the weights that the run has trained before its checkpoint as trained; a loop that has frozen some since freezes them afterwards."""
+        instance = self._own.source.model
+        if self._checkpoint is None or not isinstance(instance, nn.Module):
+            yield
+            return
+        saved = manifests.read_manifest(self._checkpoint)["shapes"]
+        frozen = [name for name, param in instance.named_parameters() if name in saved and not param.requires_grad]
+        for name in frozen:
+            instance.get_parameter(name).requires_grad_(True)
+        yield
+        for name in frozen:
+            self.assembly.model.module.get_parameter(name).requires_grad_(False)
 
     def _set_kept(self) -> None:
         """Set what the run was given before its model was built; collective over the world, see [Note: collective calls]."""

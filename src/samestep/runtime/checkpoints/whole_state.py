@@ -25,7 +25,7 @@ from samestep.output.text import listed
 from samestep.runtime.checkpoints import checkpoint, checkpoint_files, other_state, writer
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.manifests import check_shapes
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import broadcast_value, gather_values
 from samestep.runtime.weights.placement import WeightSlice, whole
 from samestep.state.fingerprints import digest, fingerprint

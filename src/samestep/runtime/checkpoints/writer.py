@@ -39,7 +39,7 @@ from samestep.building.torch_seams import default_store
 from samestep.errors import CheckpointError, SamestepError
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import checkpoint_files, manifests
-from samestep.runtime.checkpoints.prepared_run import PreparedRun
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import part_index
 

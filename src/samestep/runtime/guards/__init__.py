@@ -13,7 +13,7 @@ split batch and every `train.watch_every`-th (its head draws them).
 | does it reach weights by the outputs alone? | `loss_trials.py` | when the loss is tried | a walk along the graph of one loss |
 | by what is a loss divided that the forward returns? | `forward_loss.py`, by `repeat.py` | before the first step, in watched steps, and when it ends otherwise | 3 to 10 forwards of up to three samples, and 6 of up to four micro-batches |
 | is a sample the same whenever it is read? | `named_samples.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
-| does the user's code communicate by itself? | `own_collectives.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
+| does the user's code communicate by itself? | `loss_trials.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
 | who draws random numbers? | `randomness.py` | around all forwards and backwards of a step, and around its update | 41 us each; another forward under hooks to name the module |
 | what has the loop thawed or put into training mode, and which hooks has it registered? what has it changed of one of several replicas? | `outside_changes.py` | before every step | a look at each frozen weight and module; with several replicas 16 elements of each tensor |
 | do ranks hold equal values? | `drift.py` | every `watch_every`-th step, several ranks | every weight read once, an all_reduce of a few hundred bytes a tensor |

@@ -181,14 +181,14 @@ class WatchedStep(StepObserver):
     def watching(self) -> Iterator[None]:
         """Return the context of the step."""
         model, store = self.again.assembly.model, self.again.assembly.weights.store
-        store.watch.compare_values(True)
+        store.compare_values(True)
         handle = model.module.register_forward_hook(self._see, with_kwargs=True)
         try:
             yield
         finally:
             self._shown.num_watched += 1
             handle.remove()
-            store.watch.compare_values(False)
+            store.compare_values(False)
             if model.dropout.dropout is Dropout.ABSENT:
                 dropout.untrack_modules(model.module)
 

@@ -8,15 +8,21 @@ one rank happens to hold: a feature that a hook has caught is a part of the neur
 another stage; and a gradient that the loss takes through the model, as a penalty on it does, runs backward through the
 boundaries of ranks in the middle of a forward. Both show in the graph of the loss: it ends at weights of the model without
 passing an output.
+
+Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
+layout does that: a loss is a sum and a count of its own samples. So the functions of torch.distributed look who calls them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -24,13 +30,13 @@ from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.building.loss import OF_GRAPHS, cross_entropy, is_known_sum
 from samestep.building.model import loss_within
 from samestep.building.model_loss import ModelLoss, Rule
-from samestep.building.torch_seams import disable_current_modes
-from samestep.errors import JobError, UnprovenError
+from samestep.building.torch_seams import Replaced, disable_current_modes
+from samestep.errors import JobError, ModelError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import forward_loss, own_collectives
+from samestep.runtime.guards import forward_loss
 from samestep.runtime.guards.divided_samples import tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial
 from samestep.runtime.guards.refusals import Refusals
@@ -75,7 +81,7 @@ class LossTrials:
         is_compared = self._is_parted and not (self.is_tried or isinstance(self.loss, ModelLoss))
         self._began = KeptValues(self.loss, LARGEST_COPY) if is_compared else None
         is_alone = self.is_tried or self._layout.world_size == 1
-        return nullcontext() if is_alone else own_collectives.refuse_collectives()
+        return nullcontext() if is_alone else refuse_collectives()
 
     def find_rule(self, again: Repeat) -> None:
         """Find out once what the loss is divided by that the forward returns.
@@ -313,3 +319,55 @@ def _differentiates_graphs(total: Tensor) -> bool:
     """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which torch cannot differentiate again."""
     start = get_gradient_edge(total).node
     return any(node.name().startswith("CompiledFunctionBackwardBackward") for node in nodes_from([start]))
+
+
+# -- calls of torch.distributed by the user's code -------------------------------------------------
+
+_CALLS = (
+    "get_rank", "get_world_size", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
+    "all_gather_object", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "broadcast_object_list", "barrier", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+_BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
+"""Modules that pass a call on."""
+_OURS = ("torch", "samestep")
+_READERS = ("samestep.datasets.", "samestep.runtime.microbatches")
+"""Modules that read samples, whose code has another check."""
+
+
+def refuse_collectives() -> Replaced:
+    """Refuse, inside, calls of torch.distributed by the user's code.
+
+    Raises:
+        ModelError: there is one.
+    """
+    return Replaced(*((dist, name, functools.partial(_refusing, name)) for name in _CALLS))
+
+
+def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_call, function, name)
+
+
+def _call(function: Callable[..., Any], name: str, *args: Any, **named: Any) -> Any:
+    if caller := _calling_user():
+        raise ModelError(
+            "own-collective",
+            f"{caller} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
+            "own micro-batch, and the layout adds up sums and counts. Remove the call",
+        )
+    return function(*args, **named)
+
+
+def _calling_user() -> str:
+    """Return the name of the function of the user that makes this call outside of a data set; empty if none does."""
+    frame, name = sys._getframe(2), ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if name and module.startswith("samestep."):
+            return "" if module.startswith(_READERS) else name
+        if not name and not module.startswith(_BETWEEN):
+            if module.partition(".")[0] in _OURS:
+                return ""
+            name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+        frame = frame.f_back  # type: ignore[assignment]
+    return name

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -182,7 +181,6 @@ class _NonFiniteFinder:
         outputs = list(tensors_in(output))
         if bad := [tensor for tensor in outputs if not _is_finite(tensor)]:
             if call.inputs_are_finite:
-                self.forward_fault = "found"  # no hook may act while the module is computed once more
                 self.forward_fault = _explain(call, bad, self._masters)
             return
         around = tuple(outer.name for outer in reversed(self._running))
@@ -257,67 +255,16 @@ def _explain(call: _RunningCall, bad: list[Tensor], masters: Mapping[str, float]
         if _is_finite(weight):
             continue
         largest = masters.get(f"{call.name}.{name}".lstrip("."), 0.0)
-        cast = f": {_overflow(largest)}" if LARGEST_FLOAT16 < largest < float("inf") else ""
+        overflow = f": value {largest:.1e} does not fit float16 (largest {LARGEST_FLOAT16})"
+        cast = overflow if LARGEST_FLOAT16 < largest < float("inf") else ""
         return f"{_label(call.name)}: {name} is not finite{cast}"
     largest_input = _largest(tensors_in((call.args, call.kwargs)))
     size = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
     largest_weight = _largest([*call.module.parameters()]) or 0.0
     grown = f": weights of it reach {largest_weight:.1e}. Use a lower learning rate"
     text = f"{_label(call.name)}: forward output not finite{size}{grown * (largest_weight > _GROWN)}"
-    if all(tensor.dtype != torch.float16 for tensor in bad):
-        return text
-    value = _largest_in_float32(call)
-    if value is None:
-        return text
-    if value > LARGEST_FLOAT16:
-        return f"{text}: {_overflow(value)}"
-    return f"{text}: computed in float32 it is finite, so a value on the way does not fit float16"
-
-
-def _overflow(value: float) -> str:
-    return f"value {value:.1e} does not fit float16 (largest {LARGEST_FLOAT16})"
-
-
-def _largest_in_float32(call: _RunningCall) -> float | None:
-    """Compute a module once more in float32; return its largest output, or None if that is impossible."""
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().to(_wide(value.dtype), copy=True)
-        if type(value) in (list, tuple):
-            return type(value)(widen(item) for item in value)
-        return {key: widen(item) for key, item in value.items()} if type(value) is dict else value
-
-    try:
-        with torch.no_grad():
-            # Not through __call__: hooks would gather weights, or communicate with other ranks.
-            output = _in_float32(call.module).forward(*widen(call.args), **widen(call.kwargs))
-        outputs = list(tensors_in(output))
-        return _largest(outputs) if all(_is_finite(tensor) for tensor in outputs) else None
-    except Exception:  # the value is additional: a module that cannot run in float32 is reported without it
-        return None
-
-
-def _in_float32(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with its children, without hooks, its weights in float32."""
-    assert not any(_is_cut(weight) for weight in module.parameters()), "its weights are elsewhere"
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        twin.__dict__[name] = OrderedDict()
-    for name in ("_parameters", "_buffers"):
-        twin.__dict__[name] = {
-            key: None if tensor is None else tensor.detach().to(_wide(tensor.dtype), copy=True)
-            for key, tensor in module.__dict__[name].items()
-        }
-    twin.__dict__["_modules"] = {
-        key: None if child is None else _in_float32(child) for key, child in module._modules.items()
-    }
-    return twin
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype
+    is_half = any(tensor.dtype == torch.float16 for tensor in bad)
+    return f"{text}, in float16, which holds numbers up to {LARGEST_FLOAT16}" if is_half else text
 
 
 def _local(tensor: Tensor) -> Tensor:

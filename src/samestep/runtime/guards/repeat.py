@@ -178,7 +178,7 @@ class Repeat(NamedSamples):
         around = functools.partial(self._around, indices, samples, microbatch)
         shaken = nudge_outputs(self.assembly.model.module, *nudge) if nudge else nullcontext()
         # The lists of weights that recurrent layers keep are restored to those of the beginning, so weights must be where they were.
-        self.assembly.weights.store.calls.end_forward_only()
+        self.assembly.weights.store.end_forward_only()
         with self.state.restored(), self.assembly.parallel.precise.of_forward(), shaken:
             outputs = self._forward(samples, around)
             if outputs is not None and self._measure is not None:
@@ -198,7 +198,7 @@ class Repeat(NamedSamples):
         losses: list[Tensor] = []
         half = len(indices) // 2
         parts = [(few, self._attempt(self.read, few)) for few in (indices, indices[:half], indices[half:])]
-        self.assembly.weights.store.calls.end_forward_only()  # as `run` does
+        self.assembly.weights.store.end_forward_only()  # as `run` does
         with self.state.restored():  # what there is now is noted once for all three
             for few, samples in parts:
                 if samples is not None and (result := self._attempt(self.run, few, samples, with_loss=with_loss)):
@@ -333,7 +333,7 @@ class Repeat(NamedSamples):
             try:
                 outputs = evaluation.forward(self.assembly, samples, around)
             except CalledAgainError:
-                self.assembly.weights.store.calls.give_up_forward()
+                self.assembly.weights.store.give_up_forward()
                 gave_up = True
             if self.assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
                 return outputs
@@ -375,7 +375,7 @@ class Repeat(NamedSamples):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return the context of repetitions, which leave no trace in the step: what the modules hold is noted once for all of them."""
-        self.assembly.weights.store.calls.end_forward_only()  # as `run` does
+        self.assembly.weights.store.end_forward_only()  # as `run` does
         with (
             outside_step(),
             torch.no_grad(),
@@ -384,7 +384,7 @@ class Repeat(NamedSamples):
             self.assembly.parallel.checkpoints,
         ):
             yield
-            self.assembly.weights.store.calls.end_forward_only()
+            self.assembly.weights.store.end_forward_only()
 
     @contextmanager
     def _around(self, indices: Indices, samples: Any, microbatch: int | None) -> Iterator[None]:

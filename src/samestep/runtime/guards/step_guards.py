@@ -35,14 +35,15 @@ from samestep.building.model_loss import ModelLoss
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.ops import Task
+from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
+from samestep.runtime.guards.cut_operations import CutOperations, SeenOperations
 from samestep.runtime.guards.drift import DriftMonitor
-from samestep.runtime.guards.forward_graphs import ForwardGraphs
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.guards.named_samples import NamedSamples
 from samestep.runtime.guards.outside_changes import OutsideChanges
@@ -56,6 +57,39 @@ from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
 from samestep.state.writes import Marks
+
+_MOST_GRAPHS = 8
+"""So many graphs of one rank are tried: of the first few alone, where the data decide."""
+
+
+class ForwardGraphs:
+    """The graphs that the forwards of a rank have built, by their number of nodes, which costs nothing to know.
+
+    A forward that a flag, a counter or a global lets take another branch builds another graph. Its samples may influence each other from
+    then on, so it is tried as in a watched step, before the update (`canary.py`); and it may combine parts of several ranks
+    (`cut_operations.py`).
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Keep none yet, of forwards of a program; those that choose experts build others with each batch."""
+        spec, layout = program.step.model, program.step.layout
+        is_one = not any(layer.dispatches for layer in spec.layers)
+        self.tries_samples = is_one and is_split(program) and not spec.couples_samples
+        """Whether samples are divided, and tried apart."""
+        self.tries_parts = is_one and (layout.tp > 1 or layout.cp > 1) and not spec.looks
+        """Whether ranks have parts of features or tokens; code that looks at values runs other operations with each batch."""
+        self._sizes: set[tuple[int, int]] = set()
+
+    def is_new(self, chunk: int, num_nodes: int) -> bool:
+        """Return whether a chunk has not built a graph of this size before, if that is tried."""
+        if (
+            not (self.tries_samples or self.tries_parts)
+            or (chunk, num_nodes) in self._sizes
+            or len(self._sizes) >= _MOST_GRAPHS
+        ):
+            return False
+        self._sizes.add((chunk, num_nodes))
+        return True
 
 
 class StepGuards:
@@ -76,6 +110,10 @@ class StepGuards:
         self._shown = WatchRecord()
         self._weights: Marks | None = None
         """The marks of the weights at the beginning of a watched step, and of the first one."""
+        self._operations: SeenOperations | None = None
+        """What forwards have run on parts of tensors, from the first step on; None where ranks have no parts."""
+        self._compares_operations = False
+        """Whether this step is one in which that is compared, whatever graphs its forwards build."""
         self._again: Repeat | None = None
         """The repetitions of a watched step, which it shares with the trial of the loss."""
 
@@ -93,6 +131,10 @@ class StepGuards:
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
         is_early, regularly = self._due(batch.step, taken)
+        tries_parts = self._graphs.tries_parts and len(self._own.assemblies) == 1 and not self.observer.is_proof
+        self._compares_operations = tries_parts and (regularly or self._is_early(taken))
+        if taken == 1 and tries_parts:
+            take = functools.partial(self._noting_operations, batch, take)
         self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
         self._again = None
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
@@ -123,10 +165,13 @@ class StepGuards:
         `taken` is the number of steps of this process, with this one.
         """
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
-        is_early = taken & (taken - 1) == 0 and (taken == 1 or taken < every)
         is_first = taken == 1 and bool(program.step.model.tried)
         is_regular = every > 0 and (step + 1) % every == 0
-        return is_early and is_split(program), is_regular or (is_first and is_split(program))
+        is_early = self._is_early(taken) and is_split(program)
+        return is_early, is_regular or (is_first and is_split(program))
+
+    def _is_early(self, taken: int) -> bool:
+        return taken & (taken - 1) == 0 and (taken == 1 or taken < self._own.job.train.watch_every)
 
     def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
         """Take a step or a part of one, and compare what several ranks must hold alike."""
@@ -154,8 +199,9 @@ class StepGuards:
             self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
 
     def note_forward(self, task: Task, num_nodes: int) -> None:
-        """Ask for a trial of a forward that has built another graph than before, unless the step is watched."""
-        if self._graphs.is_new(task.chunk, num_nodes) and self.num_taken > 1 and self._again is None:
+        """Ask for a trial of a forward that has built another graph than before, unless the step is watched; and if its operations are compared."""
+        is_new = self._graphs.is_new(task.chunk, num_nodes) and self._again is None
+        if self.num_taken > 1 and (is_new or self._compares_operations):
             share, _ = self._own.current.parallel.mesh.data_share
             self.refusals.new_forward = share, task.microbatch
 
@@ -185,7 +231,34 @@ class StepGuards:
         if new_forwards and len(self._own.assemblies) == 1 and not self.observer.is_proof:
             share, _ = assembly.parallel.mesh.data_share
             number = next((microbatch for other, microbatch in new_forwards if other == share), 0)
-            WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
+            if self._graphs.tries_samples and self._again is None:
+                WatchedStep(again, self.observer, self.refusals, self._shown, number=number).look()
+            self._compare_operations(again, number)
+
+    def _noting_operations(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
+        """Take the first step, and keep what a forward of it runs on parts."""
+        report, assembly = take(), self._own.current
+        assembly.weights.store.settle()
+        again = Repeat(assembly, batch, self.trials.loss, self._seed, self.observer.dropout_mode)
+        self._operations = SeenOperations()
+        self._operations.added(CutOperations(again, 0))
+        return report
+
+    def _compare_operations(self, again: Repeat, number: int) -> None:
+        """Refuse the step if its forward runs more on parts than those before it, which no proof has seen.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        if self._operations is None or self.refusals.is_waived("state"):
+            return
+        now = CutOperations(again, number)
+        if added := self._operations.added(now):
+            what, option = ("tokens", "cp=1") if now.of_tokens else ("features", "tp=1")
+            self.refuse_state(
+                again.batch,
+                f"the forward has begun to run {min(added)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
+                "or a flag that has its value when the run is made",
+            )
 
     @contextmanager
     def trying_measure(self, assembly: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
@@ -286,7 +359,7 @@ class StepGuards:
 
     def refuse_lost_writes(self, assembly: Assembly, batch: StepBatch) -> None:
         """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
-        for name in assembly.weights.store.watch.written():
+        for name in assembly.weights.store.lost_writes():
             self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:

@@ -45,7 +45,7 @@ from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, take_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, for_loops, members_in, step_members
-from samestep.runtime.optimizers.packed_states import Chunks, StatePacking, chunks_of, chunks_with, holding_only
+from samestep.runtime.optimizers.packed_states import StatePacking, UpdateChunks, chunks_of
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.update_trial import fails_on_empty, without_empty_groups
@@ -58,7 +58,7 @@ from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import StepCode, optimizers_with_states, rows_in_group
 
 _NO_CODES = GradientCodes()
-_NOTHING = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -77,8 +77,9 @@ class Updater:
     """The learning rates of its groups."""
     live: LiveWeights
     """The weights that the forward reads."""
-    chunks: Chunks
-    """The pieces that are updated together, and how they are held between two updates."""
+    chunks: UpdateChunks | None
+    """The pieces that are updated together, and how they are held between two updates; None where all are, as the optimizer computes with
+    them."""
     offload: Offload
     """The way of gradients to values that are on the host."""
     packing: StatePacking | None
@@ -89,6 +90,8 @@ class Updater:
     """What is known of it over the whole weights."""
     with_states: list[Any]
     """The optimizer, and those in it that keep states of their own."""
+    surroundings: AbstractContextManager[None]
+    """The context of a step by code that is not torch's, which finds no other ranks."""
     fragile: list[Any]
     """The optimizers whose step is not given groups without weights, since their code fails on one."""
     first_digests: dict[str, int] = field(default_factory=dict)
@@ -130,15 +133,16 @@ class Updater:
         loss_scale = LossScale.of(numerics, codes)
         rates = GroupRates(optimizer)
         with_states, fragile, steps = list[Any](), list[Any](), list[Any]()
-        in_loop = optimizer
+        in_loop, surroundings = optimizer, _NOTHING
         if optimizer is not None:
             steps = [(member, member.step) for member in members_of(optimizer)]
             check_step(optimizer)
             rates.check(follows_schedule=follows_schedule)
-            with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
-            if not is_torchs_own(optimizer) and not all(g["params"] for g in optimizer.param_groups):
-                code = StepCode(optimizer)
-                fragile = code.optimizers if fails_on_empty(code) else []
+            with_states = [optimizer]
+            if not is_torchs_own(optimizer):
+                with_states, surroundings = optimizers_with_states(optimizer), alone(type(optimizer).__name__)
+                code = None if all(g["params"] for g in optimizer.param_groups) else StepCode(optimizer)
+                fragile = code.optimizers if code is not None and fails_on_empty(code) else []
             in_loop = take_instances(whole_optimizer.source, optimizer) if takes_instances else for_loops(optimizer)
         check_scale(loss_scale, whole_optimizer.evaluating, optimizer)
         return cls(
@@ -155,6 +159,7 @@ class Updater:
             averages=averages,
             whole=whole_optimizer,
             with_states=with_states,
+            surroundings=surroundings,
             fragile=fragile,
             first_digests=optimizer_digests(optimizer) if optimizer else {},
         )
@@ -185,19 +190,16 @@ class Updater:
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
         there = host_copies.beside(gradients, [piece.value for piece in pieces])
+        chunks = self.chunks
+        together = chunks.of(pieces, there, self.optimizer, self.unused) if chunks is not None else [(pieces, there)]
         self.rates.is_updating = True  # a closure runs a backward, and its guards, within an update
         try:
-            for chunk, chunk_gradients in chunks_with(
-                pieces, there, self.chunks, self.optimizer, self.pieces, self.unused
-            ):
-                is_all = len(chunk) == len(self.pieces)
-                with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                    with self.lent(chunk, chunk_gradients), alone(type(self.optimizer).__name__):
-                        if not self.fragile:
-                            step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
-                        else:
-                            with without_empty_groups(self.fragile):
-                                step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
+            for chunk, chunk_gradients in together:
+                held = _NOTHING if chunks is None else chunks.held(self.optimizer, chunk, self.unused)
+                without = without_empty_groups(self.fragile) if self.fragile else _NOTHING
+                with held:
+                    with self.lent(chunk, chunk_gradients), self.surroundings, without:
+                        step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
                     if self.averages is not None:
                         self.averages.update(chunk, held_back)
         finally:
@@ -213,17 +215,13 @@ class Updater:
             return None, False
         gradients = host_copies.beside(gradients_of(pieces), [piece.value for piece in pieces])
         result = None
-        with self.widened(pieces), self.lent(pieces, gradients):
-            with alone(type(self.optimizer).__name__):
+        widened = _NOTHING if self.chunks is None else self.chunks.widened(self.optimizer, pieces, self.unused)
+        with widened, self.lent(pieces, gradients):
+            with self.surroundings:
                 for member in members_in(self.optimizer, part):
                     result = getattr(member, method)(*args, **kwargs)
             dropped = any(piece.value.grad is None for piece in pieces if piece.name not in self.unused)
         return result, dropped
-
-    def widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
-        """Return the context in which pieces and their states are as the optimizer computes with them."""
-        assert self.optimizer is not None
-        return self.chunks.widened(self.optimizer, pieces, self.unused)
 
     def lent(self, chunk: list[Piece], tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of
@@ -347,7 +345,7 @@ class GroupRates:
     def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
         """Return the factor of a schedule in a step, for each group separately where a loop has called updates of some of them."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        if not self.counts_updates:
+        if not any(_NUM_UPDATES in group for group in groups):  # no loop has called `update` itself
             return schedule(step)
         return {index: schedule(group.get(_NUM_UPDATES, step)) for index, group in enumerate(groups)}
 
@@ -357,14 +355,6 @@ class GroupRates:
             for group in member.param_groups:
                 group.setdefault(_NUM_UPDATES, step)
                 group[_NUM_UPDATES] += int(part.members is None or index in part.members)
-
-    @property
-    def counts_updates(self) -> bool:
-        """Whether a loop has called `update` itself."""
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            if _NUM_UPDATES in group:
-                return True
-        return False
 
     def first_with(self, factor: float | Mapping[int, float], part: UpdatedPart) -> float:
         """Return the learning rate of the first group of a part with a factor; not a number where there is no group."""

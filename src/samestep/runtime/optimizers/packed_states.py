@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,32 +149,12 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
 
 
-_AS_THEY_ARE = nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
-class OneChunk:
-    """All pieces, which are held as the optimizer computes with them."""
-
-    pieces: list[Piece]
-
-    def __iter__(self) -> Iterator[list[Piece]]:
-        yield self.pieces
-
-    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return _AS_THEY_ARE
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowChunks:
-    """Chunks of pieces, whose masters or states are held in less memory between two updates."""
+class UpdateChunks:
+    """UpdateChunks of pieces that are updated together; their masters or states may be held in less memory between two updates."""
 
     chunks: list[list[Piece]]
     packing: StatePacking | None
-
-    def __iter__(self) -> Iterator[list[Piece]]:
-        yield from self.chunks
 
     @contextmanager
     def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused) -> Iterator[None]:
@@ -187,66 +167,54 @@ class NarrowChunks:
         with _joined_masters(pieces), packed:
             yield
 
+    @contextmanager
+    def held(self, optimizer: Optimizer, chunk: list[Piece], unused: Unused) -> Iterator[None]:
+        """Let an optimizer hold the pieces of a chunk alone inside, as it computes with them."""
+        is_all = len(chunk) == sum(map(len, self.chunks))
+        with self.widened(optimizer, chunk, unused), nullcontext() if is_all else _holding(optimizer, chunk):
+            yield
 
-Chunks = OneChunk | NarrowChunks
+    def of(
+        self, pieces: Sequence[Piece], gradients: Sequence[Tensor], optimizer: Optimizer, unused: Unused
+    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        """Yield some of the pieces, and their gradients, in the chunks in which an optimizer updates them.
+
+        Torch's fused SGD takes momenta of all weights or of none, so that weights that are used for the first time come by themselves.
+        """
+        by_piece = dict(zip(map(id, pieces), gradients, strict=True))
+        sgd = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
+        begins = any(group["fused"] for member in sgd for group in member.param_groups)
+        for together in _begun_first(self.chunks, optimizer, unused) if begins else self.chunks:
+            if chunk := [piece for piece in together if id(piece) in by_piece]:
+                yield chunk, [by_piece[id(piece)] for piece in chunk]
 
 
 def chunks_of(
     pieces: list[Piece], optimizer: Optimizer | None, packing: StatePacking | None, *, splits_masters: bool
-) -> Chunks:
-    """Return the chunks in which an optimizer updates pieces, and split their masters if it `splits_masters`."""
-    is_narrow = splits_masters or packing is not None or any(piece.split for piece in pieces)
-    if optimizer is None or not is_narrow:
-        return OneChunk(pieces)
+) -> UpdateChunks | None:
+    """Return the chunks in which an optimizer updates pieces, and split their masters if it `splits_masters`; None where all are updated at
+    once, and held as it computes with them."""
+    if optimizer is None:
+        return None
+    if not (splits_masters or packing is not None or any(piece.split for piece in pieces)):
+        is_sgd = any(isinstance(member, torch.optim.SGD) for member in members_of(optimizer))
+        return UpdateChunks([pieces], None) if is_sgd else None
     if not is_torchs_own(optimizer):  # over pieces that are split already, for another optimizer
-        return NarrowChunks([pieces], packing)
+        return UpdateChunks([pieces], packing)
     chunks = [[pieces[i] for i in indices] for indices in update_chunks([piece.value.numel() for piece in pieces])]
     for chunk in chunks if splits_masters else []:
         _split([piece for piece in chunk if _can_split(piece)])
-    return NarrowChunks(chunks, packing)
+    return UpdateChunks(chunks, packing)
 
 
-def chunks_with(
-    pieces: list[Piece],
-    gradients: Sequence[Tensor],
-    chunks: Chunks,
-    optimizer: Optimizer,
-    every: Sequence[Piece],
-    unused: Unused,
-) -> Sequence[tuple[list[Piece], Sequence[Tensor]]]:
-    """Return pieces and their gradients in the chunks in which they are updated; they are some of `every` piece of the optimizer.
-
-    Torch's fused SGD takes momenta of all weights or of none, so that weights that are used for the first time come by themselves.
-    """
-    sgd = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
-    begins = bool(sgd) and any(group["fused"] for member in sgd for group in member.param_groups)
-    if isinstance(chunks, OneChunk) and not begins:
-        return [(pieces, gradients)]
-    by_piece = dict(zip(map(id, pieces), gradients, strict=True))
-    together = _begun_first(chunks, optimizer, every, unused) if begins else chunks
-    chunks_here = ([piece for piece in chunk if id(piece) in by_piece] for chunk in together)
-    return [(chunk, [by_piece[id(piece)] for piece in chunk]) for chunk in chunks_here if chunk]
-
-
-def _begun_first(
-    chunks: Chunks, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused
-) -> Sequence[list[Piece]]:
-    begun = {
-        id(piece)
-        for piece in pieces
-        if optimizer.state.get(piece.value, {}).get("momentum_buffer") is not None or piece.name in unused
-    }
-    parts = [
-        [piece for piece in chunk if (id(piece) in begun) is has_begun]
-        for chunk in chunks
-        for has_begun in (True, False)
-    ]
-    return [part for part in parts if part]
-
-
-def holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> AbstractContextManager[None]:
-    """Return a context inside which an optimizer holds the pieces of a chunk alone; None lets it hold what it does."""
-    return _AS_THEY_ARE if chunk is None else _holding(optimizer, chunk)
+def _begun_first(chunks: Sequence[list[Piece]], optimizer: Optimizer, unused: Unused) -> Iterator[list[Piece]]:
+    for chunk in chunks:
+        begun = [
+            optimizer.state.get(piece.value, {}).get("momentum_buffer") is not None or piece.name in unused
+            for piece in chunk
+        ]
+        yield [piece for piece, has_begun in zip(chunk, begun, strict=True) if has_begun]
+        yield [piece for piece, has_begun in zip(chunk, begun, strict=True) if not has_begun]
 
 
 @contextmanager

@@ -47,6 +47,8 @@ class _Known:
     """The unused weights among those without a number in the scalars."""
     agreed: Unused = frozenset()
     """All unused weights of the last step that the host has read."""
+    exchangeable: tuple[Unused, Unused] = (frozenset(), frozenset())
+    """The sets that this rank would exchange now: its unused weights without a number in the scalars, and `frozen`."""
     flags: Tensor | None = None
     """This rank's numbers in the scalars, on the device."""
 
@@ -95,17 +97,13 @@ class UsedWeights:
             flags = [float(name in self.held and name not in unused_here) for name in self.unsure]
             known.flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
         known.own, known.frozen = unused_here, frozenset([name for name in unused_here if without[name]])
+        known.exchangeable = unused_here.difference(self.unsure), known.frozen
         return known.flags
 
     @property
     def has_changed(self) -> bool:
         """Whether the ranks have to exchange their sets, because this rank's are no longer those of the last exchange."""
-        return self.world is not None and any(
-            known.exchanged != self._exchangeable(known) for known in self._known.values()
-        )
-
-    def _exchangeable(self, known: _Known) -> tuple[Unused, Unused]:
-        return known.own.difference(self.unsure), known.frozen
+        return self.world is not None and any(known.exchanged != known.exchangeable for known in self._known.values())
 
     def expected(self) -> Unused:
         """Return the weights that an update may leave out before the host has read the step's scalars."""
@@ -168,7 +166,7 @@ class UsedWeights:
                 continue
             for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
                 rows[replica, row, [place[name] for name in names]] = 1.0
-            known.exchanged = self._exchangeable(known)
+            known.exchanged = known.exchangeable
         summed = rows.to(self.device)
         with outside_step():
             dist.all_reduce(summed, group=self.world)

@@ -202,7 +202,7 @@ class WaitingGradients:
 
     A backward leaves the gradients of its sum in the store; the factor that makes them those of a mean is known once the ranks have
     added up its count. The next backward needs the store, so what waits there moves to copies first. Where each rank has whole
-    gradients (`LocalGradients.can_wait`) they are this rank's own until the first `gradients` or `update`, when their sum is reduced once:
+    gradients (`WeightStore.can_wait`) they are this rank's own until the first `gradients` or `update`, when their sum is reduced once:
 
         backward 1 ─► store: g1, factor 1/c1
         backward 2 ─► copies: g1/c1         store: g2, factor 1/c2
@@ -242,7 +242,7 @@ class WaitingGradients:
                     self._kept[index] = self._sum(self._kept.get(index), piece.gradient())
         else:
             self._owned |= self._fresh
-            for name, gradient in self._store.local.unreduced().items():
+            for name, gradient in self._store.unreduced().items():
                 if name in self._fresh:
                     self._own[name] = self._sum(self._own.get(name), gradient)
         self._fresh, self.factor, self._is_as_left, self._is_reduced = frozenset(), 1.0, False, True
@@ -266,7 +266,7 @@ class WaitingGradients:
         Collective over the data axes, see [Note: collective calls].
         """
         if self._owned:
-            for name, gradient in self._store.local.unreduced().items():
+            for name, gradient in self._store.unreduced().items():
                 if name in self._fresh:
                     gradient.mul_(self.factor)
                 else:

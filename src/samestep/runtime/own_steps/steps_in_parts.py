@@ -29,7 +29,6 @@ from samestep.building.loss import loss_from
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.exchanging_calls import NothingToJoin
 from samestep.runtime.checkpoints.saved_run import SavedRun
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.open_step import ReadStep, StepBackward
@@ -175,7 +174,7 @@ class RunInParts(SavedRun):
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
         loss_of = self._losses.of_backward(assembly, loss, batch)
         # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
-        waits = assembly.weights.store.local.can_wait and not assembly.weights.updater.loss_scale.is_dynamic
+        waits = assembly.weights.store.can_wait and not assembly.weights.updater.loss_scale.is_dynamic
         leaves = None if into is None else _leaves(assembly, names)
         only = None if into is None else names
         of = StepBackward(number, only, *loss_of, is_apart=True, waits=waits, into=leaves)
@@ -351,7 +350,7 @@ class RunInParts(SavedRun):
         waiting, names = self._waiting_for(self._weights_of(None), "run.gradients")
         waiting.add_up()
         assembly = self._stepper.held
-        by_name = assembly.weights.store.local.finished()
+        by_name = assembly.weights.store.finished()
         gradients = gradient_views.of_whole_weights(
             assembly, {name: gradient for name, gradient in by_name.items() if name in names}
         )
@@ -448,7 +447,7 @@ def _leaves(assembly: Assembly, names: Set[str]) -> list[Tensor] | None:
     """
     layout = assembly.parallel.program.step.layout
     is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-    if not is_whole or not isinstance(assembly.objective.exchanges, NothingToJoin):
+    if not is_whole or assembly.objective.exchanges is not None:
         return None
     named = assembly.model.module.named_parameters()
     return [weight for name, weight in named if name in names and weight.requires_grad] or None

@@ -22,8 +22,8 @@ from samestep.models.spec import ModelSpec
 from samestep.runtime.contexts import AtEnd
 from samestep.trees import tree_leaves
 
-LayerEvent = tuple[list[Any], list[Any] | None]
-"""The event of a forward that has begun, and its twin on the host's clock, if there is one."""
+LayerEvent = list[Any]
+"""The event of a forward that has begun."""
 
 
 class Listener(Protocol):

@@ -1,14 +1,5 @@
 """A window of a rank: the steps that are recorded op by op, the marks that hear the ops, and the file that holds them.
 
-On wish (`train.record_kernels`) torch.profiler runs meanwhile, for the operations of torch, or the kernels of a GPU, of each step:
-
-```
-recorder    begin_ns ├─ F0 ── layers.0 ──────────── ...       its clock: the host's monotonic one
-profiler          anchor ├─ aten::mm ─ aten::add ─ ...        a clock of its own
-```
-Each step begins with *anchors*, ranges of the profiler whose times the host notes, too: so the times of both are those of one clock.
-What belongs to which block is found by time when the record is read (`wings/explain/step_kernels.py`).
-
 A recorder reads points of time, memory in use, and the time for which threads were queued. A stamp is a point of time of the host on a CPU, or of a
 GPU's stream: an event, which the host launches before it goes on. Its time follows from that of an event at the begin of the step, once the
 device has passed it, without any value that the host would wait for. Memory is sampled where a layer or a task ends, and named by the op
@@ -31,29 +22,26 @@ Documentation/filesystems/proc.rst (`statm`: pages) of Linux.
 
 from __future__ import annotations
 
-import bisect
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, supported_activities
 from torch.utils.hooks import RemovableHandle
 
-from samestep.building.torch_seams import RecordFunctionFast, profiler_runs
 from samestep.job import Job
 from samestep.models.spec import ModelSpec, to_json
 from samestep.output.durable_files import write_whole
 from samestep.program import recorded
 from samestep.program.program import Program
-from samestep.program.recorded import Kernel, RecordedStep, RecordHead, SentOp, StepKernels
+from samestep.program.recorded import RecordedStep, RecordHead, SentOp
 from samestep.runtime.recording.marks import LayerListener, mark_layers
 
 Stamp = Any
@@ -192,16 +180,6 @@ def queued_threads() -> dict[str, int]:
     return queued_threads
 
 
-_ANCHOR = "samestep::step "
-ANOTHER = "another profiler ran in this process, and torch has one at a time"
-_ANCHORS = 3
-"""Anchors of a step, of which the one that took least time is used."""
-Anchor = tuple[int, str, int, int]
-"""Step and name of an anchor, and the host's times before and after the profiler has noted its begin."""
-Ran = tuple[str, int, int, int, int]
-"""The name of what ran, when it was issued, began and ended, and its own nanoseconds, on the clock of the host."""
-
-
 class WindowListener(LayerListener, Protocol):
     """Hears the layers of a window, and what the host does outside of tasks."""
 
@@ -212,8 +190,8 @@ class WindowListener(LayerListener, Protocol):
 class RecordWindow:
     """The steps that are recorded op by op, and the file that holds them."""
 
-    def __init__(self, steps: range, path: Path, job: Job, profile: KernelProfile | None) -> None:
-        self.steps, self._path, self._job, self.profile = steps, path, job, profile
+    def __init__(self, steps: range, path: Path, job: Job) -> None:
+        self.steps, self._path, self._job = steps, path, job
         self.held: Mapping[str, int] = {}
         self._file: IO[str] | None = None
         self._handles: list[RemovableHandle] = []
@@ -249,16 +227,12 @@ class RecordWindow:
 
         self._collecting = collecting
         gc.callbacks.append(collecting)
-        if self.profile is not None:
-            self.profile.start()
 
-    def write(self, step: RecordedStep, host_events: Sequence[Sequence[Any]]) -> None:
-        """Append a step; `host_events` are what a profile needs besides."""
+    def write(self, step: RecordedStep) -> None:
+        """Append a step."""
         if self._file is not None:
             self._file.write(recorded.step_line(step))
             self._file.flush()
-            if self.profile is not None:
-                self.profile.add(step, host_events)
 
     def leave(self) -> None:
         """Remove the marks."""
@@ -267,15 +241,11 @@ class RecordWindow:
         if self._collecting is not None:
             gc.callbacks.remove(self._collecting)
         self._handles, self._collecting = [], None
-        if self.profile is not None:
-            self.profile.stop()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-            if self.profile is not None:
-                self.profile.write()
         self._file = None
 
 
@@ -316,110 +286,3 @@ def _clock_identity() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
-
-
-class KernelProfile:
-    """The profiler of one window on one rank."""
-
-    def __init__(self, path: Path, device: torch.device, rank: int) -> None:
-        self._path, self._device, self._rank = path, device, rank
-        self._profile: profile | None = None
-        self._missing = ""
-        self._anchors: list[Anchor] = []
-        self._ran: list[Ran] = []
-        self._steps: list[tuple[RecordedStep, Sequence[Sequence[Any]]]] = []
-
-    def start(self) -> None:
-        """Begin to profile."""
-        wanted = (
-            {ProfilerActivity.CPU, ProfilerActivity.CUDA} if self._device.type == "cuda" else {ProfilerActivity.CPU}
-        )
-        if profiler_runs():
-            self._missing = ANOTHER
-            return
-        self._profile = profile(activities=wanted & supported_activities(), acc_events=True)
-        self._profile.__enter__()
-
-    def begin_step(self, step: int) -> None:
-        """Mark the begin of a step."""
-        for number in range(_ANCHORS):
-            name = f"{_ANCHOR}{step}.{number}"
-            mark = RecordFunctionFast(name)
-            before = time.perf_counter_ns()
-            mark.__enter__()
-            after = time.perf_counter_ns()
-            mark.__exit__(None, None, None)
-            self._anchors.append((step, name, before, after))
-
-    def stop(self) -> None:
-        """End the profile, and keep what ran."""
-        ended, self._profile = self._profile, None
-        if ended is None:
-            return
-        ended.__exit__(None, None, None)
-        self._ran = sorted(_ran(list(ended.events() or ()), self._anchors), key=lambda pair: pair[1])
-
-    def add(self, step: RecordedStep, events: Sequence[Sequence[Any]]) -> None:
-        """Add a step whose times are known; `events` have times of the host's clock, the step those of the device's."""
-        self._steps.append((step, events))
-
-    def write(self) -> None:
-        """Write the kernels of all steps."""
-        with self._path.open("w", encoding="utf-8") as file:
-            file.write(recorded.kernel_head(self._rank, self._missing))
-            for step, events in self._steps:
-                file.write(recorded.kernel_line(_of_step(step, events, self._ran)))
-
-
-def _of_step(step: RecordedStep, events: Sequence[Sequence[Any]], ran: Sequence[Ran]) -> StepKernels:
-    first, last = (
-        bisect.bisect_left(ran, time_ns, key=lambda pair: pair[1]) for time_ns in (step.begin_ns, step.until_ns)
-    )
-    names: dict[str, int] = {}
-    at = step.begin_ns
-    kernels = [
-        Kernel(names.setdefault(name, len(names)), issued - at, begin - at, end - at, own_ns)
-        for name, issued, begin, end, own_ns in ran[first:last]
-    ]
-    return StepKernels(step=step.step, names=[*names], kernels=kernels, events=events)
-
-
-def _ran(events: Iterable[Any], anchors: Sequence[Anchor]) -> Iterator[Ran]:
-    """Yield the kernels that ran, or where the profiler has seen none the operations of the host, on the clock of the anchors."""
-    events = list(events)
-    seen = {event.name: round(event.time_range.start * 1e3) for event in events if event.name.startswith(_ANCHOR)}
-    best: dict[int, tuple[int, int, int]] = {}
-    for step, name, before, after in anchors:
-        if name in seen:
-            estimate = after - before, seen[name], (before + after) // 2 - seen[name]
-            best[step] = min(best.get(step, estimate), estimate)
-    offsets = sorted((at, offset) for _, at, offset in best.values())
-
-    def on_host(time_us: float) -> int:
-        at = round(time_us * 1e3)
-        place = bisect.bisect_right(offsets, at, key=lambda pair: pair[0])
-        return at + offsets[max(0, place - 1)][1]
-
-    if not offsets:
-        return
-    operations = [event for event in events if _is_of_host(event) and not _is_note(event)]
-    launched = {event.id: event for event in operations}
-    kernels = [event for event in events if not _is_of_host(event) and event.id in launched]
-    for event in kernels or operations:
-        begin, end = on_host(event.time_range.start), on_host(event.time_range.end)
-        by = launched[event.id].time_range
-        issued = on_host((by.start + by.end) / 2)
-        yield event.name, issued, begin, end, end - begin if kernels else round(event.self_cpu_time_total * 1e3)
-
-
-def _is_of_host(event: Any) -> bool:
-    return bool(event.device_type.name == "CPU")
-
-
-def _is_note(event: Any) -> bool:
-    """Return whether an event is a range of a user, of samestep or of a collective, and no operation."""
-    return (
-        event.is_async
-        or event.name.startswith(("samestep::", "gloo:", "nccl:"))
-        or bool(getattr(event, "is_user_annotation", False))
-    )

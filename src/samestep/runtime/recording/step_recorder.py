@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,6 @@ from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.marks import LayerEvent
 from samestep.runtime.recording.record_window import (
-    KernelProfile,
     MemorySampler,
     ProcessorTime,
     RecordWindow,
@@ -80,20 +79,9 @@ class _OpenStep:
     begun: list[tuple[int, Stamp]] = field(default_factory=list)
     """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
     counts: defaultdict[str, int] = field(default_factory=functools.partial(defaultdict, int))
-    host_events: list[list[Any]] = field(default_factory=list)
-    """The events with times of the host, where kernels are recorded and the device is another clock."""
     end: Stamp = None
     """Until it has a value ops belong to the step: after its end those of evaluations come, of which there may be any number."""
     until: Stamp = None
-
-
-def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[list[Any]]:
-    """Return events of the host with times since the begin of their step."""
-    begin, until = step.begin_ns, step.until_ns
-    return [
-        [form, name, start - begin, (until if stop is None else stop) - begin, *more]
-        for form, name, start, stop, *more in events
-    ]
 
 
 def _nothing() -> None:
@@ -132,13 +120,11 @@ class _Issued:
     def wait(self, *args: Any) -> Any:
         """Wait as the work does."""
         event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
-        twin = self._recorder.append(event)
+        self._recorder.append(event)
         try:
             return self._work.wait(*args)
         finally:
             event[3] = self._recorder.now()
-            if twin is not None:
-                twin[3] = time.perf_counter_ns()
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the work has."""
@@ -148,7 +134,7 @@ class _Issued:
 class _RunningTask:
     """The context of a task, whose begin and end are noted; a class, since a generator takes twice as many calls."""
 
-    __slots__ = ("_event", "_inner", "_opened", "_recorder", "_task", "_twin")
+    __slots__ = ("_event", "_inner", "_opened", "_recorder", "_task")
 
     def __init__(
         self, recorder: StepRecorder, inner: AbstractContextManager[None] | None, task: Task, opened: _OpenStep
@@ -158,12 +144,10 @@ class _RunningTask:
     def __enter__(self) -> None:
         if self._inner is not None:
             self._inner.__enter__()
-        self._event, self._twin = self._recorder.note_task(self._task, self._opened)
+        self._event = self._recorder.note_task(self._task, self._opened)
 
     def __exit__(self, *error: Any) -> bool | None:
         self._event[3] = self._recorder.now()
-        if self._twin is not None:
-            self._twin[3] = time.perf_counter_ns()
         if self._opened.window is not None:
             self._recorder.sample(self._event[3])
         return None if self._inner is None else self._inner.__exit__(*error)
@@ -199,17 +183,13 @@ class StepRecorder(StepObserver):
 
     # -- what the run calls ------------------------------------------------------------------------
 
-    def record(self, steps: range, folder: Path, *, kernels: bool = False) -> None:
-        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up.
-
-        With `kernels` torch.profiler runs too, and its kernels are written into a file of their own.
-        """
+    def record(self, steps: range, folder: Path) -> None:
+        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up."""
         for overlapping in [window for window in self._windows if window.overlaps(steps)]:
             self._leave(overlapping)
         path = recorded.path_of(folder, steps, self.rank)
-        profile = KernelProfile(recorded.kernel_path(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
-            [*self._windows, RecordWindow(steps, path, self._job, profile)], key=lambda window: window.steps.start
+            [*self._windows, RecordWindow(steps, path, self._job)], key=lambda window: window.steps.start
         )
 
     def asked_to_record(self, step: int) -> str:
@@ -220,7 +200,7 @@ class StepRecorder(StepObserver):
         steps = range(step + 2, step + 2 + ASKED_STEPS)
         if any(window.overlaps(steps) for window in self._windows):
             return ""
-        self.record(steps, self.folder, kernels=self._job.train.record_kernels)
+        self.record(steps, self.folder)
         return f"steps {steps.start} to {steps.stop - 1} are recorded into {self.folder}, for samestep explain, as a signal has asked"
 
     @contextmanager
@@ -290,14 +270,15 @@ class StepRecorder(StepObserver):
             return self._inner.running(task, samples)
         return _RunningTask(self, self._inner.running(task, samples) if self._sees_tasks else None, task, opened)
 
-    def note_task(self, task: Task, opened: _OpenStep) -> tuple[list[Any], list[Any] | None]:
-        """Note that a task begins; return its event and the twin of that, which await their end."""
+    def note_task(self, task: Task, opened: _OpenStep) -> list[Any]:
+        """Note that a task begins; return its event, which awaits its end."""
         event: list[Any] = ["task", f"{task.body.kind}{task.microbatch}", self.now(), None]
         if self._device.type == "cuda":
             opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
             self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
-        return event, self.append(event)
+        self.append(event)
+        return event
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -323,40 +304,30 @@ class StepRecorder(StepObserver):
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
-        twin = self.append(event)
+        self.append(event)
 
         def end() -> None:
             event[3] = self.now()
-            if twin is not None:
-                twin[3] = time.perf_counter_ns()
 
         return end
 
-    def append(self, event: list[Any]) -> list[Any] | None:
-        """Add an event to the step, if it is heard; return its twin with times of the host, where kernels of a GPU are recorded."""
+    def append(self, event: list[Any]) -> None:
+        """Add an event to the step, if it is heard."""
         opened = self._open
-        if opened is None or (opened.end is not None and event[0] != "region"):
-            return None
-        opened.events.append(event)
-        if opened.window is None or opened.window.profile is None or self._device.type != "cuda":
-            return None
-        twin = [*event[:2], time.perf_counter_ns(), None if event[3] is None else time.perf_counter_ns(), *event[4:]]
-        opened.host_events.append(twin)
-        return twin
+        if opened is not None and (opened.end is None or event[0] == "region"):
+            opened.events.append(event)
 
     def begin_layer(self, name: str, op: str) -> LayerEvent:
         """Note that the forward of a layer begins."""
         event = ["layer", name, self.now(), None]
         self._doing = op
-        return event, self.append(event)
+        self.append(event)
+        return event
 
     def end_layer(self, begun: LayerEvent) -> None:
         """Note that the forward of a layer ends."""
-        event, twin = begun
-        event[3] = self.now()
-        if twin is not None:
-            twin[3] = time.perf_counter_ns()
-        self.sample(event[3])
+        begun[3] = self.now()
+        self.sample(begun[3])
 
     def begin_backward(self, name: str, op: str) -> None:
         """Note that the gradient of a layer's output is known."""
@@ -379,8 +350,6 @@ class StepRecorder(StepObserver):
         is_first = window is not None and not window.is_open
         if window is not None and is_first:
             window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
-        if window is not None and window.profile is not None:
-            window.profile.begin_step(step)
         if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window, is_first)
@@ -413,7 +382,7 @@ class StepRecorder(StepObserver):
             self._newest = unread = self._unread.popleft()
             if unread.window is not None:
                 self._newest = step = self._closed(unread)
-                unread.window.write(step, _since_begin(unread.host_events, step))
+                unread.window.write(step)
             if self._left:
                 self._close_files()
 

@@ -12,7 +12,7 @@ in its place    `slot.gradient`, its window of the buffer: in master precision a
 ```
 
 The squared norm of the gradients of all weights is a sum over ranks, in which each element counts once: what several ranks hold alike is
-divided by their number (`norm_of_pieces`), or each of them adds up a run of it (`BucketNorms`).
+divided by their number (`norm_of_pieces`, `norm_of_buckets`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.buckets import Bucket
-from samestep.program.holding import REPLICAS, Holding
+from samestep.program.holding import REPLICAS
 from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -149,6 +149,15 @@ class FlatBuffer:
             self.work.wait()
             self.work = None
 
+    def windows(self, names: Set[str] | None) -> Iterator[Tensor]:
+        """Yield the gradients that this rank updates, or those of some weights."""
+        if names is None:
+            yield self.gradients[self.mine]
+        for member in self.bucket.members if names else ():
+            start, stop = max(member.offset, self.mine.start), min(member.offset + member.numel, self.mine.stop)
+            if names and member.name in names and start < stop:
+                yield self.gradients[start:stop]
+
     def holds(self, names: Set[str]) -> bool:
         """Return whether the bucket has the gradient of one of some weights."""
         return any(member.name in names for member in self.bucket.members)
@@ -253,60 +262,23 @@ def _sum_of_shares(alike: Iterable[tuple[int, list[Tensor]]], device: torch.devi
     return functools.reduce(torch.add, shares) if shares else torch.zeros((), dtype=torch.float64, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The run of a bucket's gradients whose squares this rank adds up."""
-
-    bucket: Bucket
-    gradients: Tensor
-    first: int
-    """The element of the bucket with which it begins."""
-
-    def of(self, names: Set[str]) -> Iterator[Tensor]:
-        """Yield the parts of it that are gradients of some weights."""
-        for member in self.bucket.members:
-            start = max(member.offset - self.first, 0)
-            stop = min(member.offset + member.numel - self.first, self.gradients.numel())
-            if member.name in names and start < stop:
-                yield self.gradients[start:stop]
+def num_alike(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> int:
+    """Return the number of ranks that add up the same gradients of a bucket."""
+    holding = flat.bucket.holding
+    whole = ("cp",) if step.sharing.trains_apart else holding.data_axes
+    axes = summed_replicas(step) if holding.num_shards > 1 else whole
+    return math.prod(map(mesh.size, axes)) * holding.num_copies
 
 
-class BucketNorms:
-    """The runs of buckets' gradients whose squares this rank adds up: found once, since buckets stay where they are."""
-
-    def __init__(self, flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh) -> None:
-        self._device = mesh.device
-        self._alike: list[tuple[int, list[_Run]]] = []
-        """With the number of ranks that add up the same."""
-        for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
-            alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
-            _, repeated_over = _axes_of(step, alike[0].bucket.holding)
-            number = math.prod(map(mesh.size, repeated_over)) * copies
-            self._alike.append((number, [_run_of(flat, step, mesh) for flat in alike]))
-        self._whole = [(number, [run.gradients for run in runs]) for number, runs in self._alike]
-
-    def squared(self, names: Set[str] | None = None) -> Tensor:
-        """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights."""
-        if names is None:
-            return _sum_of_shares(self._whole, self._device)
-        some = ((number, [part for run in runs for part in run.of(names)]) for number, runs in self._alike)
-        return _sum_of_shares(some, self._device)
-
-
-def _run_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> _Run:
-    """Return the run of a bucket's gradients whose squares this rank adds up."""
-    divided_over, _ = _axes_of(step, flat.bucket.holding)
-    number, index = (mesh.size(divided_over), mesh.index(divided_over)) if divided_over else (1, 0)
-    run = flat.gradients if number == 1 else flat.gradients.view(number, -1)[index]
-    return _Run(flat.bucket, run, index * run.numel())
-
-
-def _axes_of(step: StepSpec, holding: Holding) -> tuple[str | None, tuple[str, ...]]:
-    """Return the axis whose ranks each add up the squares of a part of a bucket's gradients, None where each rank adds up all
-    that it has, and the axes whose ranks add up the same."""
-    if holding.num_shards > 1:
-        return holding.data_axis, summed_replicas(step)
-    return (None, ("cp",)) if step.sharing.trains_apart else (holding.data_axis, holding.data_axes[1:])
+def norm_of_buckets(
+    flats: Sequence[tuple[int, FlatBuffer]], device: torch.device, names: Set[str] | None = None
+) -> Tensor:
+    """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights; each bucket is
+    given with the number of ranks that add up the same."""
+    alike: dict[int, list[Tensor]] = {}
+    for number, flat in flats:
+        alike.setdefault(number, []).extend(flat.windows(names))
+    return _sum_of_shares(alike.items(), device)
 
 
 def summed_replicas(step: StepSpec) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ Shards are for hybrid sharding: FSDP2 reduces within a replica, and the exchange
 shard a unit, FSDP2 calls its scatter in place of a reduce_scatter, with the unit's whole gradient ordered by rank; each rank
 keeps the residuals of its whole contribution, and of the sum of its rows.
 
-The same exchanges carry the moves of weights where replicas are trained independently (`weight_store.py`); the steps of a
-replica then send nothing encoded.
+The same exchanges carry the moves of weights where replicas are trained independently (`sum_moves`): these are written into the gradients.
+The steps of a replica then send nothing encoded.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,13 +63,25 @@ class GradientCodes:
         With 0 everything that is kept becomes as it was before the first step.
         """
 
+    def sum_moves(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients of the store's pieces to the sums, over all replicas, of what `fill(index)` writes into them.
+
+        `fill` is called for each replica of this rank; nothing is summed where all ranks train one model. Collective over the axis of the
+        program's contributions: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
+
+
+def _sends_of(program: Program) -> Iterator[Op]:
+    """Yield the collectives of an exchange before its outer step."""
+    return itertools.takewhile(lambda op: op.kind is not OpKind.OUTER, program.exchange)
+
 
 class BucketCodes(GradientCodes):
     """The exchanges of a rank's buckets, through all steps of a run."""
 
-    def __init__(self, program: Program, mesh: Mesh) -> None:
+    def __init__(self, program: Program, mesh: Mesh, flats: Sequence[FlatBuffer]) -> None:
         """Make the exchange of each bucket."""
-        self._program, self._mesh = program, mesh
+        self._program, self._mesh, self._flats = program, mesh, flats
         self.exchanges: dict[str, Exchange] = {}
         """Exchange of each bucket, by its name."""
         step, contributions = program.step, program.step.contributions
@@ -89,12 +101,12 @@ class BucketCodes(GradientCodes):
         for exchange in self._of_steps.values():
             exchange.begin_step()
 
-    def take_contribution(self, task: Task, flats: Sequence[FlatBuffer]) -> bool:
+    def take_contribution(self, task: Task) -> bool:
         """Encode the gradients of a contribution whose last ones a task leaves, if this rank follows it by another one; return whether
         it does, and gradients begin anew."""
         if not self._ends_contribution(task):
             return False
-        for flat in flats:
+        for flat in self._flats:
             flat.zero_untouched()
             self.exchanges[flat.bucket.name].add([flat.gradients])
             flat.untouched = set(flat.names)
@@ -123,6 +135,29 @@ class BucketCodes(GradientCodes):
         """Set a bucket's gradients to the sum of all contributions, which has arrived."""
         if (exchange := self._of_steps.get(bucket)) is not None:
             exchange.finish([gradients])
+
+    def sum_moves(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients to the sums of what `fill` writes; collective as `GradientCodes.sum_moves` says."""
+        # Of each bucket all gradients, or the chunk that this rank updates under zero=1.
+        moved = {
+            flat.bucket.name: (self.exchanges[flat.bucket.name], [flat.gradients[flat.mine]]) for flat in self._flats
+        }
+        for exchange, _ in moved.values():
+            exchange.begin_step()
+        last = self._program.step.replicas_each - 1
+        for index in range(last + 1):
+            fill(index)
+            for exchange, gradients in moved.values() if index < last else ():
+                exchange.add(gradients)
+        works: dict[str, dist.Work] = {}
+        for op in _sends_of(self._program):
+            if op.owner in works:
+                works[op.owner].wait()
+            works[op.owner] = self.send(op, moved[op.owner][1][0])
+        for name, (exchange, gradients) in moved.items():
+            if name in works:
+                works[name].wait()
+            exchange.finish(gradients)
 
     def residuals(self) -> Iterator[Residual]:
         """Yield the residuals of each weight."""
@@ -162,8 +197,9 @@ class UnitCodes(GradientCodes):
         self, program: Program, mesh: Mesh, pieces: Sequence[Piece], laid_out: Sequence[tuple[Unit, Sequence[str]]]
     ) -> None:
         """Make the exchange or the scatter of each unit, given with the names of its weights in FSDP2's order."""
-        self._trains_apart = program.step.sharing.trains_apart
-        self.scatters = EncodedScatters(program, mesh, laid_out)
+        self._program, self._trains_apart = program, program.step.sharing.trains_apart
+        self.scatters = _scatters_of(program, mesh, laid_out)
+        """Scatter of each unit, by the unit's name."""
         self._shards: dict[str, _Shard] = {}
         """Shard of each unit, by the unit's name."""
         contributions, step = program.step.contributions, program.step
@@ -183,14 +219,11 @@ class UnitCodes(GradientCodes):
 
     def begin_step(self) -> None:
         """Discard the contributions of the previous step."""
-        if not self._trains_apart:
-            self.begin_sums()
-            self.scatters.begin_step()
+        for exchange in () if self._trains_apart else self._exchanges():
+            exchange.begin_step()
 
-    def begin_sums(self) -> None:
-        """Discard what was last summed."""
-        for shard in self._shards.values():
-            shard.exchange.begin_step()
+    def _exchanges(self) -> list[Exchange]:
+        return [shard.exchange for shard in self._shards.values()] + [s.exchange for s in self.scatters.values()]
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program is one of an exchange."""
@@ -213,11 +246,19 @@ class UnitCodes(GradientCodes):
     def finish(self) -> None:
         """Wait for the exchanges of a step, and set the gradients to the sums."""
         if not self._trains_apart:
-            self.take_sums()
+            self._take_sums()
+
+    def sum_moves(self, fill: Callable[[int], None]) -> None:
+        """Set the gradients to the sums of what `fill` writes, for the one replica of a rank; collective as `GradientCodes.sum_moves` says."""
+        for shard in self._shards.values():
+            shard.exchange.begin_step()
+        fill(0)
+        for op in _sends_of(self._program):
+            self.send(op)
+        self._take_sums()
 
     @torch.no_grad()
-    def take_sums(self) -> None:
-        """Wait for the exchanges, and set the gradients to the sums."""
+    def _take_sums(self) -> None:
         for shard in self._shards.values():
             _wait(shard)
             shard.exchange.finish(shard.buffers)
@@ -233,7 +274,8 @@ class UnitCodes(GradientCodes):
                 for residual in shard.exchange.residuals(number):
                     for weight_residual in residuals_of_weights(residual, places):
                         yield weight_residual._replace(start=starts[weight_residual.name] + weight_residual.start)
-        yield from self.scatters.residuals()
+        for scatter in self.scatters.values():
+            yield from scatter.residuals()
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which the next gradients are projected."""
@@ -242,9 +284,8 @@ class UnitCodes(GradientCodes):
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals."""
-        for shard in self._shards.values():
-            shard.exchange.scale(factor)
-        self.scatters.scale(factor)
+        for exchange in self._exchanges():
+            exchange.scale(factor)
 
 
 def _place_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
@@ -270,39 +311,23 @@ def _wait(shard: _Shard) -> None:
         shard.work = None
 
 
-class EncodedScatters:
-    """The scatters of all units of a rank, through all steps of a run."""
-
-    def __init__(self, program: Program, mesh: Mesh, laid_out: Sequence[tuple[Unit, Sequence[str]]]) -> None:
-        """Make the scatter of each unit, given with the names of its weights in FSDP2's order."""
-        self.of_unit: dict[str, EncodedScatter] = {}
-        step, contributions = program.step, program.step.contributions
-        if contributions is None or not step.scatters_codes:
-            return
-        trained = {param.name: param for param in step.model.params if param.trainable}
-        units = [unit for unit, _ in laid_out if unit.padded_grad_numel]
-        sizes = [coded_bytes(unit.codec, [*coded_parts(step, contributions, unit)]) for unit in units]
-        largest = max((contributions.code_bytes(size, gathers=False) for size in sizes), default=0)
-        scratch = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
-        for unit, names in laid_out:
-            params = [trained[name] for name in names if name in trained]
-            if params:
-                self.of_unit[unit.name] = EncodedScatter(unit, params, program, mesh, scratch)
-
-    def begin_step(self) -> None:
-        """Discard the contributions of the previous step."""
-        for scatter in self.of_unit.values():
-            scatter.exchange.begin_step()
-
-    def residuals(self) -> Iterator[Residual]:
-        """Yield the residuals of each weight."""
-        for scatter in self.of_unit.values():
-            yield from scatter.residuals()
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals."""
-        for scatter in self.of_unit.values():
-            scatter.exchange.scale(factor)
+def _scatters_of(
+    program: Program, mesh: Mesh, laid_out: Sequence[tuple[Unit, Sequence[str]]]
+) -> dict[str, EncodedScatter]:
+    """Return the scatter of each unit that sends codes, by its name; units are given with the names of their weights in FSDP2's order."""
+    step, contributions = program.step, program.step.contributions
+    if contributions is None or not step.scatters_codes:
+        return {}
+    trained = {param.name: param for param in step.model.params if param.trainable}
+    units = [unit for unit, _ in laid_out if unit.padded_grad_numel]
+    sizes = [coded_bytes(unit.codec, [*coded_parts(step, contributions, unit)]) for unit in units]
+    largest = max((contributions.code_bytes(size, gathers=False) for size in sizes), default=0)
+    scratch = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
+    return {
+        unit.name: EncodedScatter(unit, params, program, mesh, scratch)
+        for unit, names in laid_out
+        if (params := [trained[name] for name in names if name in trained])
+    }
 
 
 class EncodedScatter:

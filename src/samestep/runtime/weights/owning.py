@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
@@ -24,7 +24,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.holding import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.ledger import owned
+from samestep.runtime.axes.rank_crossings import GroupLine
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.pieces import LiveWeights, Piece
 from samestep.runtime.weights.placement import WeightSlice, part_at, rows_of_shard
@@ -53,18 +53,12 @@ class Owning:
     def __init__(self, store: WeightStore, levels: Sequence[_Level], pieces: list[Piece]) -> None:
         self._store, self._levels = store, levels
         self.pieces = pieces
-        # Everything else is the other store's.
-        self.frozen, self.exchange, self.codes, self.watch = store.frozen, store.exchange, store.codes, store.watch
-        self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
-        self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
-        self.settle, self.calls, self.local = store.settle, store.calls, store.local
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
-    @property
-    def reduced(self) -> list[Piece]:
-        """The pieces of the other store."""
-        return self._store.reduced
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else from the other store."""
+        return getattr(self._store, name)
 
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Finish the store's reductions, and gather weights and gradients at their owners unless that comes later.
@@ -78,7 +72,7 @@ class Owning:
 
     def deliver(self) -> None:
         """Gather weights and gradients at their owners; collective over the axes on which weights have owners."""
-        self.watch.take_back()
+        self._store.take_back()
         self._lent.reread()
         for level in self._levels:
             level.gather()
@@ -194,10 +188,7 @@ class _Level:
         return torch.zeros(size, dtype=self.dtype, device=self.mesh.device)
 
     def _exchange(self, send: Tensor, name: str) -> Tensor:
-        received = torch.empty_like(send)
-        with owned(f"{name} {self.owners.axis}"):
-            dist.all_to_all_single(received, send, group=self.mesh.groups[self.owners.axis])
-        return received
+        return GroupLine(self.mesh.groups[self.owners.axis], f"{name} {self.owners.axis}").all_to_all(send)
 
 
 def _slice_of(spec: ParamSpec, rows: slice) -> WeightSlice:

@@ -76,7 +76,8 @@ class ReplacedWeights:
 
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
-        if not self._program.step.layout.gathers_weights:  # then the store compares them (`fsdp_units.py`)
+        gathers = self._program.step.layout.gathers_weights  # then the store compares them (`fsdp_units.py`)
+        if not (gathers or self._are_as_seen()):
             for place in self._changed():
                 if place.name in self._weights:
                     self._put_back(place)
@@ -113,8 +114,6 @@ class ReplacedWeights:
 
     def _changed(self) -> list[_ModulePlace]:
         """Return the places that hold something else."""
-        if self._are_as_seen():
-            return []
         changed = [place for place in self._places if place.items.get(place.key) is not place.content]
         # Stand-ins are of weights that are being gathered.
         return [place for place in changed if not isinstance(place.items.get(place.key), StandIn)]

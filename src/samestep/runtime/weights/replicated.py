@@ -46,18 +46,11 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import BucketNorms, FlatBuffer, GradientSlot
+from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot, norm_of_buckets, num_alike, squared_norm
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.weight_store import (
-    BucketGradients,
-    Materialize,
-    ModuleCalls,
-    ReplicaExchange,
-    WeightStore,
-    WeightWatch,
-)
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.schedules import TaskKind
 from samestep.trees import tree_map_only
 
@@ -192,8 +185,6 @@ class BodyGradients:
 class Replicated(WeightStore):
     """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
-    local: BucketGradients
-
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
@@ -213,16 +204,16 @@ class Replicated(WeightStore):
         """The index of the next bucket to reduce."""
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
-        self._norms = BucketNorms(self._flats, program.step, mesh)
-        self.codes, self.exchange = GradientCodes(), ReplicaExchange()
+        self._alike = [(num_alike(flat, program.step, mesh), flat) for flat in self._flats]
+        self.codes = GradientCodes()
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._fill(model, materialize)
         gathered = [flat.bucket for flat in self._flats if flat.gathers]
         self._late = LateWeights.of(model, program, gathered, self.params)
-        self.watch, self.calls = WholeWatch(self.params, self._places), ModuleCalls()
-        self.local = BucketGradients(program, mesh, self._flats, self.params)
+        self._held = [*self.params.values()]
+        self._addresses = [place.data_ptr() for place in self._places.values()]
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -295,7 +286,7 @@ class Replicated(WeightStore):
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
         self._waits = waits
-        self.watch.take_back()
+        self.take_back()
         self._drop_gradients()
         self._unused = set(self.params)
         for flat in self._flats:
@@ -366,9 +357,10 @@ class Replicated(WeightStore):
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
-        if self._waits:
-            return self.local.norm_squared(names)
-        return self._norms.squared(names)
+        if not self._waits:
+            return norm_of_buckets(self._alike, self.mesh.device, names)
+        gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
+        return squared_norm(gradients, self.mesh.device)
 
     def publish(self, *, waits: bool = True) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
@@ -387,6 +379,45 @@ class Replicated(WeightStore):
         """Wait for the weights that are still gathered."""
         for bucket in list(self._late.under_way):
             self._late.settle(bucket)
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
+            return
+        for param, place in zip(self._held, self._places.values(), strict=True):
+            if param.data_ptr() != place.data_ptr():
+                param.data = place.copy_(param.data)
+
+    # -- gradients between a backward and an update ------------------------------------------------
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether something may be sent for gradients, which are whole on each rank until then; the same on all stages of a pipeline,
+        of which some have weights that others hold too."""
+        return self.program.step.layout.pp > 1 or any(flat.starts or flat.finishes for flat in self._flats)
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight before ranks are summed, zeros where the backward gave none."""
+        for flat in self._flats:
+            flat.zero_untouched()
+        return self._whole_gradients()
+
+    def finished(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight; under zero=1 the ranks gather it.
+
+        Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        for flat in self._flats:
+            for op in flat.gathers:
+                self._send(flat, op, flat.gradients).wait()
+        return self._whole_gradients()
+
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        return {
+            member.name: flat.gradients[member.span].view(self.params[member.name].shape)
+            for flat in self._flats
+            for member in flat.bucket.members
+        }
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:
@@ -415,20 +446,3 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
         flat.missing.discard(slot.name)
     if not flat.missing and replicated._now.starts_at_once and not replicated._waits:
         replicated._start_ready()
-
-
-class WholeWatch(WeightWatch):
-    """The `WeightWatch` of whole weights."""
-
-    def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
-        self._params, self._places = params, places
-        self._held = [*params.values()]
-        self._addresses = [places[name].data_ptr() for name in params]
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
-        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
-            return
-        for name, param in self._params.items():
-            if param.data_ptr() != self._places[name].data_ptr():
-                param.data = self._places[name].copy_(param.data)

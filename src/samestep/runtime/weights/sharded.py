@@ -68,14 +68,7 @@ from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import rows_of_shard
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
-from samestep.runtime.weights.weight_store import (
-    Materialize,
-    ModuleCalls,
-    ShardedGradients,
-    UnitExchange,
-    WeightStore,
-    WeightWatch,
-)
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.schedules import TaskKind
 
 
@@ -101,17 +94,15 @@ class Sharded(WeightStore):
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
         model.register_forward_hook(self._order.end_loop_forward, always_call=True)  # behind FSDP2's
-        self.calls = UnitCalls(self._units, self._order)
-        self.local = ShardedGradients(self._trained, _gradient)
-        self.watch = GatheredWatch(self._units, self._params, program.step.zero)
+        self._storages = {name: param.untyped_storage()._cdata for name, param in self._params.items()}
+        """The storage in which torch holds each weight: another one once `param.data = ...` was assigned."""
         self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
-        self.exchange = UnitExchange(program, self.codes)
         allow_whole_writes()
         _take_single_numbers(slots, {param.name for param in program.step.model.params if not param.shape})
         for running in self._units:
             running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
             running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
-            if (scatter := self.codes.scatters.of_unit.get(running.unit.name)) is not None:
+            if (scatter := self.codes.scatters.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
     @property
@@ -173,8 +164,8 @@ class Sharded(WeightStore):
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step."""
         assert not waits, "a rank has no room for whole gradients: each backward is reduced by itself"
-        self.watch.take_back()
-        self.calls.gave_up = ""
+        self.take_back()
+        self.gave_up = ""
         for param in self._params.values():
             param.grad = None
         self.codes.begin_step()
@@ -209,8 +200,8 @@ class Sharded(WeightStore):
         try:
             yield
         except CalledAgainError as error:
-            self.calls.gave_up = error.path
-            self.calls.give_up_forward()
+            self.gave_up = error.path
+            self.give_up_forward()
         except Exception:  # after which the loop may go on, as with an evaluation
             self._order.leave()
             for unit in self._units:
@@ -271,12 +262,15 @@ class Sharded(WeightStore):
         total = norm_of_pieces(self.pieces, step, self.mesh.device, names)
         return total / math.prod(map(self.mesh.size, summed_replicas(step)))
 
+    def finished(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
+        return {
+            name: param.grad
+            for name, param in self._trained.items()
+            if _gradient(param) is not None and param.grad is not None
+        }
 
-class UnitCalls(ModuleCalls):
-    """The calls of modules whose weights units gather."""
-
-    def __init__(self, units: Sequence[RunningUnit], order: UnitOrder) -> None:
-        self._units, self._order = units, order
+    # -- gathered weights --------------------------------------------------------------------------
 
     def before_exchange(self, path: str) -> None:
         """Reduce what the program lists before the exchange of a module whose backward starts; collective over the units' axes."""
@@ -297,22 +291,13 @@ class UnitCalls(ModuleCalls):
             unit.fsdp.reshard()
             unit.reset()
 
-
-class GatheredWatch(WeightWatch):
-    """The `WeightWatch` of sharded weights: a gathered weight is freed, and what was written into it is lost."""
-
-    def __init__(self, units: Sequence[RunningUnit], params: Mapping[str, DTensor], zero: int) -> None:
-        self._units, self._params, self._zero = units, params, zero
-        self._storages = {name: param.untyped_storage()._cdata for name, param in params.items()}
-        """The storage in which torch holds each weight: another one once `param.data = ...` was assigned."""
-
     def compare_values(self, compares: bool) -> None:
         """Compare the values of gathered weights too, from the next step on."""
         for unit in self._units:
             unit.compare_values(compares)
 
-    def written(self) -> list[str]:
-        """Return the weights that a forward of this step has written while they were gathered, which is lost."""
+    def lost_writes(self) -> list[str]:
+        """Return the weights that a forward of this step has written while they were gathered: they are freed, and that is lost."""
         return [name for unit in self._units for name in sorted(unit.written)]
 
     def take_back(self) -> None:
@@ -325,7 +310,7 @@ class GatheredWatch(WeightWatch):
         """
         for name, param in self._params.items():
             if param.untyped_storage()._cdata != self._storages[name]:
-                zero = f"zero={self._zero}"
+                zero = f"zero={self.program.step.zero}"
                 raise LayoutError(
                     "write-into-part",
                     f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere. Use "

@@ -18,22 +18,11 @@ from samestep.runtime.weights.flat_buffers import FlatBuffer, norm_of_pieces
 from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replicated import Place, Replicated
-from samestep.runtime.weights.weight_store import (
-    BucketExchange,
-    GradientsInPlace,
-    Materialize,
-    WeightStore,
-    gradient_or_zero,
-)
+from samestep.runtime.weights.weight_store import Materialize, WeightStore, gradient_or_zero
 
 
 class Unsummed(Replicated):
     """A `WeightStore` without buckets, which sends nothing."""
-
-    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
-        super().__init__(model, program, mesh, materialize)
-        self.local = GradientsInPlace(program, mesh, [], self.params)
-        self._held = [*self.params.values()]
 
     def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
         assert place is None, "a bucket where nothing is summed"
@@ -64,6 +53,9 @@ class Unsummed(Replicated):
         """Return the squared norm of all gradients, or of those of some weights."""
         return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
 
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        return {name: gradient_or_zero(param) for name, param in self.params.items()}
+
 
 def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> WeightStore:
     """Return the store of weights that each rank holds whole."""
@@ -78,8 +70,7 @@ class EncodedBuckets(Replicated):
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         super().__init__(model, program, mesh, materialize)
-        self.codes = BucketCodes(program, mesh)
-        self.exchange = BucketExchange(program, self.codes, [flat.gradients[flat.mine] for flat in self._flats])
+        self.codes = BucketCodes(program, mesh, self._flats)
 
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients and the contributions of the previous step."""
@@ -92,7 +83,7 @@ class EncodedBuckets(Replicated):
         Collective over the axes of the program's buckets, see [Note: collective calls].
         """
         super().end_task(task, completes=completes)
-        if self.codes.take_contribution(task, self._flats):
+        if self.codes.take_contribution(task):
             self._drop_gradients()
 
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:

@@ -4,199 +4,27 @@
 begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
            ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
 ```
-What only some runs need is in five parts of a store, which have nothing to do elsewhere:
-
-    store.exchange    moves of weights between replicas that are trained independently     `wings/slow_links` calls it
-    store.codes       residuals and directions of compressed gradients                      checkpoints save them
-    store.watch       writes into weights that would be lost                                guards ask for them
-    store.calls       weights that are gathered for each call of a module                   the interpreter, and guards
-    store.local       gradients between a backward and an update                            `own_steps/`
+A store has all of it; what only some layouts need does nothing in the base class. `store.codes` has what compressed gradients keep from one
+step to the next.
 
 The nouns are defined in [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`. All ranks call a
 collective method alike, since they agree on skipping a step first, see [Note: collective calls].
-
-The exchange of replicas that are trained independently sums the moves of their weights, which are written into the gradients.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program.ops import Op, OpKind, Task
-from samestep.program.program import Program
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import FlatBuffer, squared_norm
-from samestep.runtime.weights.gradient_codes import BucketCodes, GradientCodes, UnitCodes
+from samestep.program.ops import Task
+from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import NO_ROW, Piece, dense_of_rows
-
-
-class ReplicaExchange:
-    """The sum of what the weights of replicas have moved by; none where all ranks train one model."""
-
-    def sum(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients of the store's pieces to the sums, over all replicas, of what `fill(index)` writes into them.
-
-        `fill` is called for each replica of this rank. Collective over the axis of the program's contributions: see [Note: collective
-        calls] in runtime/processes/mesh.py.
-        """
-
-
-def _sends_of(program: Program) -> Iterator[Op]:
-    """Yield the collectives of an exchange before its outer step."""
-    return itertools.takewhile(lambda op: op.kind is not OpKind.OUTER, program.exchange)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketExchange(ReplicaExchange):
-    """The `ReplicaExchange` of buckets."""
-
-    program: Program
-    codes: BucketCodes
-    gradients: Sequence[Tensor]
-    """For each bucket, the gradients of the weights that this rank updates: the whole bucket, or its chunk under zero=1."""
-
-    def sum(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients to the sums of what `fill` writes; collective as `ReplicaExchange.sum` says."""
-        names = [bucket.name for bucket in self.program.buckets]
-        moved = {
-            name: (self.codes.exchanges[name], gradients) for name, gradients in zip(names, self.gradients, strict=True)
-        }
-        for exchange, _ in moved.values():
-            exchange.begin_step()
-        last = self.program.step.replicas_each - 1
-        for index in range(last + 1):
-            fill(index)
-            for exchange, gradients in moved.values() if index < last else ():
-                exchange.add([gradients])
-        works: dict[str, dist.Work] = {}
-        for op in _sends_of(self.program):
-            exchange, gradients = moved[op.owner]
-            if op.owner in works:
-                works[op.owner].wait()
-            with owned(op.owner) as issue:
-                works[op.owner] = issue.sent(exchange.send([gradients]))
-        for name, (exchange, gradients) in moved.items():
-            if name in works:
-                works[name].wait()
-            exchange.finish([gradients])
-
-
-@dataclass(frozen=True, slots=True)
-class UnitExchange(ReplicaExchange):
-    """The `ReplicaExchange` of units, whose codes are those of the gradients too; a rank trains one replica."""
-
-    program: Program
-    codes: UnitCodes
-
-    def sum(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients to the sums of what `fill` writes; collective as `ReplicaExchange.sum` says."""
-        self.codes.begin_sums()
-        fill(0)
-        for op in _sends_of(self.program):
-            self.codes.send(op)
-        self.codes.take_sums()
-
-
-class LocalGradients(Protocol):
-    """The gradients of this rank between a backward and an update."""
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
-        return False
-
-    def unreduced(self) -> dict[str, Tensor]:
-        """Return the gradient of each whole weight on this rank after a backward whose reduction waits, zeros where it gave none: what
-        is written there is reduced. Sends nothing.
-        """
-        return {}
-
-    @abstractmethod
-    def finished(self) -> dict[str, Tensor]:
-        """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
-        in it is changed in `WeightStore.reduced`.
-
-        Called by every rank. Collective over `dp_shard` with zero=1, see [Note: collective calls].
-        """
-        ...
-
-
-class BucketGradients(LocalGradients):
-    """Those in the buckets of a `Replicated` store."""
-
-    def __init__(
-        self, program: Program, mesh: Mesh, flats: Sequence[FlatBuffer], params: Mapping[str, nn.Parameter]
-    ) -> None:
-        self._program, self._mesh, self._flats, self._params = program, mesh, flats, params
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether something may be sent for gradients, which are whole on each rank until then; the same on all stages of a pipeline,
-        of which some have weights that others hold too."""
-        return self._program.step.layout.pp > 1 or any(flat.starts or flat.finishes for flat in self._flats)
-
-    def unreduced(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight before ranks are summed, zeros where the backward gave none."""
-        for flat in self._flats:
-            flat.zero_untouched()
-        return self._whole()
-
-    def norm_squared(self, names: Set[str] | None) -> Tensor:
-        """Return the squared norm of the unreduced gradients, or of some (float64 []), which shows whether they are finite."""
-        gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
-        return squared_norm(gradients, self._mesh.device)
-
-    def finished(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight; under zero=1 the ranks gather it.
-
-        Collective over `dp_shard` with zero=1, see [Note: collective calls].
-        """
-        for flat in self._flats:
-            for op in flat.gathers:
-                assert op.axis is not None
-                flat.work = flat.send(op, flat.gradients, self._mesh.groups[op.axis])
-                flat.wait()
-        return self._whole()
-
-    def _whole(self) -> dict[str, Tensor]:
-        return {
-            member.name: flat.gradients[member.span].view(self._params[member.name].shape)
-            for flat in self._flats
-            for member in flat.bucket.members
-        }
-
-
-class GradientsInPlace(BucketGradients):
-    """Those of an `Unsummed` store, which are where autograd has put them."""
-
-    def _whole(self) -> dict[str, Tensor]:
-        return {name: gradient_or_zero(param) for name, param in self._params.items()}
-
-
-class ShardedGradients(LocalGradients):
-    """Those of a `Sharded` store: DTensors, of which each rank has its rows."""
-
-    def __init__(self, trained: Mapping[str, Any], gradient_of: Callable[[Any], Tensor]) -> None:
-        self._trained, self._gradient_of = trained, gradient_of
-
-    def finished(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
-        return {
-            name: param.grad
-            for name, param in self._trained.items()
-            if self._gradient_of(param) is not None and param.grad is not None
-        }
 
 
 def gradient_or_zero(param: nn.Parameter) -> Tensor:
@@ -209,45 +37,8 @@ def gradient_or_zero(param: nn.Parameter) -> Tensor:
     return gradient
 
 
-class ModuleCalls:
-    """The calls of modules whose weights are whole on each rank."""
-
-    gave_up = ""
-    """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what others wait
-    for; empty if it has not."""
-
-    def before_exchange(self, path: str) -> None:
-        """Reduce what the program lists before the exchange of a module, whose backward starts.
-
-        Collective over the data axes, see [Note: collective calls].
-        """
-
-    def give_up_forward(self) -> None:
-        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
-
-        Collective over the axes of the units, see [Note: collective calls].
-        """
-
-    def end_forward_only(self) -> None:
-        """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
-
-
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
-
-
-class WeightWatch:
-    """The writes into a store's weights that would be lost, of which guards ask: none, as all that code writes into whole weights is kept."""
-
-    def compare_values(self, compares: bool) -> None:
-        """Compare values too, from the next step on, in `written`: `.data` lets code change them without a trace."""
-
-    def written(self) -> list[str]:
-        """Return the weights that a forward of this step has written where that is lost."""
-        return []
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
 
 
 class WeightStore(Protocol):
@@ -257,16 +48,11 @@ class WeightStore(Protocol):
     """The pieces that this rank updates, in the order of the model's parameters."""
     frozen: list[Piece]
     """The pieces of weights that are not trained, which only the user's code may change."""
-    exchange: ReplicaExchange
-    """The exchange of weights between replicas."""
     codes: GradientCodes
-    """The state of the codec that compresses gradients."""
-    watch: WeightWatch
-    """The watch for writes into weights that would be lost."""
-    calls: ModuleCalls
-    """The calls of modules for which weights are gathered."""
-    local: LocalGradients
-    """The gradients between a backward and an update that the loop calls by itself."""
+    """The state of the codec that compresses gradients, and the sum of what independently trained replicas have moved by."""
+    gave_up: str = ""
+    """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what others wait
+    for; empty if it has not."""
 
     @property
     def reduced(self) -> list[Piece]:
@@ -282,7 +68,7 @@ class WeightStore(Protocol):
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing.
 
-        With `waits`, which needs `local.can_wait`, nothing is reduced before a later call of `finish_gradients`.
+        With `waits`, which needs `can_wait`, nothing is reduced before a later call of `finish_gradients`.
         """
         ...
 
@@ -347,3 +133,57 @@ class WeightStore(Protocol):
     def settle(self) -> None:
         """Wait for the weights that a `publish` without waiting still gathers; any rank may call it, and it sends nothing."""
         return
+
+    # -- gathered weights --------------------------------------------------------------------------
+
+    def before_exchange(self, path: str) -> None:
+        """Reduce what the program lists before the exchange of a module, whose backward starts.
+
+        Collective over the data axes, see [Note: collective calls].
+        """
+        return
+
+    def give_up_forward(self) -> None:
+        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
+
+        Collective over the axes of the units, see [Note: collective calls].
+        """
+        return
+
+    def end_forward_only(self) -> None:
+        """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
+        return
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare values too, from the next step on, in `lost_writes`: `.data` lets code change them without a trace."""
+        return
+
+    def lost_writes(self) -> list[str]:
+        """Return the weights that a forward of this step has written where that is lost; none are whole weights."""
+        return []
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        return
+
+    # -- gradients between a backward and an update ------------------------------------------------
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
+        return False
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return the gradient of each whole weight on this rank after a backward whose reduction waits, zeros where it gave none: what
+        is written there is reduced. Sends nothing.
+        """
+        return {}
+
+    @abstractmethod
+    def finished(self) -> dict[str, Tensor]:
+        """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
+        in it is changed in `reduced`.
+
+        Called by every rank. Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        ...

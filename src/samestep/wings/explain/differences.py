@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from samestep import job_files as jobs
 from samestep import wings
@@ -56,6 +57,8 @@ class OneSide:
 class Differences:
     """The differences between two steps."""
 
+    verb: ClassVar[str] = "explain"
+
     one: OneSide
     other: OneSide
     causes: tuple[str, ...]
@@ -73,28 +76,21 @@ class Differences:
         return sorted(rows, key=lambda row: -abs(row[3] - row[2]))
 
     @property
-    def compared(self) -> tuple[OneSide, OneSide]:
-        """Both sides; if one is measured and the other a prediction of another layout, the predictions of both layouts."""
-        if self.alike is None:
-            return self.one, self.other
-        one, other = (side if side.predicted_for else self.alike for side in (self.one, self.other))
-        return one, other
-
-    @property
     def verdict(self) -> str:
         """The seconds of both sides, in one line; predictions for both layouts, if one side is a prediction and there are both."""
-        sides = self.compared
+        sides = self.one, self.other
         if self.alike is None:
             kinds = [("predicted", "measured")[not side.predicted_for] for side in sides]
             return _compared(sides, [f" ({kind})" if kinds[0] != kinds[1] else "" for kind in kinds])
-        measured = next(side for side in (self.one, self.other) if not side.predicted_for)
+        measured = next(side for side in sides if not side.predicted_for)
+        first, second = (self.alike if side is measured else side for side in sides)
         return (
-            f"predicted for {self.alike.predicted_for}: {_compared(sides, ('', ''))}. {measured.name} was measured at "
+            f"predicted for {self.alike.predicted_for}: {_compared((first, second), ('', ''))}. {measured.name} was measured at "
             f"{measured.step_s * 1e3:,.4g} ms"
         )
 
     def _repr_html_(self) -> str | None:
-        return wings.in_notebook("differences_page", self)
+        return wings.in_notebook("page", self)
 
     def to_text(self) -> str:
         """Return the parts of both, the largest difference first, and the causes."""

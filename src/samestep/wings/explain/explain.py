@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from samestep.program.recorded import RankRecord
 from samestep.program.update_rules import states_per_param
 from samestep.training import run_folder
 from samestep.wings.explain.step_bytes import AxisBytes, StepMemory, bytes_of, flows_of, step_memory, traffic_line
-from samestep.wings.explain.step_kernels import RankKernels, kernels_of
 from samestep.wings.explain.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
 from samestep.wings.explain.step_verdict import StepVerdict, verdict_of
 from samestep.wings.plan.other_numerics import savings
@@ -43,8 +42,6 @@ class Explained:
     found: MeasuredSteps
     predicted: Prediction | None
     verdict: StepVerdict
-    kernels: Mapping[int, RankKernels] = field(default_factory=dict)
-    """The kernels of each rank that has recorded them (`train.record_kernels`)."""
     missing: tuple[str, ...] = ()
     """What the records lack."""
     others: tuple[range, ...] = ()
@@ -134,7 +131,6 @@ class Explained:
             "bytes": [traffic.to_record() for traffic in self.bytes_of(rank)],
             "memory_bytes": None if memory is None else memory.peak_bytes,
             "memory": None if memory is None else memory.to_record(),
-            "kernels": [row.to_record() for row in self.kernels[rank].rows] if rank in self.kernels else [],
         }
 
     def model(self) -> ModelSpec | None:
@@ -158,9 +154,6 @@ class Explained:
         measured = self.found.last.timeline.to_chrome_trace()
         measured["traceEvents"] += flows_of(self.found.last, measured["traceEvents"])
         events = _as_process(measured, "measured", 0)
-        threads = sum(event["name"] == "thread_name" for event in events)
-        for tid, kernels in enumerate(self.kernels.values(), threads):
-            events += kernels.to_chrome_events(tid)
         if self.predicted is not None:
             events += _as_process(self.predicted.timeline.to_chrome_trace(), "predicted", 1)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -186,8 +179,6 @@ class Explained:
             lines.append(traffic_line(self.found.busiest, sent))
         if (memory := self._largest_memory()) is not None:
             lines += memory.to_lines()
-        if (kernels := self.kernels.get(self.found.busiest)) is not None:
-            lines += kernels.to_lines()
         lines += [clock.to_line() for clock in self.found.clocks.values() if clock.width_s]
         lines += [f"missing: {text}" for text in self.missing]
         lines += [f"also recorded: --step {range_[0]}:{range_[-1]}" for range_ in self.others]
@@ -277,14 +268,12 @@ def explain(
     predicted = said[0] if said else None
     parts, _ = parts_of(measured, measured.busiest, predicted)
     tries = _tries(*said) if said else []
-    kernels, without = kernels_of(records, wanted)
     return Explained(
         folder,
         measured,
         predicted,
         verdict_of(measured, parts, tries),
-        kernels,
-        (*measured.missing, *without, *_cut_off(records)),
+        (*measured.missing, *_cut_off(records)),
         others,
     )
 

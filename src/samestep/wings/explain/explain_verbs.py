@@ -48,10 +48,8 @@ def _without_records(words: Namespace, run: Path) -> Result:
     result: differences.Differences | foreign_traces.ForeignSteps
     if len(words.run) == 2:
         result = differences.differences(words.run[0], words.run[1], words.hardware)
-        page = wings.required("pages", "differences_page").page_of(result)
     else:
         result = foreign_traces.explain_traces(run, step=words.step)
-        page = wings.required("pages", "foreign_page").page_of(result)
     if words.html:
-        write(words.html, page.to_html())
+        write(words.html, wings.required("pages", "page").page_of(result).to_html())
     return Result(result.to_record, result.to_text())

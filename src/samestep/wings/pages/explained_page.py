@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from html import escape
-from typing import Any, cast
 
 from samestep import hardware
 from samestep import job_files as jobs
@@ -17,7 +16,6 @@ from samestep.output.text import count, duration, share, size
 from samestep.program import recorded
 from samestep.wings.explain.explain import Explained
 from samestep.wings.explain.step_bytes import StepMemory
-from samestep.wings.explain.step_kernels import RankKernels, seconds_of
 from samestep.wings.explain.step_parts import StepPart, parts_of
 from samestep.wings.pages import prediction_page
 from samestep.wings.pages.charts import (
@@ -41,12 +39,8 @@ from samestep.wings.plan.simulation.timeline import Timeline
 
 MOST_BARS = 64
 """Number of ranks above which only some have a bar."""
-_MOST_OPS, _MOST_KERNELS = 24, 4
-"""Numbers of ops, and of kernels of each, that are listed."""
 _MOST_STEPS = 8
 """Steps that have a timeline."""
-_MOST_LETTERS = 120
-"""Letters of a kernel's name."""
 
 
 def page_of(explained: Explained, *, small: bool = False) -> Page:
@@ -64,13 +58,13 @@ def page_of(explained: Explained, *, small: bool = False) -> Page:
         verdict=explained.verdict.line,
         reasons=explained.verdict.reasons,
         tries=explained.verdict.tries,
-        sections=[*_figures(explained, small=small), *_kernels(explained), *curves(series), *_described(explained)],
+        sections=[*_figures(explained, small=small), *curves(series), *_described(explained)],
         notes=[
             _machine(explained),
             *(clock.to_line() for clock in explained.found.clocks.values() if clock.width_s),
             *explained.missing,
         ],
-        record=None if small else _record(explained),
+        record=None if small else explained.to_record(),
     )
 
 
@@ -91,22 +85,6 @@ def _jobs(explained: Explained) -> dict[str, Job]:
 def which(steps: Sequence[int]) -> str:
     """Return some steps in words."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _record(explained: Explained) -> dict[str, object]:
-    """Return the numbers of the page: of kernels those that it shows, since those of all ranks would be megabytes."""
-    record = explained.to_record()
-    ranks = [
-        {key: value for key, value in rank.items() if key != "kernels"} for rank in cast(list[Any], record["ranks"])
-    ]
-    by_op = known.by_op[:_MOST_OPS] if (known := _shown_kernels(explained)) else ()
-    kernels = [row.to_record() for _, rows in by_op for row in rows[:_MOST_KERNELS]]
-    return {**record, "ranks": ranks, "kernels": kernels}
-
-
-def _shown_kernels(explained: Explained) -> RankKernels | None:
-    """Return the kernels of the busiest rank, or else of the first that has recorded some."""
-    return explained.kernels.get(explained.found.busiest) or next(iter(explained.kernels.values()), None)
 
 
 def _run_name(explained: Explained) -> str:
@@ -291,26 +269,6 @@ def _measured_memory(step_memory: StepMemory) -> MemoryCurve:
         step_memory.peak_at,
         base,
     )
-
-
-def _kernels(explained: Explained) -> Iterator[Section]:
-    """Yield the kernels of the busiest rank that has recorded some, by block."""
-    known = _shown_kernels(explained)
-    if known is None:
-        return
-    items = "".join(
-        f"<li><span><code>{escape(op)}</code> {duration(seconds_of(kernels)).to_html()}</span>"
-        + "".join(
-            f"<small><code>{escape(row.kernel[:_MOST_LETTERS])}</code> {duration(row.seconds).to_html()}, "
-            f"{count(row.calls).to_html()} calls</small>"
-            for row in kernels[:_MOST_KERNELS]
-        )
-        + "</li>"
-        for op, kernels in known.by_op[:_MOST_OPS]
-    )
-    more = "" if len(known.by_op) <= _MOST_OPS else f" {_MOST_OPS} of {len(known.by_op)} ops are shown."
-    caption = f"Kernels of each forward and backward pass of rank {known.rank}, by their own time.{more}"
-    yield Section("Kernels", f'<ul class="reasons">{items}</ul>', caption)
 
 
 def _described(explained: Explained) -> Iterator[Section]:

@@ -24,6 +24,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 from samestep.output.text import Quantity, installed_version
 
@@ -126,6 +127,27 @@ class Page:
         line = escape(shlex.join(["samestep", *(sys.argv[1:] if is_command else [self.verb])]))
         made = f'<p>Made by <code class="line">{line}</code> on <code>{escape(", ".join(facts))}</code>.</p>'
         return f"<footer>{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}{made}</footer>"
+
+
+class TextResult(Protocol):
+    """A result whose page is its text."""
+
+    verb: ClassVar[str]
+
+    def to_text(self) -> str:
+        """Return the text, whose first line is the answer."""
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+
+
+def page_of(result: TextResult, *, small: bool = False) -> Page:
+    """Return the page of a result as it is printed: its first line is the title; a small one has no record."""
+    title, _, text = result.to_text().partition("\n")
+    report = Section("Report", f"<pre>{escape(text.strip(chr(10)))}</pre>")
+    return Page(
+        verb=result.verb, title=title, subject="", sections=[report], record=None if small else result.to_record()
+    )
 
 
 def _commit() -> list[str]:

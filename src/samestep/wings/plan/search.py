@@ -43,7 +43,6 @@ from samestep.output.text import gib
 from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder, refusal_of
 from samestep.wings.plan import open_groups
-from samestep.wings.plan.bounds.body_seconds import smallest
 from samestep.wings.plan.bounds.layer_costs import Prices
 from samestep.wings.plan.bounds.least_memory import Need, Needs, StageHeld
 from samestep.wings.plan.bounds.step_time import Bounds
@@ -184,13 +183,9 @@ class _Search:
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
-        every = list(self.thinned.sizes(group.degrees))
-        samples = [smallest(self.builder.step(sized)).microbatch_samples for sized in every]
-        sizes_s = self.bounds.sizes_s(self._in_chunks(group.degrees), self.rules.schedules(group.degrees), samples)
-        for sized, least_s in zip(every, sizes_s, strict=True):
-            part = group._replace(sized=sized)
-            self._put(max(bound_s, least_s), (part,), functools.partial(self._open_size, part, sized))
+        """Bound the layouts with these degrees and each micro-batch."""
+        for sized in self.thinned.sizes(group.degrees):
+            self._open_size(group._replace(sized=sized), sized, bound_s)
 
     def _open_size(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room."""

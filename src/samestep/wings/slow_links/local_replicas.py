@@ -218,7 +218,7 @@ class LocalReplicas(HeldAssembly):
                 gradient.copy_((weight - trained.master()).view_as(gradient))
 
         numerics = self.job.numerics
-        self.assemblies[0].weights.store.exchange.sum(write_move)
+        self.assemblies[0].weights.store.codes.sum_moves(write_move)
         for piece, weight, momentum in zip(self.pieces, self.weights, self.momentum, strict=True):
             step_of_piece = piece.gradient().div_(numerics.replicas).view_as(weight)
             momentum.mul_(numerics.outer_momentum).add_(step_of_piece)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from samestep.errors import LayoutError
 from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
+from samestep.runtime.axes.context.whole_parts import Slices
 from samestep.runtime.ledger import owned
 from samestep.trees import operands, tree_map_only
 
@@ -171,24 +172,10 @@ def shift(buffer: Tensor, group: dist.ProcessGroup, owner: str, by: int = 1) -> 
     return wait
 
 
-class _Slices(Protocol):
-    """What the calls need of the slice of every sequence that a rank runs."""
-
-    length: int
-    degree: int
-    index: int
-    group: dist.ProcessGroup
-    block: str
-
-    def suspend(self) -> tuple[int, str, int]: ...
-
-    def resume(self, state: tuple[int, str, int]) -> None: ...
-
-
 class NeighbourTokens:
     """The calls of a model that need tokens of neighbours."""
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, slicing: _Slices, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec, slicing: Slices, dtype: torch.dtype) -> None:
         self._slicing, self._dtype = slicing, dtype
         self._running: list[_Owner | None] = []
         """The modules that make such calls and run, innermost last, with None for those that they call."""

@@ -105,9 +105,7 @@ class Slicing:
         self.exchanged = 0
         """Number of attentions since then."""
         self._exchanges = {
-            layer.name: BlockExchanges(
-                layer.name, self._ranks, self._of_heads, self._of_ring, self.index, self._ring_of
-            )
+            layer.name: BlockExchanges(layer.name, self._ranks, self._of_heads, self.index, self._ring_of)
             for layer in self._spec.layers
             if layer.is_block
         }

@@ -27,29 +27,40 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.runtime.axes.differentiable import through
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.processes.mesh import Mesh
 from samestep.state.writes import version_of
 from samestep.strategies.context import placement_of
 from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_unflatten
 
 
-class _Slices(Protocol):
-    """What the calls of a part need of the slice of every sequence that a rank runs."""
+class Slices(Protocol):
+    """The slice of every sequence that a rank runs, as calls that need tokens of other ranks ask for it."""
 
     length: int
+    degree: int
+    index: int
     group: dist.ProcessGroup
+    block: str
 
-    def placement(self, length: int) -> SlicePlacement: ...
+    def placement(self, length: int) -> SlicePlacement:
+        """Return which of so many tokens each rank holds."""
+        ...
 
-    def rows_along(self, tensor: Tensor, dim: int) -> Tensor: ...
+    def rows_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of a tensor that has a row for each token along a dimension."""
+        ...
 
-    def suspend(self) -> tuple[int, str, int]: ...
+    def suspend(self) -> tuple[int, str, int]:
+        """Let the code that runs next have whole sequences; return the argument with which `resume` ends that."""
+        ...
 
-    def resume(self, state: tuple[int, str, int]) -> None: ...
+    def resume(self, state: tuple[int, str, int]) -> None:
+        """Let the code that runs next have slices again."""
+        ...
 
 
-def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
+def install(model: nn.Module, spec: ModelSpec, slicing: Slices) -> None:
     """Give each part all tokens, and the code after it those of this rank.
 
     Collective over `cp` in each forward and backward, see [Note: collective calls].
@@ -67,7 +78,7 @@ def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
 class _GatheredCalls:
     """The calls of one part, which do not contain each other."""
 
-    def __init__(self, part: GatheredPart, slicing: _Slices) -> None:
+    def __init__(self, part: GatheredPart, slicing: Slices) -> None:
         self._part, self._slicing = part, slicing
         self._given = {part_given.place: part_given for part_given in part.given}
         self._returned = dict(part.returned)
@@ -139,27 +150,16 @@ def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placeme
 
     Collective over `cp`, see [Note: collective calls].
     """
-    with owned(owner):
-        gathered = _gathered(part.movedim(dim, 0).contiguous(), placement.degree, group)
+    gathered = GroupLine(group, owner).all_gather(part.movedim(dim, 0))
     if placement.is_head_tail:
         gathered = rows_of(gathered, _places(placement), 0)
     return gathered.movedim(0, dim).contiguous()  # as code may view it
 
 
-def _gathered(rows: Tensor, degree: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks [N * R, ...] from this rank's [R, ...]."""
-    gathered = rows.new_empty((degree * len(rows), *rows.shape[1:]))
-    all_gather(gathered, rows, group=group)
-    return gathered
-
-
 def _summed(gradient: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
     """Return the sum over ranks of this rank's tokens of a gradient."""
-    sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0).contiguous()
-    own_part = sent.new_empty((placement.size, *sent.shape[1:]))
-    with owned(owner):
-        reduce_scatter(own_part, sent, group=group)
-    return own_part.movedim(0, dim).contiguous()
+    sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0)
+    return GroupLine(group, owner).reduce_scatter(sent).movedim(0, dim).contiguous()
 
 
 def _in_order_of_ranks(placement: SlicePlacement) -> list[range]:
@@ -276,7 +276,7 @@ class TokenRanks:
 
         Collective over `cp`, see [Note: collective calls].
         """
-        return tensor if self._group is None else _gathered(tensor, self._degree, self._group)
+        return tensor if self._group is None else GroupLine(self._group, "loss.alike").all_gather(tensor)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""

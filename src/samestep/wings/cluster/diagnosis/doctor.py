@@ -39,7 +39,6 @@ _MOST_CLOCKED = 64
 """Hosts up to which clocks are read several times."""
 _RATES_UNTIL_S = 18.0
 """Seconds after which no new round of rates begins."""
-_INSIDE = "127.0.0.1"
 
 
 class Questions:
@@ -65,7 +64,7 @@ class Questions:
         meeting = self._reach() if several else {}
         skews = self._clocks() if several else {}
         sights = self._look(nonces) if several else {}
-        links = Links(self._between(), self._inside())
+        links = self._between()
         heard = Heard(
             identities=tuple(peer.identity for peer in self._peers),
             hosts=tuple(self._found),
@@ -169,17 +168,6 @@ class Questions:
                 exact_s = (heard_s - asked_s) / 2
                 if place not in best or exact_s < best[place][1]:
                     best[place] = (float(said["now_s"]) - (asked_s + heard_s) / 2, exact_s)
-        return best
-
-    def _inside(self) -> dict[int, Rate]:
-        """Return the better of two measurements of each host, which another program may disturb."""
-        best: dict[int, Rate] = {}
-        for _turn in range(2):
-            arguments = {place: {"address": _INSIDE, "port": ports[0]} for place, ports in enumerate(self._ports)}
-            for place, record in self._asked("rate", arguments).items():
-                rate = of_record(Rate, record)
-                if rate is not None and (place not in best or rate.bytes_per_s > best[place].bytes_per_s):
-                    best[place] = rate
         return best
 
     def _between(self) -> dict[tuple[int, int], Rate]:

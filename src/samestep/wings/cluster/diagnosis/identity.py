@@ -147,8 +147,6 @@ class Network:
 
     name: str
     """Its own name."""
-    own_addresses: tuple[str, ...]
-    """The addresses of its own name; empty where it has none."""
     meets_at: str
     meeting_addresses: tuple[str, ...]
     """The addresses of the host at which all meet; empty where it has none here."""
@@ -191,7 +189,6 @@ def find_network(meets_at: str, listed: Sequence[str] = (), env: Mapping[str, st
     chosen, chosen_by, unknown = _choose(meets_at, interfaces, env)
     return Network(
         name=name,
-        own_addresses=addresses_of(name),
         meets_at=meets_at,
         meeting_addresses=addresses_of(meets_at) if meets_at else (),
         interfaces=interfaces,

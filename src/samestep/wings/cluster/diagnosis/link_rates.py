@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
@@ -26,8 +25,8 @@ MOST_ROUNDS = 5
 """Rounds that are played: with more hosts each meets this many of the others."""
 _ONE_STREAM_BYTES_PER_S = 1e9
 """The rate that one stream of Python reaches on any machine; a faster link is not told from this one."""
-_SLOW, _SLOW_INSIDE = 0.5, 0.1
-"""Parts of the profile's rate below which a link is slow; inside a host other programs take their part."""
+_SLOW = 0.5
+"""Part of the profile's rate below which a link is slow."""
 _LATE_TIMES, _LATE_S = 10.0, 5e-3
 """A latency is long if it is so many times that of the profile, and so many seconds longer."""
 
@@ -43,27 +42,21 @@ def rounds(num_hosts: int) -> list[list[tuple[int, int]]]:
     return played[:MOST_ROUNDS]
 
 
-@dataclass(frozen=True)
-class Links:
-    """The rates that were measured, from one host to another, and from each host to itself."""
+Links = Mapping[tuple[int, int], Rate]
+"""The rates that were measured, from one host to another."""
 
-    between: Mapping[tuple[int, int], Rate]
-    inside: Mapping[int, Rate]
 
-    def slowest(self) -> Rate | None:
-        """Return the lowest rate between hosts, with the longest latency; None where nothing was measured."""
-        measured = [rate for rate in self.between.values() if not rate.error and rate.bytes_per_s]
-        if not measured:
-            return None
-        return Rate(min(rate.bytes_per_s for rate in measured), max(rate.latency_s for rate in measured))
+def _slowest(links: Links) -> Rate | None:
+    """Return the lowest rate between hosts, with the longest latency; None where nothing was measured."""
+    measured = [rate for rate in links.values() if not rate.error and rate.bytes_per_s]
+    if not measured:
+        return None
+    return Rate(min(rate.bytes_per_s for rate in measured), max(rate.latency_s for rate in measured))
 
 
 def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLine]:
     """Yield whether the links are as fast as the profile says, and as each other."""
-    yield from _inside_lines(heard, links.inside, machine)
-    if not links.between:
-        return
-    failed = {pair: rate for pair, rate in links.between.items() if rate.error}
+    failed = {pair: rate for pair, rate in links.items() if rate.error}
     for (start, end), failure in failed.items():
         yield ReportLine(
             "fault",
@@ -72,7 +65,7 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLi
             "the lines above say why",
             (heard.name(start),),
         )
-    measured = {pair: rate for pair, rate in links.between.items() if not rate.error}
+    measured = {pair: rate for pair, rate in links.items() if not rate.error}
     if not measured:
         return
     lower, higher = (
@@ -92,7 +85,7 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLi
 
 def judged(heard: Heard, links: Links, machine: Hardware) -> Links:
     """Return the links that say what a run would get: those between hosts not where NCCL has a faster way."""
-    return Links({}, links.inside) if _faster(heard, machine) else links
+    return {} if _faster(heard, machine) else links
 
 
 def _faster(heard: Heard, machine: Hardware) -> list[str]:
@@ -138,32 +131,6 @@ def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         )
 
 
-def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -> Iterator[ReportLine]:
-    for place, rate in inside.items():
-        host = (heard.name(place),)
-        if rate.error:
-            yield ReportLine(
-                "fault",
-                "bandwidth",
-                f"nothing could be measured inside the host: {rate.error}",
-                "Use ip link set lo up",
-                host,
-            )
-        elif machine.library == "gloo" and rate.bytes_per_s < _SLOW_INSIDE * min(
-            machine.intra.bytes_per_s, _ONE_STREAM_BYTES_PER_S
-        ):
-            text = f"{_rate(rate.bytes_per_s)} inside the host, while {machine.name} has {_rate(machine.intra.bytes_per_s)}"
-            yield ReportLine("warning", "bandwidth", text, "Use a host without other programs", host)
-        else:
-            yield ReportLine(
-                "ok",
-                "inside",
-                f"{_rate(rate.bytes_per_s)} and {rate.latency_s * 1e6:,.0f} us inside the host",
-                "",
-                host,
-            )
-
-
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
@@ -174,7 +141,7 @@ def write_profile(
     """Write the profile with the measured links to a file; return the line that says so."""
     name = machine.name if given is None or isinstance(given, Hardware) else str(given)
     table = tomllib.loads(hardware.as_written(name))
-    slowest, sources = links.slowest(), dict(table.get("sources", {}))
+    slowest, sources = _slowest(links), dict(table.get("sources", {}))
     if slowest is None:
         return f"written: {path}, as {machine.name} has it, since no links between hosts were measured"
     table["inter"] = {
@@ -183,7 +150,7 @@ def write_profile(
         "bytes_per_s": float(f"{slowest.bytes_per_s / max(1, per_host):.4g}"),
     }
     table["devices_per_node"] = max(1, per_host)
-    by = f"measured: samestep doctor, one TCP stream between {len(links.inside)} hosts, the slowest of {len(links.between)}"
+    by = f"measured: samestep doctor, one TCP stream between {len({start for start, _ in links})} hosts, the slowest of {len(links)}"
     sources |= {
         "inter.latency_s": by,
         "inter.bytes_per_s": f"{by}, shared by {max(1, per_host)} devices",

@@ -85,11 +85,6 @@ def _network_lines(who: Identity, net: Network) -> Iterator[Parts]:
             f"Use one of {here}, or none of these variables",
         )
     if who.size == 1:
-        yield (
-            "ok",
-            "names",
-            f"{net.name} is {', '.join(net.own_addresses) or 'without an address, which one host needs not'}",
-        )
         return
     yield from _name_lines(who, net)
     if not net.unknown:
@@ -115,7 +110,6 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
         fix = "Add it to DNS or /etc/hosts, or use its address as MASTER_ADDR"
         yield "fault", "names", f"{at}, at which all ranks meet, has no address here", fix
         return
-    addresses = {interface.address for interface in net.interfaces}
     is_loopback = net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES)
     if is_loopback and any(not address.startswith(LOOPBACK_ADDRESSES) for address in net.first_addresses):
         fix = f"Set MASTER_ADDR={who.listed[0]}, the first host of the job"
@@ -123,16 +117,6 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             "fault",
             "names",
             f"{at}, at which all ranks meet, is every host itself, and the job has {len(who.listed)}",
-            fix,
-        )
-    elif net.own_addresses and not any(
-        address in addresses or address.startswith(LOOPBACK_ADDRESSES) for address in net.own_addresses
-    ):
-        fix = "Set its own address in DNS or /etc/hosts"
-        yield (
-            "warning",
-            "names",
-            f"its own name {net.name} is {net.own_addresses[0]}, which no interface here has",
             fix,
         )
     else:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from samestep import calls
 from samestep import job_files as jobs
 from samestep.errors import InputError
 from samestep.job import Job
@@ -34,6 +35,7 @@ from samestep.training.elastic import fitted_layout
 from samestep.training.train import train
 
 
+@calls.checked
 def ray_worker(
     job: Job, layout: Layout | str | None = None, *, out: str | Path, steps: int | None = None
 ) -> Callable[..., None]:
@@ -55,9 +57,7 @@ def ray_worker(
                 "ray-worker",
                 "ray_worker is a function for ray.train.torch.TorchTrainer, which makes the process group",
             )
-        where = fitted_layout(
-            layout if layout is not None else Layout(**job.layout) if job.layout else None, dist.get_world_size()
-        )
+        where = fitted_layout(layout or job.layout or None, dist.get_world_size())
         train(job, layout=where, out=out, steps=steps, auto_resume=True, on_step=_Reporter(job, Path(out)))
 
     return train_loop_per_worker

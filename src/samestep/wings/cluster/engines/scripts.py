@@ -248,7 +248,7 @@ def engine_of(name: str) -> Engine:
         InputError: there is none.
     """
     if name not in ENGINES:
-        raise InputError("engine-unknown", f"--on {name}{did_you_mean(name, ENGINES)}. Use {', '.join(ENGINES)}")
+        raise InputError("engine-unknown", f"--on {name}{did_you_mean(str(name), ENGINES)}. Use {', '.join(ENGINES)}")
     return ENGINES[name]
 
 

@@ -44,7 +44,6 @@ _MOST_CHARACTERS_OF_LINES = 40 << 10
 class Order:
     """The message by which the leading host has another one start workers."""
 
-    hosts: tuple[str, ...]
     layout: str
     folder: str
     until: int | None

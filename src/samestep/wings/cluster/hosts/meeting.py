@@ -151,7 +151,7 @@ def _last_word(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "code": code, "text": shorten(str(error)) or type(error).__name__}
 
 
-def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
+def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float) -> Meeting:
     """Meet the other hosts of a run at an address, and find out that they have the same versions, job and flags.
 
     Every host calls it; if one does not, the others wait for `timeout_s`.
@@ -160,7 +160,6 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
         at: where, how many hosts, and the token.
         facts: the settings that must be equal on all hosts, by the words that name them in an error.
         timeout_s: seconds to wait for the others.
-        least_hosts: the number of hosts that is enough where no more come in time; all, where it is not given.
 
     Raises:
         JobError: the token is not that of the address, or a host differs in `mine`.
@@ -182,7 +181,7 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
     while True:
         try:
             with socket.create_server((str(address[0]), at.port), family=family) as listening:
-                return _lead(listening, at, facts, end_s, least_hosts or at.num_hosts)
+                return _lead(listening, at, facts, end_s)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise JobError(
@@ -204,9 +203,7 @@ def meet(at: Rendezvous, facts: Mapping[str, str], timeout_s: float, least_hosts
         time.sleep(_RETRY_S)
 
 
-def _lead(
-    listening: socket.socket, at: Rendezvous, facts: Mapping[str, str], end_s: float, least_hosts: int
-) -> Meeting:
+def _lead(listening: socket.socket, at: Rendezvous, facts: Mapping[str, str], end_s: float) -> Meeting:
     """Wait for the followers, and compare them with this host."""
     num_followers, began_s = at.num_hosts - 1, time.monotonic()
     if num_followers:
@@ -220,7 +217,7 @@ def _lead(
                 _drop_earlier(arrival, [arrival for arrival in compared if arrival in came], lobby)
                 compared.append(arrival)
             came = [arrival for arrival in compared if arrival in came and not arrival.channel.lost]
-            if len(came) >= num_followers or (time.monotonic() > end_s and len(came) + 1 >= least_hosts):
+            if len(came) >= num_followers:
                 break
             if time.monotonic() > end_s:
                 have, waited_s = (

@@ -6,8 +6,7 @@ samestep train JOB --nodes H1,H2 ─┬─ ssh H1 ─ samestep train JOB --nodes
 ```
 The secret, and later the signals of this process, go through the standard input of ssh; when that ends, the host
 stops too. The folder of this process and its Python must exist on all hosts. The first host's output is printed here;
-of the others, the errors that they have not printed themselves, and all output once the first one is lost and they go
-on.
+of the others, the errors that the first one has not printed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def start(
     """Start the command of this process, or `words`, on every host, wait for all; return the number of the run's exit
     status.
 
-    With `goes_on` the run may go on without hosts that are lost, once all have been connected.
+    With `goes_on` the first host may go on without others that are lost, once all have been connected.
 
     Raises:
         InputError: there is no ssh here, or fewer than two hosts.
@@ -115,11 +114,9 @@ class _Hosts:
 
     def __init__(self, hosts: Sequence[str], command: str, goes_on: bool) -> None:
         self.hosts, self.command, self.goes_on = hosts, command, goes_on
+        self.have_met = False
         self.processes: list[subprocess.Popen[bytes]] = []
         self.said: list[list[bytes]] = [[] for _ in hosts]
-        self.unprinted: list[bytes] = []
-        """The output of the other hosts, until the first one is lost."""
-        self.have_met = False
 
     def run(self, token: bytes) -> int:
         """Start all processes, and return the number of the run's exit status."""
@@ -129,7 +126,6 @@ class _Hosts:
             self._wait()
             for reader in readers:
                 reader.join()
-            self._print_without_first()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -141,9 +137,7 @@ class _Hosts:
                 if line not in self.said[0]:
                     print(f"{host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr)
         statuses = [process.returncode for process in self.processes]
-        if self.goes_on and 0 in statuses:
-            return 0
-        return abs(statuses[0]) if statuses[0] else max(map(abs, statuses))
+        return abs(statuses[0]) if statuses[0] or self.goes_on else max(map(abs, statuses))
 
     def _started(self, index: int, token: bytes) -> Iterator[threading.Thread]:
         """Start one host; yield the threads that read its output."""
@@ -167,7 +161,6 @@ class _Hosts:
     def _read_output(self, index: int, lines: IO[bytes]) -> None:
         for line in lines:
             self.have_met |= line.startswith(_FOLLOWS)
-            self.unprinted.append(line)
 
     def _read(self, index: int, lines: IO[bytes]) -> None:
         for line in lines:
@@ -179,22 +172,16 @@ class _Hosts:
     def _wait(self) -> None:
         """Wait for all hosts; where one has failed, the others are stopped if they do not end by themselves."""
         failed_s = 0.0
-        while any(process.poll() is None for process in self.processes):
+        while None in [process.poll() for process in self.processes]:
             if not failed_s and any(process.returncode for process in self.processes):
                 failed_s = time.monotonic()
-            self._print_without_first()
-            if failed_s and time.monotonic() > failed_s + _OTHERS_END_S and not (self.goes_on and self.have_met):
+            is_over = self.processes[0].returncode is not None or not (self.goes_on and self.have_met)
+            if failed_s and time.monotonic() > failed_s + _OTHERS_END_S and is_over:
                 for process in self.processes:
                     assert process.stdin is not None
                     with contextlib.suppress(OSError):
                         process.stdin.close()
             time.sleep(0.1)
-
-    def _print_without_first(self) -> None:
-        """Print the other hosts' output once the first one is lost, if they may go on."""
-        while self.goes_on and self.processes[0].returncode and self.unprinted:
-            sys.stdout.buffer.write(self.unprinted.pop(0))
-            sys.stdout.flush()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         running = [process for process in self.processes if process.poll() is None]

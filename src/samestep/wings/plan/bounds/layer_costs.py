@@ -33,7 +33,6 @@ from samestep.wings.plan.bounds.layer_kinds import (
     Seconds,
     Sizes,
     Units,
-    least_reduced_last,
     least_sent,
     multiple,
     one_of_each,
@@ -150,7 +149,6 @@ class Prices:
         self._known_trained: dict[tuple[object, ...], float] = {}
         self._known_runs: dict[tuple[object, ...], Chunks] = {}
         self._known_stage_units: dict[tuple[object, ...], Units] = {}
-        self._known_last: dict[tuple[object, ...], int] = {}
         self._known_units: dict[tuple[object, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
@@ -382,15 +380,6 @@ class Prices:
             local = step.cut_like(self.cut(step).step)
             self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
         return self._known_units[key]
-
-    def reduced_last_bytes(self, step: StepSpec) -> int:
-        """Return at most the bytes of the gradients that are reduced last in a backward without stages."""
-        layout = step.layout
-        key = (layout.cuts, layout.num_shards)
-        if key not in self._known_last:
-            local = step.cut_like(self.cut(step).step)
-            self._known_last[key] = least_reduced_last(local) * BYTES_OF[step.master_dtype]
-        return self._known_last[key]
 
     # -- all layers, and runs of them ----------------------------------------------------------------------------------
 

@@ -71,8 +71,6 @@ class BackwardSizes(NamedTuple):
     """At most."""
     boundaries: float = 0.0
     """The gradients of its input and its output."""
-    left: float = 0.0
-    """At its end: these gradients, and as much of its activations."""
     loss: float = 0.0
     """Working memory of the backward of the loss after it, with the activations of the loss."""
     loss_fixed: float = 0.0
@@ -86,7 +84,6 @@ class BackwardSizes(NamedTuple):
         return cls(
             working=saved.working - saved.working_fixed,
             boundaries=saved.boundaries,
-            left=saved.boundaries + min(saved.boundaries, saved.in_backward),
             loss=saved.loss + saved.loss_working - saved.loss_fixed,
             loss_fixed=saved.loss_fixed,
             gradient=max(gradients, default=0),
@@ -204,21 +201,6 @@ def _is_kept(step: StepSpec, param: ParamSpec) -> bool:
         return False
     is_tied = param.layer == 0 and param.last_layer == len(step.model.layers) - 1
     return is_tied if param.shared else param.read_outside
-
-
-def least_reduced_last(step: StepSpec) -> int:
-    """Return at most the elements of the gradients that a backward without stages reduces last: those of a unit that the first layer uses,
-    or of one whose input takes no gradient."""
-    if step.model.called_again:
-        return 0
-    reduced = [
-        param for param in step.model.params if param.trainable and param.numel and _num_holders(step, param) > 1
-    ]
-    first = min((param.layer for param in reduced), default=0)
-    last = (
-        p.numel for p in reduced if p.layer == first or not p.takes_gradient or not (p.shared or _is_in_unit(step, p))
-    )
-    return min(last, default=0)
 
 
 def _num_holders(step: StepSpec, param: ParamSpec) -> int:

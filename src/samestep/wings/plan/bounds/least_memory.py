@@ -3,8 +3,8 @@
 A bound never exceeds what `memory/memory_use.py` finds. It is taken first for all ways to split the data axis by the first stage, which
 keeps most samples, then by every stage, then for each of these by its states alone, then for each layout. It adds up the states, each
 divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, with what stages have sent each
-other of them, and what one backward computes again and works on; and the gathered weights and gradients of one layer with those reduced
-just before, or under zero=2 all weights. Gradients that are in no bucket may be allocated only when the activations are freed.
+other of them, and what one backward computes again and works on; and under zero=2 the gathered weights. What a single layer gathers and
+reduces in its backward is left out. Gradients that are in no bucket may be allocated only when the activations are freed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from samestep.wings.plan.bounds.body_seconds import (
     smallest,
 )
 from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.layer_kinds import BackwardSizes, Sizes, Units, least_updated, multiple, total
+from samestep.wings.plan.bounds.layer_kinds import Sizes, Units, least_updated, multiple, total
 
 
 class Need(NamedTuple):
@@ -55,36 +55,6 @@ class StageHeld(NamedTuple):
     """Least bytes of activations at its peak."""
     adds_up: bool
     """Whether it has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
-
-
-class _AtBackward(NamedTuple):
-    """Bytes of a layer's units while it goes backward."""
-
-    gathered: float = 0.0
-    """Its weights, and prefetched ones."""
-    gradients: float = 0.0
-    """Its gradients, all of which exist at its end."""
-    sent: float = 0.0
-    """Gradients of its unit that is reduced last, which are held until the next one is reduced."""
-
-
-def _at_backward(
-    sizes: Sizes, works: BackwardSizes, units: _AtBackward | None, samples: int, freed: float, sent: float
-) -> list[tuple[float, float]]:
-    """Return the bytes of activations and of units at the moments of a layer's backward that may be its fullest: where it works on most,
-    where the gradient of its largest weight is there, and at its end.
-
-    Gradients of weights that are in no unit, or in one that is not known, come one after the other.
-    """
-    again = samples * sizes.again - freed
-    if units is None:
-        most = max(samples * works.working, samples * works.boundaries + works.gradient)
-        return [(again + most, 0.0)]
-    gathered = units.gathered + sent
-    return [
-        (again + samples * works.working, gathered + works.gradient),
-        (samples * (works.left - sizes.activations) - freed, gathered + units.gradients),
-    ]
 
 
 def _adds_up_all(step: StepSpec, stage: int) -> bool:
@@ -176,7 +146,7 @@ class Needs:
         return tuple(
             StageHeld(
                 self.prices.stage_sizes(step, stage),
-                self._activations(step, stage, None)[0],
+                self._activations(step, stage),
                 _adds_up_all(step, stage),
             )
             for stage in self._unlike(step)
@@ -243,16 +213,12 @@ class Needs:
 
     def _need_of(self, step: StepSpec, stage: int) -> Need:
         sizes, is_met_again = self.prices.stage_sizes(step, stage), self._is_met_again(step, stage)
-        of_units = self.prices.units(step) if step.zero >= 2 else None
-        units = self.prices.stage_units(step, stage) if of_units else Units()
-        # The micro-batch before has left the gradients that it reduced last.
-        sent = self.prices.reduced_last_bytes(step) if of_units and is_met_again and step.layout.pp == 1 else 0.0
-        activations, unit = self._activations(step, stage, of_units, sent)
+        units = self.prices.stage_units(step, stage) if step.zero >= 2 else Units()
         always = (units.all_gathered if step.zero == 2 else 0.0) + (units.root if step.layout.pp == 1 else 0.0)
         states = self._states(step, sizes, units) + self.prices.model.buffer_bytes - self._on_host(step)
         late = 0.0 if is_met_again else self._late_gradients(step, sizes, units)
-        need = Need(states, activations, unit + always, late)
-        if of_units and step.layout.accumulate == "full" and _adds_up_all(step, stage):
+        need = Need(states, self._activations(step, stage), always, late)
+        if step.zero >= 2 and step.layout.accumulate == "full" and _adds_up_all(step, stage):
             return max(need, self._accumulated(step, stage, states, units, always), key=lambda need: need.total)
         return need
 
@@ -283,17 +249,8 @@ class Needs:
             return units.local_trained * BYTES_OF[step.master_dtype]
         return sizes.trained * BYTES_OF[step.master_dtype] if step.layout.dp_cp_size == 1 else 0.0
 
-    def _activations(
-        self, step: StepSpec, stage: int, of_units: Sequence[Units] | None, sent: float = 0.0
-    ) -> tuple[float, float]:
-        """Bytes of activations, and of units, at the backward at which a stage holds most.
-
-        Args:
-            step: the step.
-            stage: its number.
-            of_units: the units of a layer of each kind; None where it has none, or they are not known.
-            sent: bytes of gradients that were reduced last before it.
-        """
+    def _activations(self, step: StepSpec, stage: int) -> float:
+        """Bytes of activations at the backward at which a stage holds most; gathered weights and gradients of its layer come on top."""
         layout = step.layout
         flight = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         larger, rest = larger_twin(step)
@@ -304,66 +261,23 @@ class Needs:
         )
         activations = samples * (activations + _sent_bytes(self._sent(step, stage, layout.virtual_stages), flight))
         if flight.next_chunk is None:
-            return activations, 0.0
+            return activations
         run = flight.next_chunk * layout.pp + stage
         runs, kinds, works = self.prices.runs(step), self.prices.sizes(step), self.prices.backward_sizes(step)
         if step.splits_backward:  # nothing is freed before the gradients of weights, what was computed again included
             first = works[runs.kinds[run][0]]
             most = max(samples * first.working, samples * first.boundaries + first.gradient)
-            return activations + samples * sizes[run].again * (flight.deferred + 1) + most, 0.0
-        fullest = self._at_loss(step, of_units, runs.kinds[run][-1], sent)
-        freed = 0.0
+            return activations + samples * sizes[run].again * (flight.deferred + 1) + most
+        last, freed = runs.kinds[run][-1], 0.0
+        # Without stages the last layer's weights are there since its forward.
+        gathered = self.prices.units(step)[last].all_gathered if step.zero == 3 and layout.pp == 1 else 0.0
+        fullest = samples * works[last].loss + works[last].loss_fixed + gathered
         for kind in runs.tails[run]:
-            units = self._units_at(step, of_units, kind, runs.counts[run], 2)
-            fullest = max(fullest, *_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum)
+            work = works[kind]
+            most = max(samples * work.working, samples * work.boundaries + work.gradient)
+            fullest = max(fullest, samples * kinds[kind].again - freed + most)
             freed += samples * kinds[kind].activations
-            sent = units.sent if units and units.sent else sent
-        blocks = self._blocks(runs.counts[run]) if of_units else []
-        if sum(number for _, number in blocks) > 1:
-            # The block before the last one is any of them; the last one's gradients are kept as long as its backward.
-            each = []
-            for kind, _ in blocks:
-                units = self._units_at(step, of_units, kind, runs.counts[run], 3)
-                each.append(max(_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum))
-            fullest = max(fullest, min(each, key=sum), key=sum)
-        return activations + fullest[0], fullest[1]
-
-    def _at_loss(self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, sent: float) -> tuple[float, float]:
-        """Bytes of activations and of units at the backward of the loss that may follow a run's last layer, of this kind.
-
-        Without stages the last layer's weights are there since its forward.
-        """
-        works = self.prices.backward_sizes(step)[kind]
-        gathered = of_units[kind].all_gathered if of_units and step.zero == 3 and step.layout.pp == 1 else 0.0
-        return step.microbatch_samples * works.loss + works.loss_fixed, gathered + sent
-
-    def _units_at(
-        self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
-    ) -> _AtBackward | None:
-        """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
-        if of_units is None:
-            return None
-        unit, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
-        parts = [part for part in (unit.scattered, unit.expert_scattered) if part > 0]
-        if step.zero == 2 or not layer.backward_reads_weights or not parts:
-            return _AtBackward(0.0, unit.all_scattered * master, min(parts, default=0.0) * master)
-        ahead = self._ahead(of_units, run, blocks) if layer.is_block else 0.0
-        return _AtBackward(unit.all_gathered + ahead, unit.all_scattered * master, min(parts) * master)
-
-    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...], least: int) -> float:
-        """Bytes of the block that is gathered while another one goes backward, where there are so many; of its experts it
-        may be a part."""
-        blocks = self._blocks(run)
-        if sum(number for _, number in blocks) < least:
-            return 0.0
-        trained = all(
-            of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
-        )
-        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
-
-    def _blocks(self, run: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-        """Kinds of the blocks of a run, and how many there are of each."""
-        return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        return activations + fullest
 
     def _states(self, step: StepSpec, sizes: Sizes, units: Units) -> float:
         if step.zero >= 2:

@@ -8,8 +8,8 @@ closer it is, the fewer layouts are played. Layers of one kind cost the same, so
 Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
     T >= n c / p, c the least seconds of a sample        for all layouts with these degrees, of n samples a rank
-    T >= m c_i + c_1 + ... + c_(i-1), c_i = f_i + b_i    for all layouts with these degrees and this micro-batch, first with the least
-                                                         seconds of a sample; with several runs a stage, c_1 ... are their first ones
+    T >= m c_i + c_1 + ... + c_(i-1), c_i = f_i + b_i    for all layouts with these degrees and this micro-batch; with several runs a
+                                                         stage, c_1 ... are their first ones
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
@@ -88,23 +88,6 @@ class Bounds:
         updated = trained / degrees.dp_cp_size / degrees.pp
         return -(-step.global_batch // degrees.dp) * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
-    def sizes_s(self, steps: Sequence[StepSpec], families: Sequence[Layout], sizes: Sequence[int]) -> list[float]:
-        """Bound the step time, in seconds, of all layouts with these degrees and one of these schedules that compute as much again, or more,
-        for each of some sizes of a micro-batch, in samples, however quick it is; `steps` as in `schedule_s`.
-        """
-        step, pp = steps[0], steps[0].layout.pp
-        update_s = self._update_s(step, self.prices.whole_trained(step) / step.layout.dp_cp_size / pp, 0.0)
-        each = [(step_of_size, self.prices.sample_seconds(step_of_size)) for step_of_size in unlike_in_chunks(steps)]
-        busy = [[step.rank_samples * (kind.forward_s + kind.backward_s) for kind in kinds] for _, kinds in each]
-        return [
-            min(
-                self._slowest_s(step_of_size, families, of_all, kinds, size)
-                for (step_of_size, kinds), of_all in zip(each, busy, strict=True)
-            )
-            + update_s
-            for size in sizes
-        ]
-
     def least_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees, this micro-batch and one of these schedules that compute as much
         again, or more; `steps` as in `schedule_s`. Computed for no split backward, since that saves no time."""
@@ -127,12 +110,7 @@ class Bounds:
         )
 
     def _slowest_s(
-        self,
-        step: StepSpec,
-        families: Sequence[Layout],
-        busy_s: Sequence[float],
-        kinds: Sequence[Seconds],
-        size: int = 1,
+        self, step: StepSpec, families: Sequence[Layout], busy_s: Sequence[float], kinds: Sequence[Seconds]
     ) -> float:
         """Return the seconds of compute of the slowest stage, with what it waits at the ends of the best of some schedules: for the first
         forwards of the stages before it and, where no backward is split, for their last backwards.
@@ -141,21 +119,20 @@ class Bounds:
             step: a step with these degrees.
             families: the schedules.
             busy_s: seconds of one layer of each kind, of all micro-batches.
-            kinds: those of a part of a micro-batch.
-            size: the number of parts.
+            kinds: those of a micro-batch.
         """
-        found_s = float("inf")
+        least_s = float("inf")
         for chunks, splits in {
             (family.virtual_stages, SCHEDULES[family.schedule].splits_backward) for family in families
         }:
-            waits_s = [size * (kind.forward_s + (not splits) * kind.backward_s) for kind in kinds]
+            waits_s = [kind.forward_s + (not splits) * kind.backward_s for kind in kinds]
             slowest_s = max(
                 sum(number * busy_s[kind] for kind, number in layers)
                 + sum(number * waits_s[kind] for kind, number in firsts)
                 for layers, firsts in self.prices.runs(step, chunks).stages
             )
-            found_s = min(found_s, slowest_s)
-        return found_s
+            least_s = min(least_s, slowest_s)
+        return least_s
 
     def schedule_s(self, steps: Sequence[StepSpec]) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in the data axis, chunks, and in that they compute more again.

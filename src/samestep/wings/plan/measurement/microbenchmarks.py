@@ -39,8 +39,8 @@ from torch.distributed.fsdp import fully_shard
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import all_gather
 from samestep.tracing.trace import trace
-from samestep.wings.plan.simulation.attention import BACKWARD
 from samestep.wings.plan.simulation.cost import BACKWARD_KERNELS
+from samestep.wings.plan.simulation.kernel_rates import BACKWARD
 
 DTYPES = {
     "float64": torch.float64,

@@ -41,8 +41,8 @@ from samestep.wings.plan.calibrate import Calibration, calibrated, fit_of
 from samestep.wings.plan.measured_steps import TimedStep
 from samestep.wings.plan.measurement import microbenchmarks
 from samestep.wings.plan.measurement.microbenchmarks import Device, Figures
-from samestep.wings.plan.simulation.attention import unit_over
 from samestep.wings.plan.simulation.cost import ATTENTION_REACHED
+from samestep.wings.plan.simulation.kernel_rates import unit_over
 
 STEPS = 5
 """The number of steps of a layout that are timed, after a first one that is not."""

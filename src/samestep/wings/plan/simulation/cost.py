@@ -5,14 +5,14 @@ A layer's forward takes the sum of its parts, but not less than the host needs t
 
     product      max(waves x time of a tile, bytes / bandwidth) + kernel_s
                  (without num_units, as on a CPU, FLOPs / the rate that its shortest side allows, instead of waves)
-    attention    keys that the tiles of a fused kernel visit, at its rate (`attention.py`)
+    attention    keys that the tiles of a fused kernel visit, at its rate (`kernel_rates.py`)
     other work   (bytes / bandwidth, instructions / rate) as the sides of a right angle: elements read and written x ISSUED instructions
     the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
                  (a collective in it takes the host as long as COLLECTIVE_STARTS operations)
     in a graph   without what fused groups spare of the elements and operations (`run.compile`, `LayerSpec.fusible.elements`);
                  the host starts the graph itself too, GRAPH_STARTS
 
-A product [m, k] x [k, n] is divided into tiles (`tiles.py`), one on each multiprocessor at a time, so its time grows in steps of `num_units`
+A product [m, k] x [k, n] is divided into tiles (`kernel_rates.py`), one on each multiprocessor at a time, so its time grows in steps of `num_units`
 tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009, doi:10.1145/1498765.1498785, for the
 roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The backward of a product is two products, for the input
 and for the weight, with m, k and n permuted; the weight's gradient is added to that of earlier micro-batches. Factors of a product
@@ -46,9 +46,9 @@ from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, COPIES, TF32, Op, OpKi
 from samestep.program.program import Program
 from samestep.program.repeated_products import repeated_products
 from samestep.program.step import StepSpec
-from samestep.wings.plan.simulation import attention
+from samestep.wings.plan.simulation import kernel_rates
 from samestep.wings.plan.simulation.collectives import collective_s, group_of
-from samestep.wings.plan.simulation.tiles import aligned, by_shortest_side, tiled_s
+from samestep.wings.plan.simulation.kernel_rates import aligned, by_shortest_side, tiled_s
 
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
@@ -131,7 +131,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         work = work.fused()
     if op.kind is OpKind.RECOMPUTE:
         work = work.repeating(repeated_products(step, layer))
-    if step.attention in attention.CHOSEN:
+    if step.attention in kernel_rates.CHOSEN:
         hardware = _with_attention(hardware, step.attention)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
@@ -146,7 +146,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
 @lru_cache(maxsize=64)
 def _with_attention(hardware: Hardware, word: str) -> Hardware:
     """Return a machine whose attention runs by the kernel that a job chooses."""
-    return replace(hardware, attention_kernel=attention.CHOSEN[word])
+    return replace(hardware, attention_kernel=kernel_rates.CHOSEN[word])
 
 
 PriceKey = tuple[object, ...]
@@ -335,7 +335,7 @@ def _product_s(
 
 def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
     """Return the seconds of a fused attention's forward or backward."""
-    times, peak = attention.BACKWARD if backward else 1.0, _peak(hardware, dtypes.values)
+    times, peak = kernel_rates.BACKWARD if backward else 1.0, _peak(hardware, dtypes.values)
     # queries, keys, values and the result are read or written once
     elements = product.count * (product.rows + product.columns) * product.inner * samples
     moved_s = elements * BYTES_OF[dtypes.values] / _bandwidth(hardware) * times
@@ -343,7 +343,7 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
     rate = peak * (ATTENTION_REACHED * reached if reached else 1.0)
     if not reached or hardware.library == "gloo":  # on a CPU there are no tiles
         return hardware.kernel_s + max(product.flops * samples * product.attended_part / rate * times, moved_s)
-    scores_s = attention.scores_s(
+    scores_s = kernel_rates.scores_s(
         hardware.attention_kernel, backward, product.inner / 2, product.rows, product.columns, product.count * samples,
         product.attended_part, rate, peak, hardware.num_units,
     )  # fmt: skip

@@ -1,0 +1,137 @@
+"""The operations of a rank's forward on tensors of which it has a part: features under tp, tokens under cp and sequence_parallel.
+
+The proof of such a layout has seen the operations of the trace. A forward that a flag, a counter or a global lets take another branch runs
+others later, and they may combine features or tokens of which other ranks have the rest. So the operations of the first step are counted, and
+those of a forward that builds another graph are counted again. An operation that has been added must compute each element by itself, or
+under cp each token. Samples of other lengths take more or fewer of the same operations, in loops over chunks, and other views: with them only
+operations that compute, and that no forward has run before, count as added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from samestep.building.named_tensors import address, inner_tensor
+from samestep.building.torch_seams import DispatchMode
+from samestep.models.spec import owner_of
+from samestep.runtime.guards.repeat import Repeat
+from samestep.runtime.microbatches import Microbatches
+from samestep.trees import operands, tensors_in
+
+_OF_ELEMENTS = frozenset(
+    {
+        "detach",
+        "alias",
+        "clone",
+        "_to_copy",
+        "copy_",
+        "unsqueeze",
+        "bernoulli_",
+        "native_dropout",
+        "rand_like",
+        "empty_like",
+    }
+)
+"""Operations without torch's mark that compute, copy or draw each element by itself."""
+_OF_TOKENS = frozenset({"mm", "addmm", "linear", "native_layer_norm", "_fused_rms_norm", "t"})
+_VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias", "expand"})
+
+Shapes = tuple[torch.Size, ...]
+"""The shapes of the tensors of a micro-batch."""
+
+
+class CutOperations:
+    """The operations that a forward of this rank runs on parts."""
+
+    def __init__(self, again: Repeat, microbatch: int) -> None:
+        """Run a micro-batch of a step again, and count the operations on parts that do more than compute each element by itself.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        self._assembly, layout = again.assembly, again.assembly.parallel.program.step.layout
+        self.counts: Counter[str] = Counter()
+        self.views: set[str] = set()
+        """Which of these are views."""
+        self.of_tokens = layout.cp > 1 or layout.sequence_parallel
+        """Whether ranks divide the tokens of what a batch holds."""
+        self._parts: dict[int, StorageWeakRef] = {}
+        spec, indices = self._assembly.model.spec, Microbatches(self._assembly, again.batch).drawn(microbatch)
+        samples = again.read(indices)
+        self.shapes: Shapes = tuple(tensor.shape for tensor in tensors_in(samples))
+        if self.of_tokens:
+            self._note(*tensors_in(samples))
+        paths = {owner_of(param.name) for param in spec.params if param.cut is not None}
+        self._cut = {self._assembly.model.module.get_submodule(path) for path in paths}
+        handle = register_module_forward_pre_hook(
+            self._note_weights
+        )  # one of a module would be taken back with its state
+        with again.running(), self._assembly.model.compiled.off(), handle, DispatchMode(self._carry_out):
+            again.run(indices, samples, microbatch=microbatch if spec.couples_samples else None)
+
+    def _note(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._parts[address(tensor)] = StorageWeakRef(inner_tensor(tensor).untyped_storage())
+
+    def _note_weights(self, module: nn.Module, args: Any) -> None:
+        """Note the weights of a module that is cut, as it has them now."""
+        if module in self._cut:
+            self._note(*(param for param in module._parameters.values() if param is not None))
+
+    def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        given = operands(*args, *kwargs.values())
+        if func.namespace == "c10d":  # a sum over ranks, or the parts of all of them
+            for tensor in () if self.of_tokens else given:
+                self._parts.pop(address(tensor), None)
+        elif parts := [tensor for tensor in given if address(tensor) in self._parts]:
+            results = operands(result)
+            self._note(*results)
+            name, sizes = func.overloadpacket.__name__, {size for tensor in parts for size in tensor.shape if size > 1}
+            is_of_elements = name in _OF_ELEMENTS or (torch.Tag.pointwise in func.tags and not sizes & _integers(args))
+            if not is_of_elements and not (self.of_tokens and _keeps_tokens(func, name, parts[0], args, results)):
+                self.counts[name] += 1
+                if name in _VIEWS or any(returned.alias_info for returned in func._schema.returns):
+                    self.views.add(name)
+        return result
+
+
+class SeenOperations:
+    """What forwards of earlier steps have run on parts, by the shapes of their micro-batches."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Shapes, Counter[str]] = {}
+
+    def added(self, now: CutOperations) -> Set[str]:
+        """Return the operations that a forward has added to those before it; if there are none, it is one of them from now on."""
+        before = self._counts.get(now.shapes)
+        if before is not None:
+            added: Set[str] = (now.counts - before).keys()
+        elif self._counts:
+            added = now.counts.keys() - now.views - set[str]().union(*self._counts.values())
+        else:
+            added = set()
+        if not added:
+            self._counts.setdefault(now.shapes, now.counts)
+        return added
+
+
+def _integers(args: tuple[Any, ...]) -> set[int]:
+    """Return the whole numbers among arguments, which may count the features of a part."""
+    return {int(arg) for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool) and arg == int(arg)}
+
+
+def _keeps_tokens(func: Any, name: str, part: Tensor, args: tuple[Any, ...], results: list[Tensor]) -> bool:
+    """Return whether an operation combines at most the features of each token, which are the last dimension."""
+    if name in _VIEWS:
+        return bool(results) and results[0].shape[-1:] == part.shape[-1:]
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given = named.get("dim", named.get("dims"))
+    dims = given if isinstance(given, list | tuple) else [given]
+    return name in _OF_TOKENS or all(dim in (-1, part.dim() - 1) for dim in dims)
