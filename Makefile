@@ -2,7 +2,7 @@
 # make test    the test suite, dear rows by turns, or TURN=0 to 7, all    make bench   step time and memory beside peers
 # make costs   run all tests with all turns, on a quiet machine; keep the processor time of each file, and print the dearest fifty
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
-# make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
+# make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand, or the laws without torch
 # make mutants [SEED=0] [COUNT=40]   small wrongs drawn in src/: which test notices each? Goes on where it was; first `make reach`
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json

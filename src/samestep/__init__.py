@@ -8,8 +8,8 @@ for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
-Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `explain`, `measure`,
-`launch`, `layouts`, `inspect`, `export`, `sample`, `evaluate`, `doctor`. Names that need torch are imported on first use.
+Most verbs of the command line are functions of the same name: `plan`, `simulate`, `train`, `verify`, `explain`, `launch`,
+`layouts`, `inspect`, `export`, `sample`, `evaluate`, `doctor`. `measure` is `benchmark_hardware`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError("job-file-missing", f"no job file at {path}{there}") from None
     except IsADirectoryError:
         of_run = f", as {path / 'job.toml'}; `--out {path} --resume` resumes this run"
-        raise JobError(
-            "job-file-missing", f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}"
-        ) from None
+        more = of_run if (path / "job.toml").exists() else ". Use run.load to continue a checkpoint"
+        raise JobError("job-file-missing", f"{path} is a folder; a job is a TOML file{more}") from None
     except OSError as error:
         raise JobError("job-file-unreadable", f"{path} cannot be read: {error.strerror or error}") from None
     except (

@@ -213,7 +213,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     assert _mistakes(tmp_path / "nope.toml") == [f"no job file at {tmp_path}/nope.toml; there are {path}"]
     (empty := tmp_path / "empty").mkdir()
-    assert _mistakes(empty) == [f"{empty} is a folder; a job is a TOML file"]
+    assert _mistakes(empty) == [f"{empty} is a folder; a job is a TOML file. Use run.load to continue a checkpoint"]
     (tmp_path / "job.toml").touch()
     assert _mistakes(tmp_path)[0].endswith(f"as {tmp_path}/job.toml; `--out {tmp_path} --resume` resumes this run")
     (line,) = _mistakes(path)

@@ -27,7 +27,7 @@ def at_hand(monkeypatch):
     ran: list[str] = []
     monkeypatch.setenv("PYTHONS", f"{sys.executable} no-such-python")
     monkeypatch.delenv("WHEELS", raising=False)
-    monkeypatch.setattr(matrix, "fast_tests", lambda inside: ran.append(inside) or "passed")
+    monkeypatch.setattr(matrix, "fast_tests", lambda inside, *_: ran.append(inside) or "passed")
     return ran
 
 
@@ -57,8 +57,25 @@ def test_each_torch_of_one_version_of_python_runs(at_hand, monkeypatch, capsys, 
     assert {"Python 3.12, torch 2.11: passed", "Python 3.12, torch 2.13: passed"} <= {*said}
 
 
+def test_an_interpreter_without_torch_runs_the_laws_in_an_environment_of_its_own(monkeypatch, capsys, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho 3.12 -\n")
+    bare.chmod(0o755)
+    ran = []
+    monkeypatch.setenv("PYTHONS", str(bare))
+    monkeypatch.delenv("WHEELS", raising=False)
+    monkeypatch.setattr(matrix, "environment", lambda python, release, wheel: f"{python.version} {release} {wheel}")
+    monkeypatch.setattr(matrix, "fast_tests", lambda inside, *words: ran.append((inside, words)) or "passed")
+    assert matrix.main() == 0
+    assert ran == [("3.12 none None", matrix.WITHOUT_TORCH)]
+    said = capsys.readouterr().out
+    assert "Python 3.12, torch none: passed" in said
+    assert "Python 3.11, torch none" not in said
+    assert not any(word.startswith("torch") for word in matrix.beside_torch())
+
+
 def test_a_failure_is_a_failure(at_hand, monkeypatch, capsys):
-    monkeypatch.setattr(matrix, "fast_tests", lambda inside: "failed (exit status 1)")
+    monkeypatch.setattr(matrix, "fast_tests", lambda inside, *_: "failed (exit status 1)")
     assert matrix.main() == 1
 
 
