@@ -264,7 +264,7 @@ TECHNIQUES = (
         "samestep simulate",
         "wings/plan/simulation/simulate.py wings/plan/simulation/clock.py wings/plan/simulation/cost.py memory/memory_use.py",
     ),
-    ("valid layouts", "enumeration/legality.py wings/plan/open_groups.py"),
+    ("legality of layouts", "enumeration/legality.py wings/plan/open_groups.py"),
     ("samestep inspect", "training/inspection.py"),
     (
         "samestep doctor",
