@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import UnprovenError
+from samestep.errors import ModelError, UnprovenError
 from samestep.layout import Layout
 from tests.plain import assert_trained, train_plainly
 from tests.pool import pool
@@ -77,7 +77,8 @@ class LaterTokens(Later):
     def forward(self, x: Tensor) -> Tensor:
         h, begins = self.first(x), self._begins(x)
         for block in self.blocks:
-            h = CHANGES[self.change](block(h)) if begins else block(h)
+            h = CHANGES[self.change](block(h)) if begins and self.change != "of the last" else block(h)
+        h = 0.5 * h if begins and self.change == "of the last" else h
         return self.last(h)
 
 
@@ -111,10 +112,14 @@ PARTS = [
     ("cp=2", "a counter", "of tokens"),
     ("cp=2", "a flag of the loop", "tokens summed up"),
     ("cp=2", "a global", "the token before"),
+    ("pp=2 microbatch=4", "a flag of the loop", "by element"),
+    ("pp=2 microbatch=4", "a counter", "of each"),
+    ("pp=2 microbatch=4", "a global", "counted"),
 ]
-"""Layouts in which ranks have parts of what meets later."""
+"""Layouts in which ranks have parts of what meets later, or what stands for the results of other stages."""
 APART = [
     ("cp=2", "a global", "by element"),
+    ("pp=2 microbatch=4", "a counter", "of the last"),
     ("cp=2", "a counter", "of features, without a gradient"),
     ("dp=2", "a flag of the loop", "of each"),
     ("dp=1 microbatch=4", "a global", "of each"),
@@ -124,15 +129,19 @@ APART = [
 ]
 
 
+def of_tokens(layout: str) -> bool:
+    return layout[:2] in ("cp", "pp")
+
+
 def built(when: str, change: str, layout: str = "") -> nn.Module:
     torch.manual_seed(3)
-    return (LaterTokens if "cp" in layout else Later)(when, change).double()
+    return (LaterTokens if of_tokens(layout) else Later)(when, change).double()
 
 
 def given_in(step: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of a step: tokens and those that follow under cp."""
+    """Return the inputs and labels of a step: tokens and those that follow under cp and pp."""
     tokens = torch.randint(12, (B, 9), generator=torch.Generator().manual_seed(step))
-    return (tokens[:, :-1], tokens[:, 1:]) if "cp" in layout else (batch_of(step)["x"], batch_of(step)["y"])
+    return (tokens[:, :-1], tokens[:, 1:]) if of_tokens(layout) else (batch_of(step)["x"], batch_of(step)["y"])
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -176,8 +185,9 @@ def test_samples_that_meet_later_are_rejected_before_an_update(layout: str, when
 @pytest.mark.parametrize(("layout", "when", "change"), PARTS)
 def test_parts_that_meet_later_are_rejected_before_an_update(layout: str, when: str, change: str) -> None:
     for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
+        what = {"tp": "a part of the features", "cp": "a part of the tokens", "pp": "stand-ins of these"}[layout[:2]]
         assert f"step {LATE + 1}: the forward has begun to run" in error
-        assert f"a rank has a part of the {'tokens' if 'cp' in layout else 'features'}" in error
+        assert f"a rank has {what}" in error
         assert losses == pytest.approx(plain(when, change, layout)[0][:LATE], rel=1e-9)
 
 
@@ -186,6 +196,39 @@ def test_samples_that_stay_apart_are_those_of_a_plain_loop(layout: str, when: st
     ranks = pool(Layout(layout).world_size).run(learned, layout, when, change)
     assert not any(error for *_, error in ranks)
     assert_trained(ranks, plain(when, change, layout), 1e-9, 1e-12)
+
+
+class Rerun(LaterTokens):
+    """Runs a block twice or not at all, from the second step on."""
+
+    def __init__(self, block: int, times: int) -> None:
+        super().__init__("a counter", "of each")
+        self.times = {block: times}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            for _ in range(self.times.get(number, 1) if self.calls > 1 else 1):
+                h = block(h)
+        return self.last(h)
+
+
+def rerun(place: Any, block: int, times: int) -> None:
+    torch.manual_seed(3)
+    run = samestep.parallelize(
+        Rerun(block, times).double(), "cross_entropy", optimizer, layout="pp=2 microbatch=4", job=JOB
+    )
+    for step in range(3):
+        x, y = given_in(step, "pp")
+        run.step({"x": x, "labels": y})
+
+
+@pytest.mark.parametrize(("block", "times"), [(0, 2), (0, 3), (0, 0)])
+def test_a_block_at_a_boundary_of_stages_that_runs_otherwise_later_is_named(block: int, times: int) -> None:
+    words = f"runs blocks.{block} once more" if times else f"has passed over blocks.{block}"
+    with pytest.raises(ModelError, match=f"the forward {words}, at which a stage of a pipeline receives or sends"):
+        samestep.launch(rerun, (block, times), ranks=2, device="cpu")  # which ends where one rank fails
 
 
 class InChunks(nn.Module):

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+import samestep
 from samestep import hardware
 from samestep.runtime.processes.launch_info import ALONE
 from samestep.runtime.processes.rank_variables import listed_hosts
-from samestep.wings.cluster.diagnosis import all_hosts, doors, gathering, link_rates, one_host
+from samestep.wings.cluster.diagnosis import all_hosts, doors, findings, gathering, link_rates, one_host
 from samestep.wings.cluster.diagnosis.all_hosts import Heard
 from samestep.wings.cluster.diagnosis.doors import REACHED, Attempt, Rate
 from samestep.wings.cluster.diagnosis.findings import (
@@ -582,3 +583,12 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert find_folder(tmp_path / "file").error == "it is a file"
     assert find_folder(tmp_path / "none yet").error == ""
+
+
+def test_all_files_of_samestep_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    digested: list[Path] = []
+    monkeypatch.setattr(findings, "_digest", lambda files: str(digested.extend(files)))
+    monkeypatch.setattr(findings, "_commit", str)
+    findings._find_software(None, tmp_path)
+    assert {*digested} == {*Path(samestep.__file__).parent.rglob("*.py")}
+    assert {"layout.py", "run.py", "findings.py"} <= {path.name for path in digested}

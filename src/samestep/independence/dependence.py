@@ -30,9 +30,9 @@ class Pick:
     index: tuple[object, ...]
     """Identity of the index tensor, as a view of its storage; of a mask that of its elements in their order, whatever its shape."""
     picked: Along
-    """Where the rows were, before they were picked; of a mask along the one dimension that its dimensions are together."""
+    """Where the rows were, before they were picked, along the one dimension that the covered dimensions are together."""
     size: int
-    """Size of the dimension that was indexed, or of all that a mask covers."""
+    """Elements of the dimensions that the index, or the mask, covers."""
 
 
 class Along(NamedTuple):
@@ -145,14 +145,16 @@ class Dependences:
 
     def of(self, tensor: Tensor) -> Dependence:
         """Return the dependence of a tensor, which may be a view."""
+        if not self._found and not self._empty:
+            return None
         key = tensor.untyped_storage()._cdata
         if tensor.numel() == 0:
             shape, of_empty = self._empty.get(key, (tensor.shape, None))
             return of_empty if shape == tensor.shape else Mixed("a view of no rows", False)
         stored = self._found.get(key)
-        if isinstance(stored, WithNeighbours):
-            return stored.seen_in(tensor, self.num_rows)
-        return self._along(stored, tensor) if isinstance(stored, Rows) else stored
+        if isinstance(stored, Rows):
+            return self._along(stored, tensor)
+        return stored.seen_in(tensor, self.num_rows) if isinstance(stored, WithNeighbours) else stored
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor's elements, which were written just now; others of its storage keep theirs."""

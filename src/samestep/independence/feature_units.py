@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ class UnitDim:
     sources: frozenset[str] = frozenset()
 
 
+@functools.lru_cache(maxsize=4096)
 def along(view: View, rows: Rows) -> UnitDim | None:
     """Return the dimension of a view that has the units of its storage, or groups of them that it separates; None where there is none."""
     period = rows.span

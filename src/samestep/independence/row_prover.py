@@ -150,7 +150,7 @@ class Prover(Analysis):
         with disable_current_modes():
             if self.is_following:
                 self._carry_on(op.func, op.meta_args, op.meta_kwargs, op.results)
-            self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
+            self.numbers.ran(op, self._operands, self.where)
         return op.outcome
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:

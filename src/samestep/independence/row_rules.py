@@ -214,7 +214,7 @@ def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
 def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
     """Return the dependence of what indices pick along the dimension of rows."""
     index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
-    size = call.args[0].shape[rows.dim]
+    shape, size = call.args[0].shape, call.args[0].shape[rows.dim]
     if not is_mask(index) and index.numel() == size == max(index.shape, default=0) and _counts(call, index):
         # the dimension of the index that counts, from the last one on
         behind = index.dim() - [*index.shape].index(size)
@@ -224,12 +224,10 @@ def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]]
         width = max(1 if is_mask(other) else other.dim() for other, _ in covers)
         return Along(place + width - behind, rows.inner, rows.start)
     _note_constant(call, index, rows, covered)
-    if is_mask(index):
-        flat = _flattened(call.args[0].shape, rows, covered)
-        return Along(place, 1, Pick(_identity(index), flat, index.numel())) if flat else Mixed(call.text, shown=False)
-    if index.dim() != 1:
+    flat = _flattened(shape, rows, covered) if is_mask(index) or index.dim() == 1 else None
+    if flat is None:
         return Mixed(call.text, shown=False)
-    return Along(place, 1, Pick(_identity(index), rows, size))
+    return Along(place, 1, Pick(_identity(index), flat, math.prod(shape[covered.start : covered.stop])))
 
 
 def _identity(index: Tensor) -> tuple[object, ...]:
@@ -315,13 +313,10 @@ def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: 
     """Return the dependence of a target into which picked rows are written."""
     pick, of_target = source.start, call.known.of(target)
     restored: Along | None
-    if isinstance(pick, Pick) and is_mask(index):
+    if isinstance(pick, Pick):
         restored = _unflattened(target.shape, pick.picked, covered)
-        is_restored = restored is not None and pick.index == _identity(index) and pick.size == index.numel()
-    elif isinstance(pick, Pick):
-        dim = pick.picked.dim if pick.picked.dim in covered else place
-        restored = Along(dim, pick.picked.inner, pick.picked.start)
-        is_restored = pick.index == _identity(index) and pick.size == target.shape[dim]
+        size = math.prod(target.shape[covered.start : covered.stop])
+        is_restored = pick.index == _identity(index) and pick.size == size
     else:
         restored = Along(place, source.inner, pick)
         is_restored = index.numel() == target.shape[place] and _counts(call, index)

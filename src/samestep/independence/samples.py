@@ -103,7 +103,6 @@ def examine(
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
             output = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
         watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(output)])
-        watch.take_outputs(output)
         return output, groups_of(module, watch.tracer.modules)
 
     def run_again(decisions: Decisions) -> None:
@@ -193,20 +192,16 @@ class _SampleProver(Prover):
         self._draws: dict[int, tuple[Tensor, Along, Callable[[tuple[int, int]], None]]] = {}
         """Random numbers with several rows for each sample, by storage; whether these rows are side by side shows at their first use."""
         self._batch: Any = None
-        self._at_end = self.tracer.values
-        """The values that are known at the end of the forward."""
         self.loss_values: tuple[BatchValueCall, ...] = ()
         self._read: set[int] | None = None
 
-    def end(self) -> None:
-        """Keep what is known in the forward until its outputs are taken."""
-        self._at_end = self.tracer.values
-
-    def take_outputs(self, outputs: Any) -> None:
-        """Note the values of the forward's outputs, as far as they are known."""
-        known, self._at_end = self._at_end, self.tracer.values
-        floating = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
-        self.decisions.outputs = [known.of(tensor) if known.knows(tensor) else None for tensor in floating]
+    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+        """Note the values of the model's outputs, as far as they are known."""
+        if path:
+            return
+        with disable_current_modes():
+            floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+            self.decisions.outputs = [self.value_of(tensor) for tensor in floating]
 
     def given(self, batch: Any) -> None:
         """Note the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""

@@ -31,7 +31,15 @@ import torch
 from torch import Tensor
 
 from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed, Pick
-from samestep.independence.dimension_maps import FILLS, OVERWRITES, is_elementwise, operands_of, place_of
+from samestep.independence.dimension_maps import (
+    FILLS,
+    OVERWRITES,
+    bind_arguments,
+    is_elementwise,
+    operands_of,
+    place_of,
+)
+from samestep.tracing.operations import Executed
 from samestep.trees import fold, operands
 
 _aten = torch.ops.aten
@@ -135,17 +143,9 @@ class ValueNumbers:
         is_drawn = self._known.of(real) is not None
         self._of[self._key_of(tensor)] = self._number(("drawn", real.dtype) if is_drawn else _content(real))
 
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: list[Operand],
-        results: list[Tensor],
-        where: str,
-    ) -> None:
+    def ran(self, op: Executed, seen: list[Operand], where: str) -> None:
         """Set the numbers of the results of an operation; `seen` are its operands as it has found them, in their order."""
-        packet, writes = func.overloadpacket, func._schema.is_mutable
+        func, results, packet, writes = op.func, op.results, op.func.overloadpacket, op.func._schema.is_mutable
         shared = set() if writes else {self._key_of(operand.tensor) for operand in seen if operand.tensor.is_meta}
         fresh = [(index, result) for index, result in enumerate(results) if self._key_of(result) not in shared]
         if not fresh:
@@ -153,20 +153,18 @@ class ValueNumbers:
         along = next(
             (dependence.dim for _, result in fresh if isinstance(dependence := self._known.of(result), Along)), None
         )
-        aligned = _align_constants(func, args, kwargs, seen, fresh[0][1], along) if along is not None else {}
+        aligned = _align_constants(op, seen, fresh[0][1], along) if along is not None else {}
         left_out = _SIZES | _OTHER_SIZES.get(packet, frozenset())
         if packet in FILLS or packet in OVERWRITES:
             left_out |= {"self"}
         named = [(operand, _key(operand, is_elementwise(func), aligned.get(id(operand.tensor)))) for operand in seen]
         keys, text = iter([key for _, key in named]), f"{where} by {packet.__name__}"
         apart = next(filter(None, (operand.apart for operand in seen[packet in OVERWRITES :])), "")
-        beside = (
-            packet in (_aten.cat, _aten.stack) and along is not None and isinstance(self._known.of(fresh[0][1]), Along)
-        )
+        is_beside = isinstance(self._known.of(fresh[0][1]), Along) and _joins_rows(op, along)
         parts = []
-        for name, value in _name_arguments(func, args, kwargs):
+        for name, value in _name_arguments(func, op.args, op.kwargs):
             part = fold(value, lambda leaf: next(keys) if isinstance(leaf, Tensor) else repr(leaf))
-            if beside and name == "tensors" and isinstance(part, tuple) and _joins_rows(func, args, kwargs, along):
+            if is_beside and name == "tensors" and isinstance(part, tuple):
                 part = tuple(dict.fromkeys(part))
                 apart = apart or self._joined(named, fresh[0][1], text)
             if name not in left_out:
@@ -264,20 +262,19 @@ def _key(operand: Operand, is_elementwise: bool, aligned: int | None) -> Hashabl
     return operand.number, operand.tensor.dtype, dims, offset if any(offset) else (), operand.takes_gradient
 
 
-def _align_constants(
-    func: Any, args: Any, kwargs: Any, seen: list[Operand], result: Tensor, along: int
-) -> dict[int, int | None]:
+def _align_constants(op: Executed, seen: list[Operand], result: Tensor, along: int) -> dict[int, int | None]:
     """Return which dimension of each constant goes along that of the rows of a result."""
     tensors = [operand.tensor for operand in seen]
-    maps = operands_of(SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=tensors))
+    maps = operands_of(SimpleNamespace(func=op.func, args=op.args, kwargs=op.kwargs, results=[result], given=tensors))
     return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]} if maps else {}
 
 
-def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
-    """Return whether cat or stack joins its tensors along the rows."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    size = args[0][0].dim() + (func.overloadpacket is _aten.stack)
-    return along is not None and dim % size == along
+def _joins_rows(op: Executed, along: int | None) -> bool:
+    """Return whether an operation is a cat or stack that joins its tensors along the rows."""
+    if op.func.overloadpacket not in (_aten.cat, _aten.stack):
+        return False
+    size = op.args[0][0].dim() + (op.func.overloadpacket is _aten.stack)
+    return bind_arguments(op)["dim"] % size == along
 
 
 def _name_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -23,7 +23,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -312,9 +312,7 @@ def token_parts_of(
     working, others = peak(within=True), peak(within=False)
     parts = (_part(module, path, call, layer, watch, costs, inside) for path, call in candidates)
     return tuple(
-        TokenPart(**sizes, working_elements=working, other_working_elements=others)  # type: ignore[arg-type]
-        for sizes in parts
-        if sizes["saved_elements"]
+        replace(part, working_elements=working, other_working_elements=others) for part in parts if part.saved_elements
     )
 
 
@@ -355,8 +353,8 @@ def _products_of(path: str, layer: Layer, costs: Costs) -> list[Product]:
 
 def _part(
     module: nn.Module, path: str, call: ModuleCall, layer: Layer, watch: ForwardTracer, costs: Costs, inside: set[int]
-) -> dict[str, int | str]:
-    """Return the fields of a part but its working memory, in elements of all samples that were traced."""
+) -> TokenPart:
+    """Return a part without its working memory, in elements of all samples that were traced."""
     (input_key, shape), (returned, _) = call.given[0], call.returned[0]
     saved = {key for key in inside if is_below(costs.owners[key], path)}
     norms = saved & costs.norm_savers.keys()
@@ -364,12 +362,12 @@ def _part(
     def elements(keys: set[int]) -> int:
         return sum(watch.storages.sizes[key] for key in keys)
 
-    return {
-        "owner": path,
-        "tokens": shape[0] * shape[1],
-        "boundary_elements": elements({input_key}) + elements({returned}),
-        "saved_elements": elements(saved),
-        "saved_norm_elements": elements(norms) + elements(norms & costs.savers.keys()),
-        "results": sum(product.rows * product.columns for product in _products_of(path, layer, costs)),
-        "weights": sum(param.numel() for param in module.get_submodule(path).parameters() if param.requires_grad),
-    }
+    return TokenPart(
+        owner=path,
+        tokens=shape[0] * shape[1],
+        boundary_elements=elements({input_key}) + elements({returned}),
+        saved_elements=elements(saved),
+        saved_norm_elements=elements(norms) + elements(norms & costs.savers.keys()),
+        results=sum(product.rows * product.columns for product in _products_of(path, layer, costs)),
+        weights=sum(param.numel() for param in module.get_submodule(path).parameters() if param.requires_grad),
+    )

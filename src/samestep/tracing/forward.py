@@ -419,5 +419,4 @@ class ForwardTracer(DispatchMode):
                 with suppress(ModelError):
                     self.values.learn(entry.tensor, value_of(entry.name))
         yield
-        self.analysis.end()
         self.values = KnownValues(keeps_all=False)

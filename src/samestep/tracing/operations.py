@@ -68,11 +68,12 @@ class Operation:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     results: tuple[View, ...] = ()
+    given: list[View] = field(init=False, repr=False, compare=False)
+    """The tensors among the arguments."""
 
-    @property
-    def given(self) -> list[View]:
-        """The tensors among the arguments."""
-        return list(views_in((self.args, *self.kwargs.values())))
+    def __post_init__(self) -> None:
+        """List the tensors once: every check reads them."""
+        object.__setattr__(self, "given", list(views_in((self.args, *self.kwargs.values()))))
 
     @property
     def name(self) -> str:
@@ -268,9 +269,6 @@ class Analysis:
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Receive the value that a buffer gets after the step."""
-
-    def end(self) -> None:
-        """Receive that the forward has ended; what is known of values is dropped then."""
 
 
 class Recorder(Analysis):

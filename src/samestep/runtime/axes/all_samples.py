@@ -24,7 +24,7 @@ from samestep.independence.roundings import limit_of_values
 from samestep.runtime.axes.context.whole_parts import DIM as TOKENS
 from samestep.runtime.axes.context.whole_parts import TokenRanks
 from samestep.runtime.axes.data_ranks import DataRanks
-from samestep.runtime.axes.differentiable import through
+from samestep.runtime.axes.rank_crossings import through
 from samestep.runtime.ledger import outside_step
 from samestep.strategies.whole_batch import SIZES
 

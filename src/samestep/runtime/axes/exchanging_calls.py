@@ -141,11 +141,8 @@ def _with_gradients(outputs: Any) -> list[Tensor]:
 
 def _mark(output: Tensor) -> Tensor:
     """Return an empty tensor that depends on an output, whose gradient through it is zeros."""
-    # No elements of the output, and zeros for its gradient: torch's operation takes half as long as a function of ours.
-    if output.dim():
-        return torch.slice_copy(output, 0, 0, 0)
-    scalar: Tensor = _Mark.apply(output)
-    return scalar
+    # No elements of the output, and zeros for its gradient.
+    return torch.slice_copy(output, 0, 0, 0) if output.dim() else torch.expand_copy(output, (0,))
 
 
 def _marked(mark: Tensor) -> Any:
@@ -177,20 +174,6 @@ def joined_exchanges(
     gathers = program.step.layout.gathers_weights
     outputs_tell = not (program.step.model.looks or gathers)
     return JoinedExchanges(model, owners, dict.fromkeys(tops), before if gathers else None, outputs_tell=outputs_tell)
-
-
-class _Mark(torch.autograd.Function):
-    """An empty tensor that depends on another one, whose gradient through it is zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.like = x.shape, x.dtype, x.device
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def watch(model: nn.Module, program: Program, before: Callable[[str], None], loss: Loss) -> JoinedExchanges | None:

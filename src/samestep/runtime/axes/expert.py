@@ -40,8 +40,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
-from samestep.runtime.axes.differentiable import through
-from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.axes.rank_crossings import GroupLine, through
 from samestep.runtime.axes.step_part import RepeatedValues
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh

@@ -32,12 +32,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime import ledger
-from samestep.runtime.axes.differentiable import Through
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 
 MoveName = Literal[
     "sum", "gather", "scatter", "own", "gather_last", "own_last", "swap", "to_heads", "to_tokens", "keep"
 ]
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def through(x: Tensor, there: Change, back: Change) -> Tensor:
+    """Return `there(x)`, whose gradient goes through `back`; collective where these are, see [Note: collective calls]."""
+    result: Tensor = Through.apply(x, (there, back))
+    return result
+
+
+class Through(torch.autograd.Function):
+    """The operation of `through`, which takes both functions as one argument: torch looks through each in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: tuple[Change, Change]) -> Tensor:
+        """Return `there(x)`."""
+        there, ctx.back = how
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return `back` of the gradient."""
+        return ctx.back(gradients[0]), None
 
 
 class GroupLine(NamedTuple):
@@ -107,9 +130,7 @@ def moved(
     Collective over `group` where the moves are, see [Note: collective calls].
     """
     line = GroupLine(group, owner, meanwhile)
-    moves = functools.partial(_MOVES[there], wire=line), functools.partial(_MOVES[back], wire=line)
-    result: Tensor = Through.apply(x, moves)
-    return result
+    return through(x, functools.partial(_MOVES[there], wire=line), functools.partial(_MOVES[back], wire=line))
 
 
 class RankCrossing:

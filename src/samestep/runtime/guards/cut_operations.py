@@ -1,4 +1,5 @@
-"""The operations of a rank's forward on tensors of which it has a part: features under tp, tokens under cp and sequence_parallel.
+"""The operations of a rank's forward on tensors of which it has a part: features under tp, tokens under cp and sequence_parallel; and on
+what stands for the results of other stages under pp, which an added operation may not read.
 
 The proof of such a layout has seen the operations of the trace. A forward that a flag, a counter or a global lets take another branch runs
 others later, and they may combine features or tokens of which other ranks have the rest. So the operations of the first step are counted, and
@@ -10,7 +11,7 @@ operations that compute, and that no forward has run before, count as added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ _OF_ELEMENTS = frozenset(
 _OF_TOKENS = frozenset({"mm", "addmm", "linear", "native_layer_norm", "_fused_rms_norm", "t"})
 _VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias", "expand"})
 
+OF_STAGES = " on results of another stage"
+"""End of the names of operations that read a stand-in."""
+
 Shapes = tuple[torch.Size, ...]
 """The shapes of the tensors of a micro-batch."""
 
@@ -61,12 +65,14 @@ class CutOperations:
         """Which of these are views."""
         self.of_tokens = layout.cp > 1 or layout.sequence_parallel
         """Whether ranks divide the tokens of what a batch holds."""
+        self._of_stages = layout.pp > 1
         self._parts: dict[int, StorageWeakRef] = {}
+        self._stands: dict[int, StorageWeakRef] = {}
         spec, indices = self._assembly.model.spec, Microbatches(self._assembly, again.batch).drawn(microbatch)
         samples = again.read(indices)
         self.shapes: Shapes = tuple(tensor.shape for tensor in tensors_in(samples))
         if self.of_tokens:
-            self._note(*tensors_in(samples))
+            _note(self._parts, tensors_in(samples))
         paths = {owner_of(param.name) for param in spec.params if param.cut is not None}
         self._cut = {self._assembly.model.module.get_submodule(path) for path in paths}
         handle = register_module_forward_pre_hook(
@@ -75,31 +81,40 @@ class CutOperations:
         with again.running(), self._assembly.model.compiled.off(), handle, DispatchMode(self._carry_out):
             again.run(indices, samples, microbatch=microbatch if spec.couples_samples else None)
 
-    def _note(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._parts[address(tensor)] = StorageWeakRef(inner_tensor(tensor).untyped_storage())
-
     def _note_weights(self, module: nn.Module, args: Any) -> None:
         """Note the weights of a module that is cut, as it has them now."""
         if module in self._cut:
-            self._note(*(param for param in module._parameters.values() if param is not None))
+            _note(self._parts, [param for param in module._parameters.values() if param is not None])
 
     def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        given = operands(*args, *kwargs.values())
+        result, given, name = func(*args, **kwargs), operands(*args, *kwargs.values()), func.overloadpacket.__name__
         if func.namespace == "c10d":  # a sum over ranks, or the parts of all of them
             for tensor in () if self.of_tokens else given:
                 self._parts.pop(address(tensor), None)
+        elif self._of_stages and any(address(tensor) in self._stands or _is_stand_in(tensor) for tensor in given):
+            _note(self._stands, operands(result))
+            self._count(f"{name}{OF_STAGES}", func)
         elif parts := [tensor for tensor in given if address(tensor) in self._parts]:
-            results = operands(result)
-            self._note(*results)
-            name, sizes = func.overloadpacket.__name__, {size for tensor in parts for size in tensor.shape if size > 1}
+            results, sizes = operands(result), {size for tensor in parts for size in tensor.shape if size > 1}
+            _note(self._parts, results)
             is_of_elements = name in _OF_ELEMENTS or (torch.Tag.pointwise in func.tags and not sizes & _integers(args))
             if not is_of_elements and not (self.of_tokens and _keeps_tokens(func, name, parts[0], args, results)):
-                self.counts[name] += 1
-                if name in _VIEWS or any(returned.alias_info for returned in func._schema.returns):
-                    self.views.add(name)
+                self._count(name, func)
         return result
+
+    def _count(self, name: str, func: Any) -> None:
+        self.counts[name] += 1
+        if name in _VIEWS or any(returned.alias_info for returned in func._schema.returns):
+            self.views.add(name)
+
+
+def _note(known: dict[int, StorageWeakRef], tensors: Iterable[Tensor]) -> None:
+    known.update((address(tensor), StorageWeakRef(inner_tensor(tensor).untyped_storage())) for tensor in tensors)
+
+
+def _is_stand_in(tensor: Tensor) -> bool:
+    """Return whether a tensor has one value, which takes no memory: that of a layer of another stage."""
+    return tensor.numel() > 1 and tensor.layout is torch.strided and not any(tensor.stride())
 
 
 class SeenOperations:

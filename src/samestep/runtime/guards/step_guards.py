@@ -42,7 +42,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
-from samestep.runtime.guards.cut_operations import CutOperations, SeenOperations
+from samestep.runtime.guards.cut_operations import OF_STAGES, CutOperations, SeenOperations
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.loss_trials import LossTrials, is_split
 from samestep.runtime.guards.named_samples import NamedSamples
@@ -76,8 +76,8 @@ class ForwardGraphs:
         is_one = not any(layer.dispatches for layer in spec.layers)
         self.tries_samples = is_one and is_split(program) and not spec.couples_samples
         """Whether samples are divided, and tried apart."""
-        self.tries_parts = is_one and (layout.tp > 1 or layout.cp > 1) and not spec.looks
-        """Whether ranks have parts of features or tokens; code that looks at values runs other operations with each batch."""
+        self.tries_parts = is_one and (layout.model_ranks > 1 or layout.cp > 1 or layout.pp > 1) and not spec.looks
+        """Whether ranks have parts of a model; code that looks at values runs other operations with each batch."""
         self._sizes: set[tuple[int, int]] = set()
 
     def is_new(self, chunk: int, num_nodes: int) -> bool:
@@ -253,11 +253,13 @@ class StepGuards:
             return
         now = CutOperations(again, number)
         if added := self._operations.added(now):
-            what, option = ("tokens", "cp=1") if now.of_tokens else ("features", "tp=1")
+            what, option = ("a part of the tokens", "cp=1") if now.of_tokens else ("a part of the features", "tp=1")
+            if OF_STAGES in min(added):
+                what, option = "stand-ins of these", "pp=1"
             self.refuse_state(
                 again.batch,
-                f"the forward has begun to run {min(added)}, which the trace has not seen, and a rank has a part of the {what}. Use {option}, "
-                "or a flag that has its value when the run is made",
+                f"the forward has begun to run {min(added)}, which the trace has not seen, and a rank has {what}. Use {option}, or a flag that "
+                "has its value when the run is made",
             )
 
     @contextmanager

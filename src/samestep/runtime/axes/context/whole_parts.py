@@ -26,8 +26,7 @@ from samestep.models.layer_parts import GatheredPart
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.differentiable import through
-from samestep.runtime.axes.rank_crossings import GroupLine
+from samestep.runtime.axes.rank_crossings import GroupLine, through
 from samestep.runtime.processes.mesh import Mesh
 from samestep.state.writes import version_of
 from samestep.strategies.context import placement_of

@@ -277,6 +277,19 @@ class Stage(PartOfStep):
                 "forward that runs it in every step",
             )
 
+    def _refuse_again(self, layer: int, *, is_known: bool) -> None:
+        """Refuse a layer that receives or sends, if the forward has run it before.
+
+        Raises:
+            ModelError: it has.
+        """
+        if is_known:
+            raise ModelError(
+                "pp-forward-differs",
+                f"the forward runs {self._layers[layer].name} once more, at which a stage of a pipeline receives or sends. Use pp=1, or a "
+                "forward that runs it once in every step",
+            )
+
     def _call_and_send(self, action: Action, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         sent = self._send_result(action, args, output)
@@ -284,8 +297,9 @@ class Stage(PartOfStep):
 
     def _send_result(self, action: Action, args: Any, output: Tensor) -> Any:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
-        self._outputs[action.microbatch, action.chunk] = [output]
-        boundary = self._program.chunks[action.chunk].stop
+        boundary, key = self._program.chunks[action.chunk].stop, (action.microbatch, action.chunk)
+        self._refuse_again(boundary - 1, is_known=key in self._outputs)
+        self._outputs[key] = [output]
         if args and isinstance(args[0], Tensor) and output.shape != args[0].shape:
             raise ModelError(
                 "pp-shapes-vary",
@@ -302,14 +316,15 @@ class Stage(PartOfStep):
         """Return the hook that replaces a stand-in's output by the received activation."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = "" if args else name_of_hidden(kwargs)
+            name, key = "" if args else name_of_hidden(kwargs), (action.microbatch, action.chunk)
+            self._refuse_again(self._program.chunks[action.chunk].start, is_known=key in self._inputs)
             shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
             (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
             dropout.begin_after(self._model, self._entered[action.chunk])
             received.requires_grad_(torch.is_grad_enabled())
             if not is_forward_only():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
-                self._inputs[action.microbatch, action.chunk] = [received]
+                self._inputs[key] = [received]
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
 
         return hook

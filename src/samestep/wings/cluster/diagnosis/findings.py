@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from samestep import errors
 from samestep.job import Job
 from samestep.output import process_limits
 from samestep.output.text import installed_version
@@ -233,13 +233,13 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
     A probe that hangs, as in a file system whose server is gone, is left behind in its thread.
     """
     results: dict[str, Any] = dict.fromkeys(probes)
-    errors: dict[str, str] = {}
+    failures: dict[str, str] = {}
 
     def run(name: str) -> None:
         try:
             results[name] = probes[name]()
         except Exception as error:  # whatever a broken host does must not hide the other findings
-            errors[name] = shortened(f"{type(error).__name__}: {error}")
+            failures[name] = shortened(f"{type(error).__name__}: {error}")
 
     threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in probes}
     for name, thread in threads.items():
@@ -252,11 +252,11 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
         while thread.is_alive() and time.monotonic() < end_s:
             thread.join(0.05)
         if thread.is_alive():
-            errors[name] = f"it did not end within {limit_s:.3g} s"
-    return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())
+            failures[name] = f"it did not end within {limit_s:.3g} s"
+    return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in failures.items())
 
 
-with suppress(ModuleNotFoundError):  # of Windows
+with contextlib.suppress(ModuleNotFoundError):  # of Windows
     import resource
 
 SHM = Path("/dev/shm")
@@ -341,7 +341,7 @@ def _find_software(job: Job | None, folder: Path) -> Software:
         python=platform.python_version(),
         torch=installed_version("torch"),
         torch_cuda=_cuda_of_torch(),
-        source=_digest(Path(__file__).parents[1].rglob("*.py")),
+        source=_digest(Path(errors.__file__).parent.rglob("*.py")),
         commit=_commit(folder),
         job="" if job is None else _digest_of_job(job, folder),
     )
