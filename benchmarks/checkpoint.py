@@ -235,7 +235,7 @@ def hashing(turns: int) -> tuple[float, float]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the costs, as a table of Markdown."""
-    lines = ["| layout | model | step, ms | MiB | waits | seconds of writing | processor seconds |"]
+    lines = ["| layout | model | step, ms | MiB | waits | seconds of writing | CPU seconds |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     rows = [Cost(**one) for one in found["costs"].values()]
     for mine in (one for one in rows if one.whose == "samestep"):

@@ -26,7 +26,7 @@ from samestep.wings.slow_links.powersgd import FactoredExchange
 
 ROWS = Path(__file__).parent / "rows" / "codec_kernels.json"
 NUMEL, BLOCK = 25 * 2**18, 256
-ENCODE, FEED_BACK, DECODE = "encode", "encode with what was lost", "decode"
+ENCODE, FEED_BACK, DECODE = "encode", "encode with error feedback", "decode"
 AIMS = {("int8", "eager"): {ENCODE: 8, FEED_BACK: 8}, ("int8", "fused"): {ENCODE: 2, FEED_BACK: 3}}
 """The most copies that a kernel may take."""
 
@@ -70,7 +70,7 @@ def measured(rounds: int) -> list[dict[str, object]]:
     acts: dict[tuple[str, ...], Callable[[], object]] = {("copy",): functools.partial(other.copy_, gradient)}
     for name, spec in CODECS.items():
         if spec.factors:
-            acts[name, "eager", "encode with what was lost, and decode"] = factoring()
+            acts[name, "eager", "encode with error feedback, and decode"] = factoring()
             continue
         for how in ("eager", "fused") if spec.can_be_fused else ("eager",):
             for what, act in acts_of(codec_of(name, "inductor" if how == "fused" else ""), name, gradient, other):

@@ -97,7 +97,7 @@ SCENARIOS = (
             Case(name="50 MB more in a collective", delay=Delay(place="collective", how="send", ranks=(0, 1)), row="transfer", kinds=("link", "compute")),
             Case(name="slow data on all ranks", delay=Delay(ranks=(0, 1), **_SLOW_DATA), row="data", kinds=("input",)),
             Case(name="slow data on one rank", delay=Delay(ranks=(1,), **_SLOW_DATA), row="data", cause="data:data", kinds=("input",)),
-            Case(name="a slow receiver of reports", delay=Delay(place="receiver", how="sleep"), row="host", cause="host:between steps", kinds=("host",)),
+            Case(name="a slow logger of reports", delay=Delay(place="receiver", how="sleep"), row="host", cause="host:between steps", kinds=("host",)),
             Case(name="another program on a rank's core", delay=Delay(place="core", ranks=(1,)), row="compute", kinds=("load",)),
         ),
     ),

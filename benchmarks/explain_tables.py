@@ -134,7 +134,7 @@ def slower_with_more_machines() -> str:
     rate = carried / rows["slow"]["transfer", "dp_replicate"]
     hoped_s = slow["predicted_step_s"] - coded["predicted_step_s"]
     after = (
-        f"In one sentence: the link carries {rate / 1e6:.1f} MB/s, the layout sends {carried / 1e6:.2f} MB a step, which takes "
+        f"In one sentence: the link carries {rate / 1e6:.1f} MB/s, the layout sends {carried / 1e6:.2f} MB per step, which takes "
         f"{_ms(rows['slow']['transfer', 'dp_replicate'])} ms ({_ms(found['truth_s'])} at the link's rate); a step was predicted to take "
         f"{_ms(slow['predicted_step_s'])} ms and took {_ms(slow['step_s'])}. int8 was predicted to save {_ms(hoped_s)} ms, and saved "
         f"{_ms(slow['step_s'] - coded['step_s'])}. {when}"

@@ -107,7 +107,7 @@ TABLES: Mapping[str, tuple[int, Mapping[str, Way]]] = {"codecs": (300, CODED), "
 
 
 def held_out(job: Job, way: Way) -> float:
-    """Train a job on one device, and return its held-out loss."""
+    """Train a job on one device, and return its validation loss."""
     work = Workload(job)
     run = Run(work.source, Layout(way.layout), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
     for batch in batches(work.dataset, job):
@@ -144,7 +144,7 @@ def markdown(table: str, path: Path = ROWS) -> str:
 
 
 def _of_steps(table: str, steps: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of rows: each way's held-out losses, beside those of the way that it is held against."""
+    """Return a table of rows: each way's validation losses, beside those of the way that it is held against."""
     _, ways = TABLES[table]
     losses = {(row["way"], row["seed"]): row["held_out"] for row in rows}
     seeds = sorted({seed for _, seed in losses})
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> None:
         row = {"table": given.table, "way": name, "seed": seed, "steps": steps, "held_out": loss}
         rows.append({**row, circumstances.KEY: measured})
         given.rows.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        print(f"seed {seed}  {name:40} held-out loss {loss:.4f}  ({time.perf_counter() - began:.0f} s)", flush=True)
+        print(f"seed {seed}  {name:40} validation loss {loss:.4f}  ({time.perf_counter() - began:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

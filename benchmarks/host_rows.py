@@ -43,10 +43,10 @@ class Row:
 
 
 _FIXED = (
-    "what a step does once: five comparisons of the attributes that hold weights and modules, five readings of the generators of random "
+    "once per step: five comparisons of the attributes that hold weights and modules, five readings of the generators of random "
     "numbers, and the report"
 )
-_RAISED = "33 layer norms in float32, which cast inputs, weights and gradients: 264 casts a step, which the loop by hand leaves out"
+_RAISED = "33 layer norms in float32, which cast inputs, weights and gradients: 264 casts per step that the plain loop does not make"
 _HOOKS = "a hook in Python on each of 75 weights, where DDP counts gradients in C++"
 UNCOMPILED = "the same, not compiled"
 """The peer of a row of compiled blocks: the same layout without a compiler."""

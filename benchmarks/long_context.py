@@ -45,7 +45,7 @@ def recommended(model: str, length: int, devices: int) -> dict[str, Any]:
 
 def markdown(path: Path = ROWS) -> str:
     """Return the table of the rows that were written."""
-    head = ("model", "tokens a sequence", "devices", "the fastest that fits", "s a step", "MFU", "GiB")
+    head = ("model", "tokens per sequence", "devices", "the fastest that fits", "s per step", "MFU", "GiB")
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | ---: | ---: | ---: |"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in json.loads(path.read_text())]
     return "\n".join(lines)

@@ -479,7 +479,7 @@ def step_figures(section: str, times: dict[str, list[Turn]]) -> list[Figure]:
     if CONTROL in times:
         add("step time, hand-written DDP / itself (noise)", noise)
     for peer in peers:
-        add(f"processor time of a step, samestep / {NAMES[peer]}", ratios("samestep", peer, lambda turn: turn.cpu_s))
+        add(f"CPU time of a step, samestep / {NAMES[peer]}", ratios("samestep", peer, lambda turn: turn.cpu_s))
     for name in ("samestep", *peers):
         add(f"step time, {NAMES[name]}", (turn.seconds * 1e3 for turn in times[name]), "ms")
     return figures
@@ -558,15 +558,15 @@ def scaling_figures(
     figures = [Figure("scaling", "tokens/s of two ranks, samestep / hand-written DDP", beside, "x", ">= 0.98", met)]
     if "control" in pair_s:
         equal = _ratios(pair_s["ddp"], pair_s["control"])
-        figures.append(Figure("scaling", "tokens/s of two ranks, two crews of hand-written DDP", equal, "x"))
+        figures.append(Figure("scaling", "tokens/s of two ranks, two copies of hand-written DDP", equal, "x"))
     return [
         *figures,
         Figure("scaling", "tokens/s, samestep dp=2 / dp=1", scaling, "x"),
         Figure("scaling", "tokens/s, hand-written DDP on two ranks / samestep dp=1", ddp, "x"),
         Figure("scaling", "ceiling: two independent one-rank processes / one", tuple(ceiling), "x"),
         Figure("scaling", "part of the ceiling that dp=2 reaches", reached, "%"),
-        Figure("scaling", "processor time of a step, samestep dp=2 over both ranks / dp=1", tuple(work["pair"]), "x"),
-        Figure("scaling", "processor time of a step, DDP over both ranks / samestep dp=1", tuple(work["ddp"]), "x"),
+        Figure("scaling", "CPU time of a step, samestep dp=2 over both ranks / dp=1", tuple(work["pair"]), "x"),
+        Figure("scaling", "CPU time of a step, DDP over both ranks / samestep dp=1", tuple(work["ddp"]), "x"),
         Figure("scaling", "step time, samestep dp=1", tuple(alone_s), "s"),
         Figure("scaling", "step time, samestep dp=2", tuple(pair_s["pair"]), "s"),
     ]
@@ -629,7 +629,7 @@ def describe() -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("samestep", "torch", "accelerate", "lightning-fabric"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"Llama-like, hidden {size.hidden}, {size.layers} layers, {BATCH} x {size.tokens} tokens a rank, float32, fused "
+        f"Llama-like, hidden {size.hidden}, {size.layers} layers, {BATCH} x {size.tokens} tokens per rank, float32, fused "
         f"AdamW, clipped at {CLIP_NORM}, gloo, one thread a rank; scaling: hidden {SIZES['heavy'].hidden}, "
         f"{SIZES['heavy'].layers} layers, {HEAVY_BATCH} x {SIZES['heavy'].tokens} tokens over all ranks. "
         f"{versions}, Python {platform.python_version()}, {cores} cores, load before {os.getloadavg()[0]:.1f}. "

@@ -87,7 +87,7 @@ def _layout(row: Row) -> str:
 
 def markdown(path: Path = ROWS) -> str:
     """Return the table of the rows that were written."""
-    head = ("model", "sequences", "devices", "recommended", "s a step", "MFU", "GiB", "runner-up", "s", "published")
+    head = ("model", "sequences", "devices", "recommended", "s per step", "MFU", "GiB", "runner-up", "s", "published")
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | ---: | ---: | ---: | --- | ---: | --- |"]
     sources = []
     for row in json.loads(path.read_text()):
@@ -110,7 +110,10 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
 
 def all_sharded(path: Path = ROWS) -> str:
     """Return the table of ZeRO-3 over all devices beside the best layout, on the largest number of devices."""
-    lines = ["| model | devices | all sharded | s a step | the best: s a step |", "| --- | ---: | --- | ---: | ---: |"]
+    lines = [
+        "| model | devices | all sharded | s per step | the best: s per step |",
+        "| --- | ---: | --- | ---: | ---: |",
+    ]
     for row in json.loads(path.read_text()):
         if row["best"] and row["sharded"]:
             cells = f"`{row['sharded']['layout']}` | {row['sharded']['step_s']:.3g} | {row['best'][0]['step_s']:.3g}"

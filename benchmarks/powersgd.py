@@ -1,4 +1,4 @@
-"""PowerSGD beside PyTorch's own hook, `powerSGD_hook` of DistributedDataParallel: milliseconds a step and held-out loss, in one run.
+"""PowerSGD beside PyTorch's own hook, `powerSGD_hook` of DistributedDataParallel: milliseconds a step and validation loss, in one run.
 
     python benchmarks/powersgd.py                        the default job on two ranks of one thread each, rank 4, 300 steps
     python benchmarks/powersgd.py --rows benchmarks/rows/powersgd.json
@@ -62,7 +62,7 @@ class Ours:
         _ = self.run.step(batch).loss
 
     def held_out(self) -> float:
-        """Return the held-out loss; every rank must call it."""
+        """Return the validation loss; every rank must call it."""
         return held_out_losses(self.run, self.work)["held_out"]
 
 
@@ -99,7 +99,7 @@ class Hook:
 
     @torch.no_grad()
     def held_out(self, ours: Ours) -> float:
-        """Return the held-out loss, by way of another contestant that is done; every rank must call it."""
+        """Return the validation loss, by way of another contestant that is done; every rank must call it."""
         ours.run.model.load_state_dict(self.model.module.state_dict())
         return ours.held_out()
 

@@ -1,4 +1,4 @@
-"""Training over a slow link: bytes as the kernel counts them, seconds a step and held-out loss, beside what was predicted.
+"""Training over a slow link: bytes as the kernel counts them, seconds a step and validation loss, beside what was predicted.
 
     python benchmarks/slow_links.py                            the default job on two hosts, 100 Mbit/s, every codec
     python benchmarks/slow_links.py --mbit 10 --steps 60 --hosts 4 --ways none int8
@@ -265,7 +265,7 @@ HEAD = (
     "step ms",
     "times as fast",
     "predicted",
-    "held-out loss",
+    "validation loss",
 )
 
 

@@ -66,7 +66,7 @@ def job_keys() -> str:
             lines += [f"\n### [{table}]\n", str(field.description)]
             continue
         about = " ".join((kind.__doc__ or "").split())
-        lines += [f"\n### [{table}]\n", about, "", "| key | default | what it says |", "| --- | --- | --- |"]
+        lines += [f"\n### [{table}]\n", about, "", "| key | default | meaning |", "| --- | --- | --- |"]
         for name, key in kind.model_fields.items():
             default = "" if key.default is None else f"`{key.default!r}`".replace("'", '"')
             lines.append(f"| `{name}` | {default} | {' '.join((key.description or '').split())} |")
@@ -102,7 +102,7 @@ def held() -> str:
     """What rank 0 holds of the default job in bf16, weight by weight: the program's numbers, equal to torch's."""
     base = jobs.load(ROOT / "jobs" / "default.toml", ["numerics.precision=bf16"])
     model = catalog.model_spec(base)
-    head = ("layout", "weights", "of these token embeddings", "gradients", "optimizer", "bytes a parameter")
+    head = ("layout", "weights", "of these token embeddings", "gradients", "optimizer", "bytes per parameter")
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for zero in (0, 1, 2, 3):
         for degree in (2, 4, 8):
@@ -264,7 +264,7 @@ TECHNIQUES = (
         "samestep simulate",
         "wings/plan/simulation/simulate.py wings/plan/simulation/clock.py wings/plan/simulation/cost.py memory/memory_use.py",
     ),
-    ("legal layouts", "enumeration/legality.py wings/plan/open_groups.py"),
+    ("legality of layouts", "enumeration/legality.py wings/plan/open_groups.py"),
     ("samestep inspect", "training/inspection.py"),
     (
         "samestep doctor",
@@ -323,7 +323,7 @@ def ladder() -> str:
     """`samestep plan --hardware h100x8` of growing models, and what one sequence at a time would need in replicas."""
     machine = hardware.load("h100x8")
     lines = [
-        f"| model | devices | GiB of replicas, of {gib(machine.memory_bytes)} | the fastest that fits | s a step | GiB |"
+        f"| model | devices | GiB of replicas, of {gib(machine.memory_bytes)} | the fastest that fits | s per step | GiB |"
     ]
     lines.append("| --- | ---: | ---: | --- | ---: | ---: |")
     for model, devices in LADDER:
@@ -348,7 +348,7 @@ CUTS = (
 def cuts() -> str:
     """What each way copies and cuts, and what its program holds and sends for Llama 2 7B on eight H100."""
     lines = [
-        "| way | layout | every rank has the same | cut in 8 | GiB held | GiB at the peak | GiB sent per step by rank 0 | s a step |"
+        "| technique | layout | replicated on every rank | sharded over 8 ranks | GiB held | GiB at the peak | GiB sent per step by rank 0 | s per step |"
     ]
     lines.append("| --- | --- | --- | --- | ---: | ---: | --- | ---: |")
     for way, layout, copied, cut in CUTS:

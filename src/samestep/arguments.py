@@ -222,7 +222,7 @@ def add_verify(parser: ArgumentParser) -> None:
     _add_device(parser, "the device that runs the comparison; default: run.device of the job", None)
     about = "float64: skip the second comparison, in the precision of the job; default: job"
     parser.add_argument("--precision", choices=("job", "float64"), default="job", help=about)
-    about = "compare every legal layout of --devices, and each option by itself"
+    about = "compare every valid layout of --devices, and each option by itself"
     parser.add_argument("--all", action="store_true", help=about)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="with --all: the number of devices")
 
@@ -353,7 +353,7 @@ def add_layouts(parser: ArgumentParser) -> None:
     parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
     about = "also list each split with every option, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
-    about = "print every layout; default: the legal ones, and the rules that reject the others"
+    about = "print every layout; default: the valid ones, and the rules that reject the others"
     parser.add_argument("--whole", action="store_true", help=about)
     about = "print which layout options can be combined, and the reason if two cannot"
     parser.add_argument("--pairs", action="store_true", help=about)
@@ -422,7 +422,7 @@ COMMANDS: dict[str, tuple[str, Callable[[ArgumentParser], None]]] = {
     "plan": ("find the fastest layout that fits, and explain why the others do not; needs no torch", add_plan),
     "simulate": ("predict the time and memory of one layout; needs no torch", add_simulate),
     "explain": ("show where the time of recorded steps went, which ranks waited, and what to try", add_explain),
-    "layouts": ("list the legal layouts of a job on N devices, and explain why another one is not legal", add_layouts),
+    "layouts": ("list the valid layouts of a job on N devices, and explain why another one is not valid", add_layouts),
     "inspect": ("print the blocks of the model, and which weights can be sharded", _add_job),
     "measure": ("benchmark this machine and write its hardware profile, in a minute or two", add_measure),
     "doctor": (

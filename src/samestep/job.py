@@ -42,7 +42,7 @@ class Job(Table):
     schedule: ScheduleTable = ScheduleTable()
     numerics: NumericsTable = NumericsTable()
     layout: dict[str, Any] = Field(default_factory=dict)
-    """Layout words and their values; empty leaves the layout to the command line."""
+    """Layout options and their values. If it is empty, the command line gives the layout."""
     checkpoint: CheckpointTable = CheckpointTable()
     run: RunTable = RunTable()
 

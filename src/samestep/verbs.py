@@ -137,7 +137,7 @@ def sample(words: Namespace) -> Result:
 
 
 def evaluate(words: Namespace) -> Result:
-    """Compute the held-out loss of a run's checkpoint."""
+    """Compute the validation loss of a run's checkpoint."""
     from samestep.training.trained import evaluate
 
     scores = evaluate(words.run, samples=words.samples, ema=words.ema, allow_code="code" in words.allow)

@@ -433,11 +433,11 @@ EQUAL = [
 INFLUENCE = "lets the samples of a batch influence each other by"
 REFUSED = [
     *(
-        Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*({words}).*only one rank with microbatch=8")
+        Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*({words}).*Use one rank with microbatch=8")
         for part, words in COUPLED.items()
     ),
     *(Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} .*{words}") for part, words in MIXING.items()),
-    Refused("dp=2", "between groups_of_four", rf"{INFLUENCE} .*only one rank with microbatch=8"),
+    Refused("dp=2", "between groups_of_four", rf"{INFLUENCE} .*Use one rank with microbatch=8"),
     *(
         Refused(
             "dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the (number|answer)"

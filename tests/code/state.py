@@ -642,7 +642,7 @@ OUTSIDE = {
     counting_in_method: "up._forward_pre_hooks",
 }
 """What keeps state outside of the modules, and the name of that state."""
-SEVERAL = "runs it several times a step"
+SEVERAL = "runs it several times per step"
 CLAMPED = ("dp=1 offload", "dp=2 zero=1", "dp=2 zero=1 offload")
 EQUAL = [
     *(row for build in STATELESS for row in equal(code(build), *DATA, "dp=2 zero=3 microbatch=1")),

@@ -65,7 +65,7 @@ def test_a_waiver_lets_code_be_different() -> None:
 
 
 def _forward_only(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
-    """Return the means of a held-out loss, and of what the model returns for five samples, before and after a step."""
+    """Return the means of a validation loss, and of what the model returns for five samples, before and after a step."""
     run, found = prepared_run(rank, world, model, layout, job), list[float]()
     for batch in batches(Tokens(), job):
         found.append(run.evaluate(batch)["loss"])

@@ -18,7 +18,7 @@ from tests.pool import pool
 
 
 def evaluated(rank: int, world: int, name: str, layout: str) -> tuple[float, torch.Tensor]:
-    """Return a held-out loss and the outputs for three samples, which are fewer than a step has."""
+    """Return a validation loss and the outputs for three samples, which are fewer than a step has."""
     job = job_for(name)
     run, batch = make_run(rank, world, name, layout, job), next(batches(code_of(name).data(), job))
     run.step(batch)

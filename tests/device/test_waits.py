@@ -38,17 +38,17 @@ INPUTS_BACK = ("to device pinned asynchronous", "runtime/axes/host_inputs.py:Hos
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_kept_or_counted")
 
 REASONS = {
-    SCALARS: "the count, the norm and the flags of all ranks, for which the CPU does not wait in the step",
-    STEP_BEFORE: "before a step the CPU waits for the sums of the one before, whose update the device then makes",
+    SCALARS: "the count, the norm and the flags of all ranks; the CPU does not wait for them in the step",
+    STEP_BEFORE: "before a step the CPU waits for the sums of the previous step; the device may still be at its update",
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
-    WRITTEN_THERE: "weights beside masters: the CPU waits until the device begins the step, all of which it has launched",
+    WRITTEN_THERE: "weights beside masters: the CPU has launched the whole step, and waits until the device begins it",
     SAMPLES: "tokens, labels and, for dropout, indices of samples come from the CPU, which does not wait",
     KEYS: "dropout: the keys of all masks of a micro-batch come from the CPU, which does not wait",
     GRADIENTS: "offload: the optimizer works on the CPU, where gradients arrive before the step's sums do",
     WEIGHTS: "offload: updated weights go back, and the CPU does not wait",
     INPUTS: "recompute=offload: inputs of blocks leave while the blocks compute, and the CPU does not wait",
-    INPUTS_BACK: "recompute=offload: they come back while the blocks behind go backward, and the CPU does not wait",
-    ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen; a repeated forward has kept it",
+    INPUTS_BACK: "recompute=offload: they come back during the backward pass of later blocks, and the CPU does not wait",
+    ROWS_OF_EXPERTS: "the number of rows in an exchange depends on the chosen experts; a repeated forward reuses it",
 }
 PIECES = 21
 """Weights of the small Llama."""

@@ -156,7 +156,7 @@ def observe(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buf
 
 @functools.cache
 def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Tensor], Buffers, float]:
-    """Return losses, weights and buffers of a plain loop over groups, and its held-out loss."""
+    """Return losses, weights and buffers of a plain loop over groups, and its validation loss."""
     job = batch_norm_job(batch=batch)
     run = run_of(0, 1, "dp=1", job)
     run.prepare(next(batches(Images(), job)).samples([0]))

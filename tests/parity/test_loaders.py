@@ -438,7 +438,7 @@ def _said(rank: int, world: int) -> list[tuple[str, ...]]:
 def test_what_is_taken_of_a_loader_is_said_once(capfd: Any) -> None:
     (first, second), _ = pool(2).run(_said)
     (line,) = [line for line in first if "DataLoader" in line]
-    assert line.startswith("used from the DataLoader: its Points, the order of its RandomSampler, ")
+    assert line.startswith("used from the DataLoader: its data set (Points), the order of its RandomSampler, ")
     assert line.endswith("the last batch of an epoch also if it is smaller")
     assert not [line for line in second if "DataLoader" in line]
 

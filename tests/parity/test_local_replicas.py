@@ -242,7 +242,7 @@ def _outer(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[fl
 
 
 def _started(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
-    """Losses of a run that begins with weights that are set, and the held-out loss before its first step."""
+    """Losses of a run that begins with weights that are set, and the validation loss before its first step."""
     run = prepared_run(rank, world, model, layout, job)
     first = run.state_dict(on_every_rank=True)
     checkpoint.set_weights(run, lambda name: 0.5 * first[name] if name in first else None)

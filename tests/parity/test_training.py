@@ -95,7 +95,7 @@ def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert summary["loss"] == rows[-1]["loss"]
     assert 0 < summary["held_out_loss"] < 6
     assert summary["stopped"] is False
-    assert f"held-out loss {summary['held_out_loss']:.4f}" in said
+    assert f"validation loss {summary['held_out_loss']:.4f}" in said
 
     job = samestep.load(out / "job.toml")
     assert job.layout == {"dp_replicate": 1, "dp_shard": 2, "zero": 1}

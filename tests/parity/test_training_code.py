@@ -53,7 +53,7 @@ EQUAL = {
 }  # fmt: skip
 REFUSED = {
     "dp=1": {
-        "a mean as the loss": r"returned one number: if it is a mean, use samestep.mean_over",
+        "a mean as the loss": r"returned one number: if it is a mean over samples, use samestep.mean_over",
         "layer thawed later": r"a.weight was frozen when the run was made",
         "group added to the given optimizer": r"has 2 groups, and had 1",
         "norm built in evaluation, and trained": r"norm was in evaluation mode when the run was made",
@@ -65,7 +65,7 @@ REFUSED = {
     "dp=2": {
         "auxiliary loss of the given instance": r"the loss reads aux of the model, which each forward sets",
         "clamping hook later": r"a hook on the gradient of b.weight is not linear",
-        "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* Use a loss function .* that computes it from the logits",
+        "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* or a loss function .* that computes it from the logits",
         "loss divided by the ranks": r"by_ranks calls torch.distributed.get_world_size",
         "forward that asks for its rank": r"ByRank.forward calls torch.distributed.get_rank",
     },

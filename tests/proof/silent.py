@@ -28,7 +28,7 @@ class Silent:
 
 SILENT = (
     Silent(
-        "A zero-bubble schedule reduces gradients before those of the weights, which it has split off, are there",
+        "A zero-bubble schedule reduces a bucket before the split-off weight gradients are in it",
         "A bucket is sent when the program's last task has filled it, be it a backward or a split-off weight gradient",
         ("split_off_weight_gradients_come_after_the_reduction", "split_off_weight_gradients_are_lost"),
         loss=0.000423,
@@ -49,15 +49,15 @@ SILENT = (
         gradients=1.01,
     ),
     Silent(
-        "Norms of heads (Qwen3) whose whole weight each `tp` rank uses on its own heads",
-        "The forward on the meta device shows which whole weights meet what is cut; their gradient is summed over `tp`",
+        "Norms of heads (Qwen3): each `tp` rank uses the full weight on its own heads",
+        "The forward on the meta device shows which unsharded weights meet sharded activations; their gradient is summed over `tp`",
         ("norms_of_heads_are_not_summed_over_tp",),
         loss=3.03e-07,
         gradients=1.23,
         tests=(PARITY, "tests/parity/test_silent_errors.py::test_whole_weights_on_cut_tensors_need_no_word_in_a_plan"),
     ),
     Silent(
-        "Learned activations (Apertus) within what `tp` cuts, which the family's own plan does not name",
+        "Learned activations (Apertus) within layers that `tp` shards, missing in the family's own plan",
         "As for norms of heads: found in the forward, summed over `tp`",
         ("learned_activations_are_not_summed_over_tp",),
         loss=4.8e-09,
@@ -103,7 +103,7 @@ SILENT = (
     ),
     Silent(
         "FSDP2 keeps gathered weights after the backward: the next step runs on weights from before the update",
-        "The program says in which backward a unit is freed, and the twin frees it there",
+        "The program names the backward pass that frees a unit, and the runtime frees it there",
         ("updated_weights_are_not_gathered",),
         loss=0.00221,
         gradients=0.887,
@@ -119,8 +119,8 @@ SILENT = (
         ),
     ),
     Silent(
-        "Batch norm under data parallelism takes the statistics of a rank for those of the batch",
-        "Statistics are those of the groups that the job names, over all ranks; `verify` finds a batch norm of own code",
+        "Batch norm under data parallelism normalizes with the statistics of a rank instead of the batch",
+        "Statistics are taken over the groups in the job, across ranks; `verify` finds a batch norm in your own code",
         ("statistics_of_a_batch_are_those_of_the_rank",),
         loss=0.00547,
         gradients=1.64,
@@ -134,11 +134,11 @@ SILENT = (
     ),
     Silent(
         "Ranks take part in one collective with other dtypes or sizes: gloo adds up the bytes it is given",
-        "Every collective of a layout is the program's; the first watched step of a run compares what all ranks sent",
+        "Every collective of a layout is the program's; the first watched step of a run compares the messages of all ranks",
         tests=("tests/crashes/test_watch.py::test_a_collective_with_different_things_is_named",),
     ),
     Silent(
-        "A resumed run adds in another order: DDP makes its buckets anew after the first backward",
+        "A resumed run adds in another order: DDP rebuilds its buckets after the first backward",
         "Buckets are the program's, the same in every process; a resumed run is the same to the bit",
         tests=(
             "tests/parity/test_checkpoint.py::test_resuming_is_exact",

@@ -429,7 +429,7 @@ def test_options_decide_over_fusing() -> None:
     ("table", "message"),
     [
         ({"name": "adamv"}, r"adamv.*did you mean 'adam"),
-        ({"name": "lbfgs"}, "several times a step"),
+        ({"name": "lbfgs"}, "several times per step"),
         ({"name": "adamw", "options": {"beta": 1}}, r"options\.beta: AdamW takes betas.*did you mean 'betas'"),
         ({"name": "rprop", "weight_decay": 0.1}, "Rprop has none"),
         ({"name": "adamw", "options": {"betas": [2.0, 0.9]}}, "AdamW rejects"),

@@ -553,8 +553,8 @@ def test_layouts_writes_its_table_or_says_why_not(
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("dp=2", '"dp=2" is legal'),
-        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks; there it is legal"),
+        ("dp=2", '"dp=2" is valid'),
+        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks; there it is valid"),
         ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks; there it is rejected: tp=3 does not divide"),
     ],
 )

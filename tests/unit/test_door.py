@@ -53,9 +53,9 @@ def _after_the_job(out: str, begin: str) -> list[str]:
 def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layouts", "--set", "model.source=preset:gpt2", "--devices"]
     assert main(*words, "24") == 0
-    shown = _after_the_job(capsys.readouterr().out, r"\d+ of [\d,]+ layouts are legal")
+    shown = _after_the_job(capsys.readouterr().out, r"\d+ of [\d,]+ layouts are valid")
     assert len(shown) <= 40
-    assert re.match(r"\d+ of [\d,]+ layouts are legal, the first 20 of them", shown[0])
+    assert re.match(r"\d+ of [\d,]+ layouts are valid, the first 20 of them", shown[0])
     assert main(*words, "24", "--whole") == 0
     whole = _after_the_job(capsys.readouterr().out, r"layout  ")
     legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
@@ -109,7 +109,7 @@ def test_a_model_of_code_keeps_its_own_batch_and_precision() -> None:
     assert as_published(job) == (job, "")
     unpublished, said = as_published(Job(model={"source": "preset:llama3-70b"}))
     assert unpublished.train.global_batch == 512
-    assert "the usual (its own is not published) 4.19M tokens" in said
+    assert "the usual (no published number) 4.19M tokens" in said
     assert TOKENS.keys() <= set(PRESETS)
 
 

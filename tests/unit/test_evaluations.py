@@ -71,7 +71,7 @@ def test_a_run_without_a_better_loss_ends_early(tmp_path: Path, capfd: pytest.Ca
     run = tmp_path / "run"
     settings = {"train.evaluate_every": 1, "train.evaluate_samples": 4, "train.patience": 2, "optimizer.lr": 0.0}
     assert small.train("--ranks", "2", "--out", run, **settings) == 0
-    assert "ends early: no held-out loss since step 1 was below" in capfd.readouterr().out
+    assert "ends early: no validation loss since step 1 was below" in capfd.readouterr().out
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"]) == (3, False)
     assert (run / "checkpoints" / "step-000003").is_dir()
@@ -117,13 +117,13 @@ def test_several_held_out_sets_are_evaluated_and_one_of_them_decides(
     for summary, last in zip(summaries, (one[-1], many[-1]), strict=True):
         assert (summary["held_out_loss"], summary["held_out_losses"]) == (last.loss, last.losses)
     losses = one[-1].losses
-    line = f"held-out loss {losses['held_out']:.4f}, digits {losses['digits']:.4f}, words {losses['words']:.4f}"
+    line = f"validation loss {losses['held_out']:.4f}, digits {losses['digits']:.4f}, words {losses['words']:.4f}"
     assert f"step 6: {line}" in said
     assert f"\n{line}\n" in said
     (best,) = (run / evaluations.BEST).iterdir()
     found = samestep.evaluate(best)
     assert found.losses["words"] == found.loss == pytest.approx(min(row.loss for row in many), rel=1e-5)
-    assert found.to_text().count("held-out loss of words") == 1
+    assert found.to_text().count("validation loss of words") == 1
 
 
 def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(sets: dict[str, Path]) -> None:

@@ -403,7 +403,7 @@ def test_a_run_is_resumed_and_evaluated_from_another_folder(
     assert small.main("train", "../own/job.toml", *settings, *more, "--resume", "--out", own / "run") == 0
     capsys.readouterr()
     assert small.main("evaluate", own / "run") == 0
-    assert "held-out loss" in capsys.readouterr().out
+    assert "validation loss" in capsys.readouterr().out
     # A run that was started before there was such a key goes on where it was started.
     job = own / "run" / "job.toml"
     job.write_text("\n".join(line for line in job.read_text().splitlines() if not line.startswith("folder")))

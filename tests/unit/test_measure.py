@@ -209,7 +209,7 @@ def test_auto_trains_in_the_layout_that_plan_finds(capfd: pytest.CaptureFixture[
     assert small.train("--layout", "auto", "--ranks", "2", "--out", "run", train__steps=2) == 0
     said = capfd.readouterr().out.splitlines()[0]
     found = re.match(
-        r'layout "(.+)", the fastest(?: that is likely to fit)? of \d+ on 2 devices of cpu-laptop: predicted \S+ s a step, bound by ',
+        r'layout "(.+)", the fastest(?: that is likely to fit)? of \d+ on 2 devices of cpu-laptop: predicted \S+ s per step, bound by ',
         said,
     )
     assert found

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep import job_files as jobs
 from samestep.errors import InputError, ModelError
 from samestep.examination.plan_search import structural_plan
 from samestep.independence.cut_proof import run_forward
@@ -311,9 +312,18 @@ def test_fields_that_make_no_model_are_refused(name: str, changes: dict[str, obj
     assert str(caught.value) == f"preset {name}: {mistake}"
 
 
-def test_resnet_50_has_no_fields_to_change() -> None:
-    with pytest.raises(ModelError, match="preset resnet50 has no 'layers'; it has no fields to change"):
-        preset("resnet50", changes={"layers": 3})
+@pytest.mark.parametrize(
+    ("name", "its"), [("llama3-8b", "its fields are adapter_rank, "), ("resnet50", "it has no fields to change")]
+)
+def test_keys_of_another_models_configuration_are_named_with_how_to_drop_them(
+    name: str, its: str, tmp_path: Path
+) -> None:
+    file, setting = tmp_path / "job.toml", f"model.source=preset:{name}"
+    file.write_text('[model]\nsource = "hf:llama"\nconfig = { vocab_size = 256, hidden_size = 32 }\n')
+    says = rf"preset {name} has no 'vocab_size', 'hidden_size'.*; {its}.*\. Use --set model\.config=\{{\}} to drop all keys"
+    with pytest.raises(ModelError, match=says):
+        catalog.model_spec(jobs.load(file, [setting]))
+    assert catalog.model_spec(jobs.load(file, [setting, "model.config={}"])).layers
 
 
 def test_a_gpt_of_a_given_size_has_about_so_many_weights() -> None:

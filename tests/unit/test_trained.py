@@ -1,4 +1,4 @@
-"""`sample` and `evaluate` use what a run has trained: its held-out loss, and its text, with a cache as without one."""
+"""`sample` and `evaluate` use what a run has trained: its validation loss, and its text, with a cache as without one."""
 
 from __future__ import annotations
 

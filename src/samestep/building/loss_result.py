@@ -148,8 +148,8 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
     if isinstance(returned, Tensor | float) and _is_number(returned, may_be_negative=True):
         raise JobError(
             "loss-not-a-pair",
-            f'{what} returned one number: if it is a mean, use samestep.mean_over("samples", loss) or samestep.mean_over("tokens", loss), '
-            "which weight the means of the parts of a batch by their counts. Otherwise return (sum, count)",
+            f'{what} returned one number: if it is a mean over samples, use samestep.mean_over("samples", loss); if it is a mean over '
+            'tokens, use samestep.mean_over("tokens", loss). Otherwise return (sum, count)',
         )
     if not read or not are_names or len(read) + len(logged) < len(named) + len(reported):
         raise JobError(

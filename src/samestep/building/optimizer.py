@@ -80,7 +80,7 @@ def class_names(optimizer: Optimizer) -> str:
 # -- the optimizer ---------------------------------------------------------------------------------
 
 _UNFIT = {
-    "lbfgs": "it evaluates the loss several times a step",
+    "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it needs sparse gradients",
 }
 _FUSED = {"cpu": ("adam", "adamw", "sgd", "adagrad"), "cuda": ("adam", "adamw", "sgd")}

@@ -125,7 +125,7 @@ def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
 
 
 def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int) -> str:
-    taken = [f"its {type(loader.dataset).__name__}"]
+    taken = [f"its data set ({type(loader.dataset).__name__})"]
     if loader.collate_fn is not default_collate:
         name = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
         taken.append(f"collate_fn {name} for each micro-batch")
@@ -136,9 +136,9 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
     else:
         taken.append(f"the order of its {type(sampler).__name__}")
     if type(sampler) in _OF_TORCH and sampler.generator is None:
-        taken[-1] += ", drawn by train.seed"
+        taken[-1] += " (seeded by train.seed)"
     elif type(sampler) not in (*_OF_TORCH, SequentialSampler, DistributedSampler) and not [*generators_in(sampler)]:
-        taken[-1] += ", which train.seed decides if it draws from generators of the process"
+        taken[-1] += " (seeded by train.seed, if it draws from generators of the process)"
     if hasattr(sampler, "set_epoch"):
         taken[-1] += ", with set_epoch(0) and so on"
     if not by_batch:

@@ -64,7 +64,7 @@ FEW_DEVICES, FEW_BLOCKS = 16, 8
 """Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
 
 Words = Mapping[str, Any]
-"""Layout words and their values."""
+"""Layout options and their values."""
 
 
 _DEFAULT = Layout()

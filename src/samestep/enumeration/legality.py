@@ -164,7 +164,7 @@ def why_refused(job: Job, layout: Layout, devices: int) -> str:
     job, _ = as_published(job)
     reason = row_of(catalog.model_spec(job), job, layout).reason
     if layout.world_size == devices:
-        return reason or f'"{layout}" is legal'
+        return reason or f'"{layout}" is valid'
     named = f"--devices {devices}, but layout {str(layout)!r} has {layout.world_size} ranks"
     return f"{named}; there it is {f'rejected: {reason}' if reason else 'legal'}"
 
@@ -202,7 +202,7 @@ def as_text(rows: Sequence[Row], *, whole: bool = False) -> str:
     if whole or len(rows) <= SCREENFUL:
         return align_columns([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
     legal = [row for row in rows if not row.reason]
-    lines = [f"{len(legal):,} of {len(rows):,} layouts are legal{_more(len(legal), _LEGAL)}"]
+    lines = [f"{len(legal):,} of {len(rows):,} layouts are valid{_more(len(legal), _LEGAL)}"]
     if legal:
         lines.append(align_columns([_HEAD, *map(_cells, legal[:_LEGAL])], left=(0, len(_HEAD) - 1)))
     rules: dict[str, list[Row]] = {}

@@ -212,20 +212,18 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     Raises:
         ModelError: there is no such preset or field, a field has a value of a wrong kind, or two fields disagree.
     """
-    if name == "resnet50":
-        for field in changes or {}:
-            raise ModelError("preset-field", f"preset resnet50 has no {field!r}; it has no fields to change")
-        return resnet(name, normed=True)
-    if name not in DECODERS:
+    if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
         raise ModelError("preset-unknown", f"no preset {name!r}{hint}")
-    known = {field.name for field in fields(Decoder)}
-    for field in changes or {}:
-        if field not in known:
-            hint = did_you_mean(field, known)
-            raise ModelError(
-                "preset-field", f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}"
-            )
+    known = {field.name for field in fields(Decoder)} if name in DECODERS else set()
+    if unknown := [field for field in changes or {} if field not in known]:
+        has_no, hint = ", ".join(map(repr, unknown)), did_you_mean(unknown[0], known)
+        its = f"its fields are {', '.join(sorted(known))}" if known else "it has no fields to change"
+        raise ModelError(
+            "preset-field", f"preset {name} has no {has_no}{hint}; {its}. Use --set model.config={{}} to drop all keys"
+        )
+    if name == "resnet50":
+        return resnet(name, normed=True)
     values: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
     decoder = replace(DECODERS[name], **values)
     for mistake in chain(_wrong_kinds(decoder), _misfits(decoder)):

@@ -94,7 +94,7 @@ def _batch(name: str, sequence: int) -> tuple[int, str]:
         return _IMAGES, f"with its published {_IMAGES} samples per step"
     tokens = TOKENS.get(name, USUAL_TOKENS)
     samples = max(1, tokens // sequence)
-    origin = "its published" if name in TOKENS else "the usual (its own is not published)"
+    origin = "its published" if name in TOKENS else "the usual (no published number)"
     return samples, f"with {origin} {tokens / 1e6:.3g}M tokens per step, {samples} sample{'s' * (samples > 1)}"
 
 

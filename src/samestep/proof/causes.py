@@ -393,5 +393,5 @@ _BY_KIND: dict[str, Callable[[Evidence, Comparison], Found]] = {
     "optimizer": _optimizer,
     "optimizer state": _optimizer,
     "buffers": _buffers,
-    "held-out loss": _held_out,
+    "validation loss": _held_out,
 }

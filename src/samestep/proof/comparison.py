@@ -104,9 +104,9 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
     comparisons.append(
         compare_held("buffers", None, reference.buffers, [(r.rank, r.buffers) for r in ranks], limit, partly=True)
     )
-    held_out = Comparison("held-out loss", None, allowance=limit("loss", "loss", len(reference.steps)))
+    held_out = Comparison("validation loss", None, allowance=limit("loss", "loss", len(reference.steps)))
     for seen in ranks:
-        held_out.note("held-out loss", relative(seen.held_out, reference.held_out), seen.rank)
+        held_out.note("validation loss", relative(seen.held_out, reference.held_out), seen.rank)
     return [*comparisons, held_out]
 
 

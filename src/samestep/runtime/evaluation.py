@@ -1,4 +1,4 @@
-"""Forwards without gradients in any layout: held-out loss, outputs for samples that every rank holds, of weights or averages."""
+"""Forwards without gradients in any layout: validation loss, outputs for samples that every rank holds, of weights or averages."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from samestep.program.step import StepSpec
 def refusal(step: StepSpec) -> LayoutError | None:
     """Return where samples that the layout spreads over micro-batches influence each other."""
     model = step.model
-    works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
+    works = f"so the result would change with the layout. Use one rank with microbatch={step.global_batch}"
     owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
     if other := next((path for path in model.coupled_modules if path not in owners), ""):
         return LayoutError(
@@ -19,12 +19,13 @@ def refusal(step: StepSpec) -> LayoutError | None:
         )
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
-        waiver = 'Set run.allow = ["samples"] to run it unproven'
-        if operation.startswith("nll_loss"):
-            waiver = 'Use a loss function (outputs, batch) that computes it from the logits, or set run.allow = ["samples"] to run it unproven'
+        or_loss = "or a loss function (outputs, batch) that computes it from the logits, " * operation.startswith(
+            "nll_loss"
+        )
         return LayoutError(
             "samples-mixed",
-            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}. {waiver}",
+            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}, {or_loss}"
+            'or set run.allow = ["samples"] to skip this check',
         )
     unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:

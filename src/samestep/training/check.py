@@ -190,7 +190,7 @@ def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tupl
             continue
         choice = (
             f'layout "{best.layout}", the fastest{" that is likely to fit" * (best is layouts.safe)} of {layouts.considered} on {count} devices of {machine.name}: '
-            f"predicted {best.step_s:.3g} s a step, bound by {prediction.binds(best)}"
+            f"predicted {best.step_s:.3g} s per step, bound by {prediction.binds(best)}"
         )
         return str(best.layout), "\n".join([choice, *hardware.cautions_here(machine, count)])
     raise LayoutError("no-layout-fits", f"--layout auto found no layout for {count} ranks: {reason}")

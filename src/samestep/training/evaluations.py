@@ -1,4 +1,4 @@
-"""The held-out losses of a run while it trains: the log, the best checkpoint, and early stopping.
+"""The validation losses of a run while it trains: the log, the best checkpoint, and early stopping.
 
     train.evaluate_every = 100     the loss over train.evaluate_samples held-out samples, after every 100th step
     checkpoint.keep_best = true    RUN/best/ holds the checkpoint with the least of these losses
@@ -46,7 +46,7 @@ DROPPED = "best.dropped"
 
 
 class EvaluatedStep(NamedTuple):
-    """The held-out losses after a step."""
+    """The validation losses after a step."""
 
     step: int
     loss: float
@@ -326,7 +326,7 @@ class Evaluations:
         return self.rule.every > 0 and step % self.rule.every == 0
 
     def losses(self) -> Mapping[str, float]:
-        """Return the held-out loss of each set. Every rank must call it."""
+        """Return the validation loss of each set. Every rank must call it."""
         with use_evaluated_weights(self.run):
             return self.rule.losses(self.run)
 

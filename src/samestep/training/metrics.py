@@ -3,7 +3,7 @@
 `metrics.jsonl` has one JSON object for each logged step; a number that is not finite is written as null, since JSON has
 no word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has at most
 one line. Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note, or
-after which held-out losses are taken (`train.evaluate_every`), always is.
+after which validation losses are taken (`train.evaluate_every`), always is.
 
 TFLOP/s, and the fraction of the device's peak (MFU), follow from the floating-point operations of a step:
 

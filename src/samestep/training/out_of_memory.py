@@ -86,7 +86,7 @@ def less_memory(checked: Checked, device_type: str) -> str:
     near = groups and groups.nearest(spec, job, smaller, layout, layout.world_size, states)
     if near is not None:
         needs, step_s = readable(near.peak.total), f"{near.step_s:.3g} s"
-        lines.append(f'  "{near.layout}" is predicted to need {needs}, and {step_s} a step')
+        lines.append(f'  "{near.layout}" is predicted to need {needs}, and {step_s} per step')
     else:
         lines.append(f"  no layout of {layout.world_size} ranks is predicted to need clearly less")
     return "\n".join(lines)

@@ -126,15 +126,15 @@ class RunLog:
             )
 
     def end(self, evaluated: Evaluations, losses: Mapping[str, float], accuracy: float | None) -> None:
-        """Close the metrics, and print the held-out losses at the end, and whether the run ended because they did not become less."""
+        """Close the metrics, and print the validation losses at the end, and whether the run ended because they did not become less."""
         self._metrics.close()
         if evaluated.is_over and evaluated.best is not None:
             best = evaluated.best
-            self.say(f"ends early: no held-out loss since step {best.step} was below {best.loss:.4f}")
+            self.say(f"ends early: no validation loss since step {best.step} was below {best.loss:.4f}")
         if losses:
             self.say(describe_losses(losses, evaluated.run.job.judge))
         if accuracy is not None:
-            self.say(f"held-out accuracy {accuracy:.1%}")
+            self.say(f"validation accuracy {accuracy:.1%}")
         if evaluated.run.steps_taken == self._first:
             self.goodput.forget()  # a finished run was looked at, and is as it was
             return

@@ -1,4 +1,4 @@
-"""The verbs `sample`, `evaluate` and `export`: text, held-out loss and weights of the model in a checkpoint, in one process without a run.
+"""The verbs `sample`, `evaluate` and `export`: text, validation loss and weights of the model in a checkpoint, in one process without a run.
 
 A run itself samples text too, one token at a time, before and after its training. `export` writes a folder for transformers, peft or torch.
 """

@@ -162,12 +162,12 @@ def _held_out_means(run: Run, dataset: Dataset, measure: Loss | None = None) -> 
 
 
 def describe_losses(losses: Mapping[str, float], judge: str | None) -> str:
-    """Return held-out losses as a part of a line: first the one that decides."""
+    """Return validation losses as a part of a line: first the one that decides."""
     if judge is None:
         return ""
     of = "" if judge == HELD_OUT else f" of {judge}"
     others = [f"{name} {loss:.4f}" for name, loss in losses.items() if name != judge]
-    return ", ".join([f"held-out loss{of} {losses[judge]:.4f}", *others])
+    return ", ".join([f"validation loss{of} {losses[judge]:.4f}", *others])
 
 
 def held_out_accuracy(run: Run, workload: Workload) -> float | None:

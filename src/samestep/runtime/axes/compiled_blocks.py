@@ -13,7 +13,7 @@ island             └► attention ──┘
 Dropout masks come from an operation of the graph (`graph_draws.py`). Modules that draw other random numbers, or masks that are too
 large to be kept, are islands without a graph; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout.
 
-Graphs are for training forwards. Without gradients (held-out loss, samples, the canary) the same modules run as they are,
+Graphs are for training forwards. Without gradients (validation loss, samples, the canary) the same modules run as they are,
 and so they do while they are searched for one at fault. What the compiler cannot take runs uncompiled, and a line says why.
 """
 

@@ -1,4 +1,4 @@
-"""Forwards without a backward: held-out loss, outputs, and samples that are run once more.
+"""Forwards without a backward: validation loss, outputs, and samples that are run once more.
 
 They run without gradients, unless the model takes gradients within its own forward (a gradient penalty, an energy), which
 then needs the graph of its operations. So whoever keeps something for a backward asks `has_backward`, and whoever must act

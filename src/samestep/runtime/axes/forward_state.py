@@ -106,7 +106,7 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
         return ""
     repeats = _repeats(state, model, layout, num_microbatches, num_chunks)
     else_works = _WRITES_NONE if state.kind == "weight" else "a forward that keeps nothing"
-    return f"{what}, and {repeats} runs it several times a step. Use {works}, or {else_works}" if repeats else ""
+    return f"{what}, and {repeats} runs it several times per step. Use {works}, or {else_works}" if repeats else ""
 
 
 _WRITES_NONE = (
@@ -132,7 +132,7 @@ def splits(layout: Layout, num_microbatches: int) -> str:
 
 
 def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
-    """Return the word of the layout by which a module's forward runs several times a step; nothing if once."""
+    """Return the word of the layout by which a module's forward runs several times per step; nothing if once."""
     if num_microbatches > 1 and (num_chunks > 1 or not state.is_restorable):  # else `RepeatedState`
         return f"microbatch={layout.microbatch}"
     if state.kind == "variable":  # whichever module's code changes it

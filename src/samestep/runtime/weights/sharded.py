@@ -15,7 +15,7 @@ ours                             complete each unit: free, reduce_scatter       
 Where ranks scatter codes, FSDP2 calls `gradient_codes.py` in place of its reduce_scatter.
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
-A forward without a backward (held-out loss) leaves the last unit gathered, so it is resharded here.
+A forward without a backward (validation loss) leaves the last unit gathered, so it is resharded here.
 
 A user's loop may mix whole tensors with sharded weights, which DTensor refuses. Here they are what a loop on one device has: every rank writes
 the rows that it has, and a weight that is written into a whole tensor is gathered.

@@ -121,7 +121,7 @@ def _compared(sides: Sequence[OneSide], kinds: Sequence[str]) -> str:
     (first, second), (first_kind, second_kind) = sides, kinds
     more = second.step_s - first.step_s
     return (
-        f"{second.name}{second_kind} takes {second.step_s * 1e3:,.4g} ms a step, {first.name}{first_kind} {first.step_s * 1e3:,.4g} ms: "
+        f"{second.name}{second_kind} takes {second.step_s * 1e3:,.4g} ms per step, {first.name}{first_kind} {first.step_s * 1e3:,.4g} ms: "
         f"{abs(more) / first.step_s:.0%} {'longer' if more > 0 else 'shorter'}"
     )
 
@@ -148,7 +148,7 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
     if sides[0].place == sides[1].place:
         raise InputError(
             "command-options",
-            f"explain {one} {other}: both are one step; two runs, two layouts, or a run and a layout are compared",
+            f"explain {one} {other}: both are the same step. Use two runs, two layouts, or a run and a layout",
         )
     others = {side.layout for side in sides if side.predicted_for and side.place == side.layout}
     is_mixed = measured is not None and len(others) == 1 and SIMULATION not in words and measured.layout not in others
@@ -172,13 +172,13 @@ def _side(
     if "=" not in layout or Path(layout).exists():
         raise InputError(
             "record-missing",
-            f"{layout!r} is not a run folder, and no layout. Use the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
+            f"{layout!r} is neither a run folder nor a layout. Use the folder of a run or of traces, a layout such as dp=2, or the JSON file of "
             f"a simulation; {SIMULATION} is the prediction of a run's own layout",
         )
     try:
         where = Layout(layout)
     except LayoutError as error:
-        raise InputError("record-missing", f"{word!r} is not a run folder, and no layout: {error}") from None
+        raise InputError("record-missing", f"{word!r} is neither a run folder nor a layout: {error}") from None
     step = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
     return _of_prediction(step, job, word if word == SIMULATION else str(where))
 

@@ -237,7 +237,7 @@ def _missing(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[st
         sent = [sum(1 for event in record.steps[number].events if event[0] == "sent") for number in steps]
         if any(count != listed for count in sent) and not record.head.num_exchanged:
             lines.append(
-                f"rank {rank} has sent {min(sent)} to {max(sent)} times a step, and its program lists {listed}"
+                f"rank {rank} has sent {min(sent)} to {max(sent)} times per step, and its program lists {listed}"
             )
     return lines
 

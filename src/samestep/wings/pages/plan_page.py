@@ -81,7 +81,7 @@ def _compared(plan: Plan) -> Section:
         "peak",
         "fits",
         "bubble",
-        "exposed",
+        "exposed communication",
     )
     rows = [_row(prediction, plan, (min(ends), max(ends))) for prediction in shown]
     caption = f"The fastest of {plan.considered:,} layouts, the recommended one first. The line is the interval of the step time."
@@ -100,7 +100,7 @@ def _row(prediction: Prediction, plan: Plan, scale: tuple[float, float]) -> tupl
         size(prediction.peak.total).to_html(),
         Quantity(prediction.chance_to_fit, f"{prediction.chance_to_fit:.0%}").to_html(),
         share(prediction.bubble_fraction).to_html(),
-        duration(prediction.exposed_comm_s).to_html(),
+        share(prediction.exposed_comm_s / prediction.step_s).to_html(),
     )
 
 

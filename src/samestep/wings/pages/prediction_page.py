@@ -124,7 +124,8 @@ def lanes_of(
         known = amounts.get(stage, {})
         for span in timeline.spans_of(stage):
             if span.end_s > span.start_s:
-                name, kind = row_label(span.name, None), _kind(span.stream, span.name)
+                head, *rest = span.name.split(":", 1)
+                name, kind = ":".join([row_label(head, None), *rest]), _kind(span.stream, span.name)
                 boxes[span.stream].append(Box(span.start_s, span.end_s, kind, name, span.task, known.get(span.name, 0)))
         for stream, lane_boxes in boxes.items():
             lane_boxes.sort(key=lambda box: box.start_s)

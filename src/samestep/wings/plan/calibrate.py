@@ -243,7 +243,7 @@ def _impossible(steps: Sequence[TimedStep], machine: Hardware) -> Iterator[str]:
         share = flops / (step.step_s * step.layout.world_size * machine.flops_per_s.get(dtype, math.inf))
         if share > 1:
             yield (
-                f"{step.origin}: {step.step_s:.4g} s a step would need {share:.0%} of the peak of {machine.name} in {dtype}: another "
+                f"{step.origin}: {step.step_s:.4g} s per step would need {share:.0%} of the peak of {machine.name} in {dtype}: another "
                 f"batch ({step.job.train.global_batch} samples), precision, number of devices or --hardware may be right"
             )
 
@@ -276,7 +276,7 @@ def _far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machine: Hard
         if not 1 / _MOST < ratio < _MOST:
             unit = "milliseconds, " if 300 < ratio < 5000 else ""
             yield (
-                f"{step.origin}: {step.step_s:.4g} s a step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
+                f"{step.origin}: {step.step_s:.4g} s per step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
                 f"take, and no profile is that far off: {unit}tokens of one device given as the tokens of all {step.layout.world_size}, "
                 "another batch, precision or --hardware may be the reason"
             )

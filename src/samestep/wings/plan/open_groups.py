@@ -275,7 +275,7 @@ def nearest_to_fitting(fallen: Sequence[Fallen]) -> str:
     """Return the layout that comes nearest to fitting, and what it needs, as text."""
     too_large = [group for group in fallen if group.rule == "memory"]
     if not too_large:
-        return "no layout of these devices is legal"
+        return "no layout of these devices is valid"
     near = min(too_large, key=lambda group: group.needed_bytes)
     return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'
 

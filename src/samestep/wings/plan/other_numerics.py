@@ -40,7 +40,7 @@ class Saving:
     def to_line(self) -> str:
         """Return one line with the change, its seconds a step and its memory in GiB."""
         part = (self.before_s - self.step_s) / self.before_s
-        line = f"{self.change}: {self.step_s:.4g} s a step, {part:.0%} less"
+        line = f"{self.change}: {self.step_s:.4g} s per step, {part:.0%} less"
         if self.peak_bytes is not None:
             line += f", and {gib(self.peak_bytes)} GiB instead of {gib(self.before_bytes)}"
         return line

@@ -310,7 +310,7 @@ class _Search:
         step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
         unchunked = without_chunks, step.cuts_loss  # of which chunks only save memory
         if layout.loss_chunk and (whole_s := self._whole_losses.get(unchunked)) is not None:
-            self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s a step without chunks of the loss")
+            self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s per step without chunks of the loss")
             return
         # The stages without a head hold the same with chunks of the loss and without.
         rest = (without_chunks, self.prices.runs(step).counts)
@@ -340,7 +340,7 @@ class _Search:
             self._whole_losses[unchunked] = prediction.step_s
         self.best = sorted([*self.best, prediction], key=lambda played: played.step_s)
         for left in self.best[self.top :]:
-            self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
+            self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s per step")
         del self.best[self.top :]
 
     def _close(self) -> None:
@@ -348,7 +348,7 @@ class _Search:
         limit_s = self._limit_s()
         for part in self._open:
             rule = "slower" if part.bound_s >= limit_s else "unplayed"
-            self.fallen.append(Fallen(part.groups, rule, f"at least {part.bound_s:.4g} s a step"))
+            self.fallen.append(Fallen(part.groups, rule, f"at least {part.bound_s:.4g} s per step"))
 
 
 def plan(

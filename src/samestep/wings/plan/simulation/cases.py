@@ -78,8 +78,8 @@ class PublishedRun:
             self.title,
             f'{prediction.devices} devices of {self.machine}, layout "{self.layout}"',
             f"a step: {self.global_batch} sequences of {self.sequence}, {prediction.tokens:,} tokens; {self.tokens:.3g} tokens in all{padded}",
-            f"{prediction.step_s:.4g} s a step, {prediction.tokens_per_s_per_device:,.0f} tokens/s and "
-            f"{prediction.tflops_per_device:.0f} TFLOP/s a device, MFU {prediction.mfu:.1%}, bubbles {prediction.bubble_fraction:.1%}",
+            f"{prediction.step_s:.4g} s per step, {prediction.tokens_per_s_per_device:,.0f} tokens/s and "
+            f"{prediction.tflops_per_device:.0f} TFLOP/s per device, MFU {prediction.mfu:.1%}, bubbles {prediction.bubble_fraction:.1%}",
             f"peak {gib(prediction.peak.total)} GiB of {gib(prediction.hardware.memory_bytes)}: {fits}",
             f"{self.tokens:.3g} tokens take {days:.1f} days",
             f"one device would take {years:,.0f} years, and {gib(alone.peak.total)} GiB of memory: sequence by sequence",
@@ -116,7 +116,7 @@ RUNS = {
         global_batch=1920,
         sequence=2048,
         tokens=270e9,
-        published="60.1, 50.2 and 44.4 s a step on 2,240, 2,800 and 3,360 A100 (arXiv:2201.11990, section 3.2), batch 1,920; "
+        published="60.1, 50.2 and 44.4 s per step on 2,240, 2,800 and 3,360 A100 (arXiv:2201.11990, section 3.2), batch 1,920; "
         "270 B tokens",
     ),
     "llama-65b": PublishedRun(
@@ -126,7 +126,7 @@ RUNS = {
         global_batch=2048,
         sequence=2048,
         tokens=1.4e12,
-        published="380 tokens/s a device, 21 days for 1.4 T tokens, batch of 4 M tokens (arXiv:2302.13971, section 2.4)",
+        published="380 tokens/s per device, 21 days for 1.4 T tokens, batch of 4 M tokens (arXiv:2302.13971, section 2.4)",
     ),
 }
 
