@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from samestep import Job, Layout, hardware
 from samestep import job_files as jobs
-from samestep.enumeration import legality
+from samestep.enumeration import valid_layouts
 from samestep.memory.memory_use import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
@@ -40,17 +40,17 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 
 def layouts() -> str:
     """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
-    return legality.as_markdown(legality.layouts(_default_job(), 4))
+    return valid_layouts.as_markdown(valid_layouts.layouts(_default_job(), 4))
 
 
 def switches() -> str:
     """`samestep layouts --devices 2 --switches --markdown`: every split of two devices, and each switch by itself."""
-    return legality.as_markdown(legality.layouts(_default_job(), 2, switches=True))
+    return valid_layouts.as_markdown(valid_layouts.layouts(_default_job(), 2, switches=True))
 
 
 def pairs() -> str:
     """`samestep layouts --devices 1 --pairs --markdown`, of a model with experts: which words compose with which."""
-    return legality.matrix(legality.pairs(Job(model={"source": "preset:mixtral-8x7b"})), markdown=True)
+    return valid_layouts.matrix(valid_layouts.pairs(Job(model={"source": "preset:mixtral-8x7b"})), markdown=True)
 
 
 def _default_job() -> Job:
@@ -212,7 +212,7 @@ TECHNIQUES = (
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py tracing/experts.py"),
     (
         "batch norm",
-        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/group_statistics.py program/step.py tracing/batch_norms.py",
+        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/one_group_norm.py program/step.py tracing/batch_norms.py",
     ),
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
@@ -264,7 +264,7 @@ TECHNIQUES = (
         "samestep simulate",
         "wings/plan/simulation/simulate.py wings/plan/simulation/clock.py wings/plan/simulation/cost.py memory/memory_use.py",
     ),
-    ("legality of layouts", "enumeration/legality.py wings/plan/open_groups.py"),
+    ("valid layouts", "enumeration/valid_layouts.py wings/plan/open_groups.py"),
     ("samestep inspect", "training/inspection.py"),
     (
         "samestep doctor",

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum, whole_batch
     from samestep.building.torch_losses import mean_over
     from samestep.datasets import batches
-    from samestep.enumeration.legality import layouts
+    from samestep.enumeration.valid_layouts import layouts
     from samestep.independence.row_rules import independent
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
@@ -83,7 +83,7 @@ _LAZY = {
     "samestep.building.torch_losses": "mean_over",
     "samestep.datasets": "batches",
     "samestep.datasets.batch": "Batch",
-    "samestep.enumeration.legality": "layouts",
+    "samestep.enumeration.valid_layouts": "layouts",
     "samestep.hardware": "Hardware",
     "samestep.independence.row_rules": "independent",
     "samestep.proof.verdict": "Verdict",

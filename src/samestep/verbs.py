@@ -155,19 +155,19 @@ def inspect(words: Namespace) -> Result:
 
 
 def layouts(words: Namespace) -> Result:
-    """List the legal layouts, or say why one is not."""
-    from samestep.enumeration import legality
+    """List the valid layouts, or say why one is not."""
+    from samestep.enumeration import valid_layouts
 
     job = planned_job(words)
     if words.why_not is not None:
-        reason = legality.why_refused(job, Layout(words.why_not), words.devices)
+        reason = valid_layouts.why_refused(job, Layout(words.why_not), words.devices)
         return Result(lambda: {"layout": words.why_not, "answer": reason}, reason)
     if words.pairs:
-        pairs = [*legality.pairs(job)]
-        return Result(lambda: [asdict(pair) for pair in pairs], legality.matrix(pairs, markdown=words.markdown))
-    rows = legality.layouts(job, words.devices, switches=words.switches)
-    text = legality.as_markdown(rows) if words.markdown else legality.as_text(rows, whole=words.whole)
-    return Result(lambda: [legality.as_record(row) for row in rows], text)
+        pairs = [*valid_layouts.pairs(job)]
+        return Result(lambda: [asdict(pair) for pair in pairs], valid_layouts.matrix(pairs, markdown=words.markdown))
+    rows = valid_layouts.layouts(job, words.devices, switches=words.switches)
+    text = valid_layouts.as_markdown(rows) if words.markdown else valid_layouts.as_text(rows, whole=words.whole)
+    return Result(lambda: [valid_layouts.as_record(row) for row in rows], text)
 
 
 def presets(_: Namespace) -> Result:

@@ -25,7 +25,7 @@ from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-SCALARS = ("to host pinned asynchronous", "runtime/open_step.py:read_with")
+SCALARS = ("to host pinned asynchronous", "runtime/device_decides.py:Decider.reading")
 STEP_BEFORE = ("synchronize", "runtime/open_step.py:OpenStep.read")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/pieces.py:LiveWeights.was_written_early")

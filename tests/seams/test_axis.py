@@ -5,7 +5,7 @@ part of `Holding` is written by the strategy. All else (groups and their order, 
 optimizer, ledger, clock, memory) takes it from the layout's declaration, the holdings and the ops.
 
 What the axis would still need elsewhere to be a word of every verb: degrees to try in `enumeration/candidates.py`, its word in
-the tables of `enumeration/legality.py` and `wings/plan/open_groups.py`, and, for verify to call a fault of it by its name,
+the tables of `enumeration/valid_layouts.py` and `wings/plan/open_groups.py`, and, for verify to call a fault of it by its name,
 in `proof/causes.py`.
 """
 

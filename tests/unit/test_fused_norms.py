@@ -115,11 +115,26 @@ def test_a_norm_over_features_with_one_weight_for_all_keeps_its_island() -> None
     assert fused_call(module, torch.bfloat16, torch.float32, CPU) is None
 
 
+class Scaled(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("module", [nn.LayerNorm(SIZE), nn.LayerNorm(SIZE, eps=1e-3, bias=False)], ids=["", "no bias"])
-def test_a_layer_norm_keeps_its_island_on_a_cpu(module: nn.Module, dtype: torch.dtype) -> None:
+def test_a_layer_norm_is_called_in_float32_with_equal_bits_on_a_cpu(module: nn.Module, dtype: torch.dtype) -> None:
     """In half precision torch's kernel adds the gradients of its weights rounded."""
-    assert fused_call(module, dtype, torch.float32, CPU) is None
+    module = copy.deepcopy(module)
+    call = fused_call(module, dtype, torch.float32, CPU)
+    assert call is not None
+    module.to(dtype)
+    draws = torch.Generator().manual_seed(7)
+    for scale in (0.01, 1.0, 200.0):
+        x = (scale * torch.randn(5, 3, SIZE, generator=draws)).to(dtype).requires_grad_()
+        out, asked = torch.randn(5, 3, SIZE, generator=draws).to(dtype), [x, *module.parameters()]
+        results = [(y, *torch.autograd.grad(y, asked, out)) for y in (island(module, x), call(module, x))]
+        assert all(map(torch.equal, *results))
+    assert fused_call(Scaled(SIZE), dtype, torch.float32, CPU) is None
 
 
 def test_a_norm_with_a_forward_of_an_instance_or_without_weights_keeps_its_island() -> None:

@@ -35,7 +35,7 @@ from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.building.over_samples import scoped
 from samestep.datasets import Dataset, example_of, open_dataset
-from samestep.enumeration import legality
+from samestep.enumeration import valid_layouts
 from samestep.errors import InputError, JobError, LayoutError, ModelError, WorkerError
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
@@ -167,7 +167,7 @@ def verify_all(
         InputError: the job cannot run.
         WorkerError: a worker process died; the text names the layout.
     """
-    for row in legality.layouts(job, devices, switches=True):
+    for row in valid_layouts.layouts(job, devices, switches=True):
         if not row.reason:
             yield verify(job, layout=row.layout, steps=steps, precision=precision, device=device)
 

@@ -18,6 +18,7 @@ a recomputation (`dropout_state.py`), which `recompute.in_our_modes` gives to ev
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -53,9 +54,11 @@ from samestep.randomness.row_hashes import (
     OF_NO_SAMPLE,
     CountedDraw,
     DrawBits,
+    Drawn,
     ForwardRows,
     KnownDraws,
     RunningForward,
+    part_of,
 )  # fmt: skip
 
 DrawKey = tuple[str, int, int]
@@ -77,8 +80,8 @@ class Draw:
 
 
 _AS_IT_IS = nullcontext()
-_MOST_SHAPES = 64
-"""Shapes of masks whose hashed positions are remembered."""
+_MOST_MASKS, _MOST_SHAPES = 4096, 64
+"""Masks whose place among those hashed at once is remembered, and shapes of masks whose hashed positions are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +103,10 @@ class _ModeTracker:
     """The draws of earlier forwards."""
     names: DrawsByName = field(default_factory=DrawsByName)
     """Whether its draws need a mode."""
+    in_order: dict[tuple[Any, ...], Drawn] = field(default_factory=dict)
+    """The positions of masks whose samples are in order, so that they are views, by draw, shape, probability and what else decides."""
+    part: MaskSlice | None = None
+    """The part of each mask for which these positions are."""
     hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
     """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
@@ -210,8 +217,11 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         """Whether draws are seen by names and by the mode since each time that it was entered, and what keeps the model's own graphs from running."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
-        self._model, self._draw, self._part = model, draw, part
+        self._model, self._draw, self._part, self._num_samples = model, draw, part, draw.samples.numel()
         self._tracker = _TRACKERS[model]
+        if self._tracker.part is not part:  # the identity of a part that is gone may be another's
+            self._tracker.part = part
+            self._tracker.in_order.clear()
         # For draws outside every module, as in a loss; the model itself is entry 0 of "".
         self._frames = [RunningForward("", -1)]
         self._entries: dict[str, int] = {}
@@ -221,6 +231,7 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         step = f"{draw.step}.{draw.backward}" if draw.backward else draw.step
         keys = hashlib.blake2b(f"{draw.seed}/{step}/".encode(), digest_size=8)
         self._rows = ForwardRows(self._tracker.known, keys)
+        self._unknown = set[DrawKey]()  # when they were drawn first: a recomputation draws them by the same operations
 
     def may_go_by_name(self) -> DropoutMode:
         """Let draws be seen by the names of their functions, where earlier forwards have shown that this suffices; return the mode."""
@@ -308,7 +319,8 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         Raises:
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
-        return self._counted(p, what).bits(x, shape).dropped()
+        known = self._known_mask(x, shape, p)
+        return self._counted(p, what).bits(x, shape).dropped() if known is None else known
 
     def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
         """Drop elements of x by one kernel; return None, and draw no mask, where none runs. It raises what `drop` does."""
@@ -316,9 +328,24 @@ class DropoutMode(MaskSource, TorchFunctionMode):
             return None
         return self._counted(p, what).drop_elements(x, inplace=inplace)
 
+    def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
+        """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
+        frame = self._frames[-1]
+        draw = frame.name, frame.entry, frame.num_draws
+        drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, x.device))
+        mask = None if drawn is None or draw in self._unknown else self._rows.taken(draw, drawn)
+        if mask is None:
+            return None
+        frame.num_draws += 1
+        self.num_draws += 1
+        return mask.view(shape)
+
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Return such a mask of the weights of an attention; its functions raise what `drop` does."""
-        return self._counted(p, what).weights(x, shape)
+        known = None if x.is_cuda and runs_kernels(x) else self._known_mask(x, shape, p)
+        if known is None:
+            return self._counted(p, what).weights(x, shape)
+        return DroppedWeights(p, functools.partial(part_of, known))
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -350,15 +377,26 @@ class DropoutMode(MaskSource, TorchFunctionMode):
 
     def _counted(self, p: float, what: str) -> CountedDraw:
         """Count a mask of the innermost module."""
-        mask = self._next_draw()
+        self._unknown.add(mask := self._next_draw())
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         rows = self._tracker.rows.get(mask, IN_ORDER)
 
         def arranged(device: torch.device, shape: torch.Size, p: float) -> DrawBits:
-            return self._arranged(mask, rows, shape, device, what, p)
+            return self._remembered(mask, self._arranged(mask, rows, shape, device, what, p), shape, device, p)
 
         return CountedDraw(arranged, rows[0], p)
+
+    def _remembered(
+        self, mask: DrawKey, draw_bits: DrawBits, shape: torch.Size, device: torch.device, p: float
+    ) -> DrawBits:
+        """Return the bits of a mask, and remember its place where it was hashed at once with others."""
+        if draw_bits.mask is not None and draw_bits.is_in_order:
+            if len(self._tracker.in_order) >= _MOST_MASKS:
+                self._tracker.in_order.clear()
+            key = mask, tuple(shape), p, self._num_samples, device
+            self._tracker.in_order[key] = self._rows.drawn(mask)
+        return draw_bits
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
@@ -403,7 +441,7 @@ class DropoutMode(MaskSource, TorchFunctionMode):
     ) -> DrawBits:
         """Return the hashed bits of a draw of this shape, with its samples at `rows`; of a mask with its probability."""
         dim, inner = rows
-        num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
+        num_samples = 1 if dim == OF_NO_SAMPLE else self._num_samples
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
             raise self.refuse(
                 f"{what} of a tensor of shape {tuple(shape)}: dimension {dim} must hold the {num_samples} samples of the "

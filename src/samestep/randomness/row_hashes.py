@@ -171,6 +171,22 @@ class ForwardRows:
         start, number = self._layout.starts[draw], samples.numel() * at.rows.numel()
         return self._halves[start : start + number].view(samples.numel(), at.rows.numel(), 2), None
 
+    def drawn(self, draw: Hashable) -> Drawn:
+        """Return the positions of a draw of this forward, as those of earlier forwards have them."""
+        assert self._mine is not None
+        return self._mine[draw]
+
+    def taken(self, draw: Hashable, drawn: Drawn) -> Tensor | None:
+        """Return the mask of a draw at these positions, bool [B * R, C], if it is among those hashed at once; it is then drawn."""
+        if self._mine is None:
+            return None
+        mask = self._dropped.get(draw)
+        assert mask is None or self._layout is not None
+        if mask is None or self._layout.draws[draw] != drawn:  # type: ignore[union-attr]
+            return None
+        self._mine[draw] = drawn
+        return mask
+
     def _alone(self, draw: Hashable, samples: Tensor, at: HashedPositions) -> Tensor:
         key = int.from_bytes(self._digest(_name(draw)), "little", signed=True)
         return row_halves(samples ^ key, at.rows)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep import calls
-from samestep.enumeration import legality
+from samestep.enumeration import valid_layouts
 from samestep.job import Job
 from samestep.models import catalog
 from samestep.models.layer_parts import Crossing
@@ -254,12 +254,12 @@ def inspect(job: Job) -> Inspection:
     """
     if job.model.preset is not None:
         spec = catalog.model_spec(job)
-        return Inspection(spec=spec, words=tuple(legality.words(spec, job)))
+        return Inspection(spec=spec, words=tuple(valid_layouts.words(spec, job)))
     traced = trace_job(job)
     analysis = traced.analysis
     return Inspection(
         spec=traced.spec,
-        words=tuple(legality.words(traced.spec, job)),
+        words=tuple(valid_layouts.words(traced.spec, job)),
         gathered=analysis.gathered,
         states=analysis.states,
         waived=traced.blueprint.waived,

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,14 @@ from samestep.program.step import GroupPart, SampleGroups
 from samestep.runtime.axes.batch_values import BatchValues, StageBuffers
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
-from samestep.runtime.axes.group_statistics import (
+from samestep.runtime.axes.one_group_norm import (
     GroupStatistics,
     KeptStatistics,
+    NormalisedGroup,
+    OneGroupNorm,
+    StatisticsExchange,
     gradient_of_run,
-    merge_runs,
     normalised,
-    statistics_of_run,
     sums_of_run,
 )
 from samestep.runtime.axes.step_part import RepeatedValues, ShapesOf, SharedSamples, nest_pairs
@@ -100,12 +101,22 @@ class _MicrobatchPart:
         return torch.cat([part.unflatten(0, (views, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
+class _Statistics(NamedTuple):
+    """The statistics of each group of samples, in the dtype in which they are merged."""
+
+    counts: Tensor
+    """Elements of a channel [G, 1]."""
+    means: Tensor
+    """[G, C]."""
+    variances: Tensor
+    """The mean squared deviation [G, C]."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The statistics that one call has found or taken, and the part of the micro-batch that it normalises."""
 
-    statistics: tuple[GroupStatistics, ...]
-    """Those of each group; zeros of other ranks' groups that nobody needs."""
+    statistics: _Statistics | GroupStatistics
     part: _MicrobatchPart
     ranks: DataRanks | None
     """The ranks over which the backward sums; None where it sums nowhere."""
@@ -176,12 +187,18 @@ class BatchNorms(SharedSamples):
         self._summed = {call.owner for call in calls if call.takes_gradient}
         """The modules whose backward sums over ranks."""
         self._views = {call.owner: call.views for call in calls}
+        buffers: dict[Any, Tensor] = {}
+        sending = step.model.batch_norm_owners if self._ranks.send else ()
+        self.exchanges = {path: StatisticsExchange(self._ranks, path, buffers) for path in sending}
+        """What norms over one group exchange, where there are ranks to exchange it with."""
         for path in step.model.batch_norm_owners:
             self._replace_forward(model.get_submodule(path), path)
 
     def _replace_forward(self, module: nn.Module, path: str) -> None:
-        is_direct = self._ranks.send and type(module) in _OWN_CLASSES and "forward" not in vars(module)
-        module.forward = functools.partial(self._forward, module, path, module.forward, is_direct)
+        direct = None
+        if path in self.exchanges and OneGroupNorm.serves(module):
+            direct = OneGroupNorm(module, self.exchanges[path], self.kept, takes_gradient=path in self._summed)
+        module.forward = functools.partial(self._forward, module, path, module.forward, direct)
 
     def begin_step(self, batch: StepBatch, shapes_of: ShapesOf) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
@@ -260,7 +277,13 @@ class BatchNorms(SharedSamples):
             self._part = previous
 
     def _forward(
-        self, module: nn.Module, path: str, forward: Callable[..., Any], is_direct: bool, *args: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        path: str,
+        forward: Callable[..., Any],
+        direct: OneGroupNorm | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Replace the forward of a module that calls batch norm."""
         if self._found.is_repeating:
@@ -270,22 +293,12 @@ class BatchNorms(SharedSamples):
         if part is None:
             return forward(*args, **kwargs)
         # A forward that is recorded runs the module's own code, as its repetition will.
-        is_direct = is_direct and part.is_one_group and not self._found.is_recording
-        if is_direct and len(args) == 1 and not kwargs and _is_usual(module):
-            return self._direct(module, path, args[0], part)
+        is_direct = direct is not None and part.is_one_group and not self._found.is_recording and not kwargs
+        if is_direct and direct is not None and direct.can_run():
+            part.rows(args[0], path, self._views[path])
+            return direct(*args)
         with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
-
-    def _direct(self, norm: Any, path: str, x: Tensor, part: _MicrobatchPart) -> Tensor:
-        """Return what a norm of torch's own class computes of one group, without the mode that finds calls in other code.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        norm._check_input_dim(x)
-        call = _Found(self._taken(x.detach(), part, path, True), part, self._ranks, path, self._views[path])
-        self.kept.add(norm, norm.momentum, call.statistics[0], counts_batches=True)
-        x = self.with_gradient(x, path)
-        return _Normalised.apply(x, norm._parameters["weight"], norm._parameters["bias"], (call, norm.eps))
 
     def with_gradient(self, x: Tensor, owner: str) -> Tensor:
         """Return the input of a call with a gradient, where the backward sums over ranks: theirs may take one."""
@@ -305,41 +318,46 @@ class BatchNorms(SharedSamples):
             call = _Found(statistics, self._part, ranks, owner, self._views[owner])
         return None if call is None else self._found.add(call), is_repeated
 
-    def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> tuple[GroupStatistics, ...]:
+    def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics | GroupStatistics:
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
         groups, is_sent = part.groups, self._ranks.send and (part.groups.spans_ranks or keeps)
+        slots, channels = groups.num_slots, x.shape[1]
         if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
             raise ModelError(
                 "batch-norm-rows",
                 f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm). Set "
                 "numerics.batch_norm_group = 2 or more",
             )
-        runs = [statistics_of_run(rows) for _, rows in part.rows(x, owner, self._views[owner])]
-        rows = runs[0][None] if len(runs) == 1 else torch.stack(runs)
-        if is_sent and not part.counts:
-            rows = torch.zeros_like(rows)
-        if is_sent and len(rows) < groups.num_slots:
-            rows = torch.cat([rows, rows.new_zeros(groups.num_slots - len(rows), rows.shape[1])])
-        everything = self._ranks.gather(rows, owner) if is_sent else rows
+        wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        if is_sent and groups.num_groups == slots == 1:
+            part.rows(x, owner, self._views[owner])
+            return self.exchanges[owner].statistics(x, counts=part.counts)
+        runs = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
+        for row, (_, rows) in zip(runs, part.rows(x, owner, self._views[owner]), strict=False):
+            if part.counts:
+                mean, variance = torch.batch_norm_update_stats(rows.to(wide), None, None, 0.0)
+                count = rows.numel() // channels
+                torch.cat([mean.new_full((1,), count), mean, variance * count], out=row)
+        everything = self._ranks.gather(runs, owner) if is_sent else runs
         ranges = part.slots if is_sent else _own_slots(part)
-        return tuple(merge_runs(everything[where.start : where.stop]) for where in ranges)
-
-
-_OWN_CLASSES = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-
-
-def _is_usual(norm: Any) -> bool:
-    """Return whether a norm is as its class has it, and takes statistics that it keeps by a momentum."""
-    buffers = norm._buffers
-    keeps = buffers.get("running_mean") is not None and buffers.get("running_var") is not None
-    has_own = "weight" in norm._parameters and "bias" in norm._parameters  # which code may compute of others
-    return bool(norm.training and keeps and has_own and norm.momentum is not None and type(norm) in _OWN_CLASSES)
+        merged = [_merge_runs(everything[where.start : where.stop], channels) for where in ranges]
+        return _Statistics(*(torch.stack(parts) for parts in zip(*merged, strict=True)))
 
 
 def _own_slots(part: _MicrobatchPart) -> tuple[range, ...]:
     """Return the slots of each group among those of this rank alone."""
     slots = {run.group: range(index, index + 1) for index, run in enumerate(part.runs)}
     return tuple(slots.get(group, range(0)) for group in range(len(part.slots)))
+
+
+def _merge_runs(tensor: Tensor, channels: int) -> _Statistics:
+    """Merge the count, means and sums of squared deviations of some runs [R, 1 + 2 C]."""
+    counts, means, squares = tensor.split([1, channels, channels], dim=1)
+    count = counts.sum(0)
+    least = count.clamp_min(1.0)
+    mean = (counts * means).sum(0) / least
+    squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
+    return _Statistics(count, mean, squares / least)
 
 
 @contextmanager
@@ -376,21 +394,27 @@ class _BatchNormMode(TorchFunctionMode):
         if keeps and not is_repeated:
             self._keep(of_call.statistics, call["running_mean"], call["running_var"], call["momentum"])
         x = self._norms.with_gradient(call["input"], self._path)
-        return _Normalised.apply(x, call["weight"], call["bias"], (of_call, call["eps"]))
+        if isinstance(of_call.statistics, GroupStatistics):
+            exchange = self._norms.exchanges[of_call.owner]
+            how = exchange, of_call.ranks is not None, of_call.part.counts, of_call.statistics, call["eps"]
+            return NormalisedGroup.apply(x, call["weight"], call["bias"], how)
+        return _Normalised.apply(x, call["weight"], call["bias"], call["eps"], of_call)
 
     @torch.no_grad()
     def _keep(
-        self, statistics: tuple[GroupStatistics, ...], mean: Tensor, variance: Tensor | None, momentum: float
+        self, statistics: _Statistics | GroupStatistics, mean: Tensor, variance: Tensor | None, momentum: float
     ) -> None:
         """Update running statistics with each group in turn, and correct a module's counter, which its code has
         raised by one; those of one group with torch's own code, which does not look at them, at the end of the forward."""
         norm = self._module
         counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
-        is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
-        if len(statistics) == 1 and is_own and variance is not None and norm.momentum is not None:
-            self._norms.kept.add(norm, momentum, statistics[0])
-            return
-        for index, (count, of_group, squared) in enumerate(statistics):
+        if isinstance(statistics, GroupStatistics):
+            is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
+            if is_own and variance is not None and norm.momentum is not None:
+                self._norms.kept.add(norm, momentum, statistics)
+                return
+            statistics = _Statistics(statistics.count[None], statistics.mean[None], statistics.variance[None])
+        for index, (count, of_group, squared) in enumerate(zip(*statistics, strict=True)):
             if counter is not None:
                 counter += index > 0
             of_new: Any = momentum
@@ -406,49 +430,41 @@ class _Normalised(torch.autograd.Function):
     """The normalised input; the gradient goes through the statistics to every sample of a group, on whatever rank it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[_Found, float]) -> Tensor:
-        """`how` is the call and its eps: one argument, since torch looks through each in Python."""
-        ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, of_call: _Found) -> Tensor:
+        ctx.found, ctx.eps, ctx.bias_dtype = of_call, eps, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        call, eps = how
-        groups = call.statistics
-        parts = [normalised(rows, weight, bias, groups[at].mean, groups[at].variance, eps) for at, rows in call.rows(x)]
-        return call.joined(parts)
+        assert isinstance(of_call.statistics, _Statistics)
+        _, means, variances = of_call.statistics
+        parts = [normalised(rows, weight, bias, means[g], variances[g], eps) for g, rows in of_call.rows(x)]
+        return of_call.joined(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        call, eps = ctx.how
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        groups, wide = call.statistics, call.statistics[0].mean.dtype
-        runs = [(at, part.to(wide)) for at, part in call.rows(x)]
-        gradients_of_runs = [part.to(wide) for _, part in call.rows(gradients[0])]
-        inverses = [(group.variance + eps).rsqrt() for group in groups]
-        ones = torch.ones_like(groups[0].mean)
-        of_runs = [
-            sums_of_run(g, part, ones, groups[at].mean, inverses[at], eps)
-            for (at, part), g in zip(runs, gradients_of_runs, strict=True)
-        ]
-        local: Any = of_runs[0]
-        if len(groups) == 1:
-            sums = torch.stack(local)[None]
-        else:
-            sums = ones.new_zeros(len(groups), 2, len(ones))
-            for (at, _), of_run in zip(runs, of_runs, strict=True):
-                sums[at] += torch.stack(of_run)
-            local = sums.sum(0)
+        of_call: _Found = ctx.found
+        assert isinstance(of_call.statistics, _Statistics)
+        counts, means, variances = of_call.statistics
+        wide, inverse = means.dtype, (variances + ctx.eps).rsqrt()
+        rows = [(group, part.to(wide)) for group, part in of_call.rows(x)]
+        gradients_of_runs = [part.to(wide) for _, part in of_call.rows(gradients[0])]
+        ones = torch.ones_like(means[0])
+        sums = means.new_zeros(of_call.part.groups.num_groups, 2, means.shape[1])
+        for (group, part), g in zip(rows, gradients_of_runs, strict=True):
+            sums[group] += torch.stack(sums_of_run(g, part, ones, means[group], inverse[group], ctx.eps))
+        local = sums.sum(0)
         x_gradient = None
-        if needs_x:
-            if call.ranks is not None:
-                call.ranks.sum(sums, call.owner)
-            if not call.part.counts:  # no statistic depends on what it runs
-                sums.zero_()
-            parts = []
-            for (at, part), g in zip(runs, gradients_of_runs, strict=True):
-                scale = inverses[at] if weight is None else inverses[at] * weight.to(wide)
-                elements, mean, variance = groups[at]
-                means = sums[at] / elements if call.part.counts else sums[at]
-                parts.append(gradient_of_run(g, part, scale, means, mean, variance, eps))
-            x_gradient = call.joined(parts).to(x.dtype)
+        if ctx.needs_input_grad[0]:
+            if of_call.ranks is not None:
+                of_call.ranks.sum(sums, of_call.owner)
+            if not of_call.part.counts:  # no statistic depends on what it runs
+                sums = torch.zeros_like(sums)
+            scale = inverse if weight is None else inverse * weight.to(wide)
+            sums = sums / counts[:, None]
+            parts = [
+                gradient_of_run(g, part, scale[at], sums[at], means[at], variances[at], ctx.eps)
+                for (at, part), g in zip(rows, gradients_of_runs, strict=True)
+            ]
+            x_gradient = of_call.joined(parts).to(x.dtype)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_weight = local[1].to(weight.dtype) if needs_weight else None
-        return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None
+        return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None, None

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime.axes.rank_crossings import GroupLine
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.ledger import OwnedCollectives, owned
+from samestep.runtime.processes.mesh import Mesh, all_gather
 
 AXIS = "dp"
 
@@ -33,6 +33,22 @@ class DataRanks:
         if self._group is None:
             return tensor
         return GroupLine(self._group, owner).all_gather(tensor)
+
+    def gather_into(self, everything: Tensor, tensor: Tensor, label: OwnedCollectives) -> None:
+        """Write the tensors of all ranks [N] one after the other into another one, under a label that is prepared once.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        with label:
+            all_gather(everything, tensor, group=self._group)
+
+    def sum_under(self, tensor: Tensor, label: OwnedCollectives) -> None:
+        """Sum a tensor over all ranks, in its place, under a label that is prepared once.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        with label:
+            dist.all_reduce(tensor, group=self._group)
 
     def gather_rows(self, rows: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.

@@ -3,10 +3,12 @@
 ```
 island     cast(x) to float32 -> forward of the module with float32 weights -> cast to the dtype of x        several kernels
 fused      F.rms_norm(x, shape, weight, eps) or F.layer_norm(x, shape, weight, bias, eps)                    one kernel on a GPU
+raised     the same function of the float32 casts of x, weight and bias -> cast to the dtype of x            no hooks, no swap
 ```
-Both compute in float32 and round once. A module is called as the function only if its forward consists of the operations of such
-a norm, and if on drawn values its island and the function agree, outputs and gradients, to one rounding of the compute dtype on the device of
-the run. On a CPU RMS norms agree to the bit; layer norms add their weights' gradients in half precision there, so they keep their island.
+All compute in float32 and round once. A module is called as the function only if its forward consists of the operations of such
+a norm, and if on drawn values its island and the function agree, outputs and gradients, on the device of the run: fused to one
+rounding of the compute dtype, raised (`nn.LayerNorm` alone) to the bit. On a CPU fused RMS norms agree to the bit too; layer norms add their weights'
+gradients in half precision there, so they are raised.
 """
 
 from __future__ import annotations
@@ -52,8 +54,15 @@ def fused_call(module: nn.Module, compute: torch.dtype, master: torch.dtype, dev
         return None
     if 1 in weight.shape or not weight.shape:  # one number for many, and nothing says of how many the norm is
         return None
-    calls = map(_fused, _functions(module, tuple(weight.shape), master))
-    return next((call for call in calls if _agrees(module, weights, call, compute, master, device)), None)
+    functions = [*_functions(module, tuple(weight.shape), master)]
+    for call in map(_fused, functions):
+        if _agrees(module, weights, call, compute, master, device, _is_one_rounding):
+            return call
+    is_of_torch = type(module).forward is nn.LayerNorm.forward  # code of the user's own may do more than it returns
+    for call in (_raised(function, master) for function in functions if is_of_torch):
+        if _agrees(module, weights, call, compute, master, device, torch.equal):
+            return call
+    return None
 
 
 def _functions(module: nn.Module, shape: tuple[int, ...], master: torch.dtype) -> Iterator[_Function]:
@@ -79,6 +88,18 @@ def _fused(function: _Function) -> Call:
     return call
 
 
+def _raised(function: _Function, master: torch.dtype) -> Call:
+    """Return the call of a function in the dtype of the island."""
+
+    def call(norm: nn.Module, x: Tensor) -> Tensor:
+        weights: Any = norm._parameters
+        bias = weights.get("bias")
+        raised = function(norm, x.to(master), weights["weight"].to(master), None if bias is None else bias.to(master))
+        return raised.to(x.dtype)
+
+    return call
+
+
 def _agrees(
     module: nn.Module,
     weights: dict[str, nn.Parameter],
@@ -86,6 +107,7 @@ def _agrees(
     compute: torch.dtype,
     master: torch.dtype,
     device: torch.device,
+    are_alike: Callable[[Tensor, Tensor], bool],
 ) -> bool:
     """Return whether island and call agree on drawn values, in the outputs and in all gradients."""
     draws = torch.Generator().manual_seed(0)
@@ -114,7 +136,7 @@ def _agrees(
             return False
         asked, out = [x, *drawn_weights.values()], draw(*result.shape)
         gradients = torch.autograd.grad(expected, asked, out), torch.autograd.grad(result, asked, out)
-        if not all(map(_is_one_rounding, (expected, *gradients[0]), (result, *gradients[1]))):
+        if not all(map(are_alike, (expected, *gradients[0]), (result, *gradients[1]))):
             return False
     return True
 

@@ -74,12 +74,12 @@ class GroupLine(NamedTuple):
     @property
     def degree(self) -> int:
         """Number of ranks."""
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     @property
     def rank(self) -> int:
         """Number of this rank among them."""
-        return dist.get_rank(self.group)
+        return self.group.rank()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks."""
@@ -130,7 +130,9 @@ def moved(
     Collective over `group` where the moves are, see [Note: collective calls].
     """
     line = GroupLine(group, owner, meanwhile)
-    return through(x, functools.partial(_MOVES[there], wire=line), functools.partial(_MOVES[back], wire=line))
+    moves = functools.partial(_MOVES[there], wire=line), functools.partial(_MOVES[back], wire=line)
+    result: Tensor = Through.apply(x, moves)
+    return result
 
 
 class RankCrossing:
