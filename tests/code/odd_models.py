@@ -592,7 +592,7 @@ REFUSED = [
         for recompute in ("full", "selective")
     ),
     *(
-        Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*microbatch=8 computes it")
+        Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*Use one rank with microbatch=8")
         for layout in ("dp=1 microbatch=4", *LAYOUTS)
     ),
     Refused("tp=2", "odd picking", r"at parts.0 depend on values.*Use a module of its own.*Use tp=1"),

@@ -461,11 +461,11 @@ class ByEpoch(ByProcess):
 
 
 ORDERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "shuffled": (lambda: RandomSampler(Points()), "its RandomSampler, drawn by train.seed,"),
-    "weighted": (lambda: WeightedRandomSampler(torch.ones(22), 22), "WeightedRandomSampler, drawn by train.seed,"),
+    "shuffled": (lambda: RandomSampler(Points()), "its RandomSampler (seeded by train.seed),"),
+    "weighted": (lambda: WeightedRandomSampler(torch.ones(22), 22), "WeightedRandomSampler (seeded by train.seed),"),
     "generator": (lambda: RandomSampler(Points(), generator=torch.Generator()), "its RandomSampler, the last"),
-    "one's own": (ByProcess, "ByProcess, which train.seed decides if it draws from generators of the process, the"),
-    "told": (ByEpoch, "draws from generators of the process, with set_epoch(0) and so on, the last"),
+    "one's own": (ByProcess, "its ByProcess (seeded by train.seed, if it draws from generators of the process), the last"),
+    "told": (ByEpoch, "draws from generators of the process), with set_epoch(0) and so on, the last"),
     "with a generator": (lambda: DrawnOnce(), "its DrawnOnce, the last"),
     "in order": (lambda: SequentialSampler(Points()), "its SequentialSampler, the last"),
     "distributed": (lambda: DistributedSampler(Points(), 2, 1), "on one rank, with set_epoch(0) and so on, the last"),

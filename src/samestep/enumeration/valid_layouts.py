@@ -29,7 +29,7 @@ class Row:
 
     layout: Layout
     reason: str = ""
-    """Empty where the layout is legal."""
+    """Empty where the layout is valid."""
     memory: MemoryUse | None = None
     sent: dict[str, int] | None = None
     """Bytes of buffers that one step hands to each kind of collective."""
@@ -160,13 +160,13 @@ def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...
 
 
 def why_refused(job: Job, layout: Layout, devices: int) -> str:
-    """Return why a layout is refused on a number of devices, or that it is legal: the answer to `--why-not`."""
+    """Return why a layout is refused on a number of devices, or that it is valid: the answer to `--why-not`."""
     job, _ = as_published(job)
     reason = row_of(catalog.model_spec(job), job, layout).reason
     if layout.world_size == devices:
         return reason or f'"{layout}" is valid'
     named = f"--devices {devices}, but layout {str(layout)!r} has {layout.world_size} ranks"
-    return f"{named}; there it is {f'rejected: {reason}' if reason else 'legal'}"
+    return f"{named}; there it is {f'rejected: {reason}' if reason else 'valid'}"
 
 
 def _sent_bytes(program: Program) -> dict[str, int]:
@@ -191,13 +191,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 SCREENFUL = 40
 """The rows that a table has at most, unless all are asked for."""
 _LEGAL, _RULES = 20, 12
-"""The legal layouts, and the rules of refusals, that a shortened table shows at most."""
+"""The valid layouts, and the rules of refusals, that a shortened table shows at most."""
 
 
 def as_text(rows: Sequence[Row], *, whole: bool = False) -> str:
     """Write the table for a terminal: bytes that rank 0 holds between steps with Adam, and what a step sends.
 
-    A table of more rows than a screen has begins with the legal ones, and has one line for each rule that refuses others.
+    A table of more rows than a screen has begins with the valid ones, and has one line for each rule that refuses others.
     """
     if whole or len(rows) <= SCREENFUL:
         return align_columns([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))

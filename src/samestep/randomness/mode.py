@@ -241,12 +241,12 @@ class DropoutMode(MaskSource, TorchFunctionMode):
 
     def end_forward(self) -> None:
         """Decide by a training forward that has ended how the next one is watched."""
-        if self._names is not None and self.num_draws:
+        if self._names is not None and self.num_draws and self._tracker.is_expected:
             self._names.end_forward()
 
     def __enter__(self) -> DropoutMode:
         names = self._names
-        by_name = names is not None and not (names.is_tried and names.needs_mode)
+        by_name = names is not None and self._tracker.is_expected and not (names.is_tried and names.needs_mode)
         by_mode = names is None or names.needs_mode or not names.is_tried
         is_uncompiled = self._tracker.is_expected and not self._tracker.in_graph
         uncompiled = disable_compiler() if is_uncompiled else _AS_IT_IS

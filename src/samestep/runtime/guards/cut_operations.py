@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import DispatchMode
@@ -75,16 +74,16 @@ class CutOperations:
             _note(self._parts, tensors_in(samples))
         paths = {owner_of(param.name) for param in spec.params if param.cut is not None}
         self._cut = {self._assembly.model.module.get_submodule(path) for path in paths}
-        handle = register_module_forward_pre_hook(
-            self._note_weights
-        )  # one of a module would be taken back with its state
-        with again.running(), self._assembly.model.compiled.off(), handle, DispatchMode(self._carry_out):
+        with again.running(), self._assembly.model.compiled.off(), DispatchMode(self._carry_out):
             again.run(indices, samples, microbatch=microbatch if spec.couples_samples else None)
 
-    def _note_weights(self, module: nn.Module, args: Any) -> None:
-        """Note the weights of a module that is cut, as it has them now."""
-        if module in self._cut:
-            _note(self._parts, [param for param in module._parameters.values() if param is not None])
+    def _is_part(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was computed of parts, or is a weight of a module that is cut, as the module has it now."""
+        if address(tensor) in self._parts:
+            return True
+        return isinstance(tensor, nn.Parameter) and any(
+            tensor is param for module in self._cut for param in module._parameters.values()
+        )
 
     def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, given, name = func(*args, **kwargs), operands(*args, *kwargs.values()), func.overloadpacket.__name__
@@ -94,7 +93,7 @@ class CutOperations:
         elif self._of_stages and any(address(tensor) in self._stands or _is_stand_in(tensor) for tensor in given):
             _note(self._stands, operands(result))
             self._count(f"{name}{OF_STAGES}", func)
-        elif parts := [tensor for tensor in given if address(tensor) in self._parts]:
+        elif parts := [tensor for tensor in given if self._is_part(tensor)]:
             results, sizes = operands(result), {size for tensor in parts for size in tensor.shape if size > 1}
             _note(self._parts, results)
             is_of_elements = name in _OF_ELEMENTS or (torch.Tag.pointwise in func.tags and not sizes & _integers(args))
