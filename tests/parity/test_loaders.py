@@ -464,7 +464,10 @@ ORDERS: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffled": (lambda: RandomSampler(Points()), "its RandomSampler (seeded by train.seed),"),
     "weighted": (lambda: WeightedRandomSampler(torch.ones(22), 22), "WeightedRandomSampler (seeded by train.seed),"),
     "generator": (lambda: RandomSampler(Points(), generator=torch.Generator()), "its RandomSampler, the last"),
-    "one's own": (ByProcess, "its ByProcess (seeded by train.seed, if it draws from generators of the process), the last"),
+    "one's own": (
+        ByProcess,
+        "its ByProcess (seeded by train.seed, if it draws from generators of the process), the last",
+    ),
     "told": (ByEpoch, "draws from generators of the process), with set_epoch(0) and so on, the last"),
     "with a generator": (lambda: DrawnOnce(), "its DrawnOnce, the last"),
     "in order": (lambda: SequentialSampler(Points()), "its SequentialSampler, the last"),
