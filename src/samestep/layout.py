@@ -54,7 +54,7 @@ def model_axis() -> int:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How a step is parallelized: the size of each mesh dimension, and the memory options. It never changes the result.
+    """A layout says how a step is parallelized: the size of each mesh dimension, and the memory options. It never changes the result.
 
     A layout is made from a line of text, from keywords, or from both: `Layout("dp=2 zero=3")`, `Layout(dp=2, zero=3)`.
     `microbatch` is in samples per rank; None runs all samples of a rank in one micro-batch.

@@ -87,11 +87,8 @@ TOGETHER: tuple[Row, ...] = (
         "layout": "dp=2 zero=3",
         "norm": "none",
     },  # weights-order
-    {"checkpoint": "own", "buffer": "scale", "loss": "of the model", "layout": "dp=2 zero=3", "norm": "none"},
-    {"recompute": "selective", "buffer": "scale", "loss": "of the model", "layout": "dp=2 zero=3", "norm": "none"},
-    {"recompute": "selective", "buffer": "scale", "loss": "of the model", "layout": "dp=1 microbatch=3"},
 )
-"""Features that are refused together, of which no row has all. In the last three a look at the saved tensors of a forward repeats it."""
+"""Features that are refused together, of which no row has all."""
 _ATTEMPTS = 8
 
 

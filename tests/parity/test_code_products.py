@@ -65,6 +65,17 @@ def test_features_of_code_compose(number: int, tmp_path: Path) -> None:
         raise
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "layout"),
+    [("checkpoint", "dp=2 zero=3"), ("recompute", "dp=2 zero=3"), ("recompute", "dp=1 microbatch=3")],
+)
+def test_looking_at_the_end_of_a_loss_repeats_no_forward(checkpoint: str, layout: str, tmp_path: Path) -> None:
+    """The last operations of a loss of the model may have saved tensors that a checkpoint computes again, once."""
+    repeated = {"checkpoint": "own"} if checkpoint == "checkpoint" else {"recompute": "selective"}
+    row = {**code_array.PLAIN, **repeated, "buffer": "scale", "loss": "of the model", "layout": layout, "norm": "none"}
+    prove(row, tmp_path)
+
+
 def test_the_rows_hold_every_pair() -> None:
     rows = code_array.rows()
     held = {pair for row in rows for pair in code_array.pairs_of(row)}

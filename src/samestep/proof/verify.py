@@ -96,13 +96,7 @@ def verify(
     job = (job or Job()).with_modules(stages=stages)
     loss = None if loss is None else scoped(loss_from(loss), job)
     job, notes = _on_device(job, device, steps)
-    if layout is None and not job.layout:
-        raise LayoutError(
-            "command-options",
-            'verify compares a layout with one device, and the job has none. Use --layout "dp=2 tp=2", or --all --devices 4 for all '
-            "layouts of 4 devices",
-        )
-    where = layout_from(job.layout if layout is None else layout)
+    where = _proven_layout(job, layout)
     compiled_blocks.check(job.run)
     inputs = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()
@@ -116,12 +110,23 @@ def verify(
         notes = (*notes, *from_job, *verdict.notes)
         verdict = dataclasses.replace(verdict, notes=notes, seconds=time.perf_counter() - began)
         if verdict.proven and all(
-            verdict is None for verdict in inputs
+            value is None for value in inputs
         ):  # otherwise the job does not describe the proven run
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
         temporary_folder.remove(folder)
+
+
+def _proven_layout(job: Job, layout: str | Layout | None) -> Layout:
+    """Return the layout to prove; None stands for that of the job."""
+    if layout is None and not job.layout:
+        raise LayoutError(
+            "command-options",
+            'verify compares a layout with one device, and the job has none. Use --layout "dp=2 tp=2", or --all --devices 4 for all '
+            "layouts of 4 devices",
+        )
+    return layout_from(job.layout if layout is None else layout)
 
 
 def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str, ...]]:

@@ -224,7 +224,7 @@ WITHIN_TRANSFORM = (
 
 @dataclass(slots=True, eq=False)
 class DrawsByName:
-    """How the draws of one model's training forwards are seen, which these forwards change.
+    """The state of one model that says how its draws are seen; its training forwards change it.
 
     the first    names stand for replacements, and the mode notes the draws that reach it in another way
     later        names alone, or if there were such draws, the mode alone

@@ -196,7 +196,11 @@ class EarlyStopping:
             )
 
     def rule(self) -> EvaluationRule:
-        """Return it as the rule that decides."""
+        """Return it as the rule that decides.
+
+        Raises:
+            JobError: `monitor` is no mean and no metric of the sets.
+        """
         is_named = isinstance(self.sets, Mapping) and not any(isinstance(value, Tensor) for value in self.sets.values())
         sets = self.sets if is_named else {HELD_OUT: self.sets}
         judge = self.monitor or next(iter(sets))

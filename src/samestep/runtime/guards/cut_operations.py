@@ -117,7 +117,7 @@ def _is_stand_in(tensor: Tensor) -> bool:
 
 
 class SeenOperations:
-    """What forwards of earlier steps have run on parts, by the shapes of their micro-batches."""
+    """A record of what forwards of earlier steps have run on parts, by the shapes of their micro-batches."""
 
     def __init__(self) -> None:
         self._counts: dict[Shapes, Counter[str]] = {}

@@ -310,7 +310,11 @@ def last_operations(total: Tensor) -> tuple[str, ...]:
 
 
 def _operand_of(node: Any) -> float | None:
-    """Return the number by which an operation multiplies or divides; None if there is none on the host."""
+    """Return the number by which an operation multiplies or divides; None if there is none on the host, or if a checkpoint would run its
+    forward again to return it.
+    """
+    if getattr(getattr(node, "_raw_saved_other", None), "unpack_hook", None) is not None:
+        return None
     other = getattr(node, "_saved_other", None)
     return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None
 

@@ -258,7 +258,11 @@ class HostLauncher(Launcher):
         return number({self.size: least}, self.size, 0 if self.counts else len(env.get(self.address, "").split()))
 
     def read(self, env: Mapping[str, str]) -> LaunchInfo:
-        """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0."""
+        """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0.
+
+        Raises:
+            JobError: variables of the launcher contradict each other.
+        """
         both, count = _given(env, self.rank, self.other_rank), self._count(env)
         index = number(env, both[0])
         if len(both) == 2 and number(env, both[1]) != index:

@@ -57,7 +57,11 @@ def _doctor_meets(words: Namespace) -> dict[str, Any]:
 
 
 def rendezvous_of(words: Namespace) -> Rendezvous | None:
-    """Return the rendezvous of the hosts of a run; None if this host runs alone."""
+    """Return the rendezvous of the hosts of a run; None if this host runs alone.
+
+    Raises:
+        InputError: some of the three flags are missing, or there are fewer than two hosts.
+    """
     flags = {"--nodes": words.nodes, "--rendezvous": words.rendezvous, "--token-file": words.token_file}
     missing = [flag for flag, value in flags.items() if value is None]
     if len(missing) == len(flags):
