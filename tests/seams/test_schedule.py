@@ -76,9 +76,10 @@ def test_its_program_is_built_and_played() -> None:
         programs = programs_of(MODEL, job, layout)
         assert [task.action for task in programs[0].tasks[:-1]] == list(late_weights(0, 2, 4))
         late = predict(MODEL, job, layout, load("h100x8"))
-        others = [predict(MODEL, job, Layout(pp=2, microbatch=2, schedule=one), load("h100x8")) for one in SCHEDULES]
-    assert late.timeline.step_s == max(other.timeline.step_s for other in others)
-    assert late.peak.activations == max(other.peak.activations for other in others)
+        plain = predict(MODEL, job, Layout(pp=2, microbatch=2, schedule="gpipe"), load("h100x8"))
+        least = predict(MODEL, job, Layout(pp=2, microbatch=2, schedule="1f1b"), load("h100x8"))
+    assert late.timeline.step_s >= plain.timeline.step_s
+    assert late.peak.activations >= plain.peak.activations > least.peak.activations
 
 
 def test_it_is_planned_and_its_bounds_hold() -> None:

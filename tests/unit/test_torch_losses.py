@@ -297,3 +297,20 @@ def test_a_scalar_is_answered_by_mean_over_in_the_first_sentence(value: Loss) ->
     with pytest.raises(JobError) as error:
         check_results_of(value)(normal(3, 2), (None,))
     assert 'samestep.mean_over("samples", loss)' in str(error.value).partition(". ")[0]
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a pair": lambda total, count: (total, count),
+    "with values": lambda total, count: (total, count, {"seen": (1.0, 1)}),
+    "terms": lambda total, count: {"first": (total, 4), "second": (total, count)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_count_with_a_gradient_is_rejected(form: str) -> None:
+    total, weights = normal(4).requires_grad_().sum(), normal(4).requires_grad_().sigmoid()
+    with pytest.raises(JobError, match=r"the count of the loss has a gradient.*Use count\.detach\(\)"):
+        loss_result(FORMS[form](total, weights.sum()))
+    assert not any(
+        count.requires_grad for _, count in loss_result(FORMS[form](total, weights.sum().detach())).terms.values()
+    )

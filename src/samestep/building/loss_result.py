@@ -211,7 +211,11 @@ def _split(returned: Any) -> tuple[Any, Mapping[Any, Any]]:
 
 
 def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
-    """Return a sum and a count as tensors; None for anything else. The sum of a term must be a tensor."""
+    """Return a sum and a count as tensors; None for anything else. The sum of a term must be a tensor.
+
+    Raises:
+        JobError: the count of a term has a gradient, which a division by a number would leave out.
+    """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return None
     total, count = pair
@@ -224,6 +228,12 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
     if not isinstance(count, Tensor):
         number, count = float(count), total.new_full((), count, dtype=torch.float64)
         setattr(count, NUMBER, number)
+    if is_term and count.requires_grad:
+        raise JobError(
+            "loss-count-from-outputs",
+            "the count of the loss has a gradient, and a sum is divided by its count as by a number. Use count.detach() if the loss of one "
+            "device does, or samestep.whole_batch(loss) for a ratio of two sums",
+        )
     total, plain = scalar(total), scalar(count.detach() if count.requires_grad else count)
     if plain is not count:
         vars(plain).update({name: value for name, value in vars(count).items() if name in (LEAST, NUMBER)})
