@@ -116,15 +116,15 @@ def alike_once() -> Iterator[None]:
                 if refusal.exists():
                     raise pickle.loads(refusal.read_bytes())
                 try:
-                    found = examine(source, job, example, layout)
+                    prepared = examine(source, job, example, layout)
                 except InputError as error:
                     with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
                         refusal.write_bytes(pickle.dumps(error))
                     raise
-                if found is not source.prepared:
+                if prepared is not source.prepared:
                     with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):  # findings without bytes
-                        stored.write_bytes(_written(found))
-                return found
+                        stored.write_bytes(_written(prepared))
+                return prepared
 
         for room in (assembly, recorded_flows, local_replicas):
             patch.setattr(room, "examine", once)

@@ -112,15 +112,15 @@ def every_pair() -> list[tuple[Setting, Setting]]:
 def rows() -> tuple[Row, ...]:
     """Return rows that hold every pair, always the same."""
     draw, missing = random.Random(1), dict.fromkeys(every_pair())
-    found: list[Row] = []
+    chosen: list[Row] = []
     while missing:
         begin = next(iter(missing))
         fillings = [_filled(begin, missing, draw) for _ in range(_ATTEMPTS)]
         best = max(fillings, key=lambda row: sum(pair in missing for pair in pairs_of(row)))
         for pair in pairs_of(best):
             missing.pop(pair, None)
-        found.append(best)
-    return tuple(part for row in found for part in _without_refused(row))
+        chosen.append(best)
+    return tuple(part for row in chosen for part in _without_refused(row))
 
 
 def _without_refused(row: Row) -> list[Row]:
@@ -138,7 +138,11 @@ def _filled(begin: tuple[Setting, Setting], missing: dict[tuple[Setting, Setting
     others = [factor for factor in FACTORS if factor not in row]
     draw.shuffle(others)
     for factor in others:
-        able = [one for one in FACTORS[factor] if not any(_is_apart((factor, one), held) for held in row.items())]
+        able = [
+            setting
+            for setting in FACTORS[factor]
+            if not any(_is_apart((factor, setting), pair) for pair in row.items())
+        ]
         draw.shuffle(able)
         row[factor] = max(able, key=functools.partial(_num_new, row, missing, factor))
     return {factor: row[factor] for factor in FACTORS}

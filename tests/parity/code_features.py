@@ -360,7 +360,9 @@ def train_plainly(row: Row) -> Trained:
     model, losses = built(row).double(), []
     optimizers = plain_optimizers(row, model)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 - step / (STEPS - 1)) for one in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (STEPS - 1)) for optimizer in optimizers
+    ]
 
     def evaluate(module: nn.Module) -> None:
         with torch.no_grad():
@@ -398,8 +400,8 @@ def given_to(row: Row, rank: int, world: int, batch: Any) -> tuple[Any, dict[str
         return batch, {}
     if row["source"] == "own values" and world > 1:
         cut = len(batch.indices) // 3  # shares of different sizes
-        own = batch.indices[:cut] if rank == 0 else batch.indices[cut:]
-        return in_form(row["data"], batch.samples(own)), {"local": True}
+        share = batch.indices[:cut] if rank == 0 else batch.indices[cut:]
+        return in_form(row["data"], batch.samples(share)), {"local": True}
     is_given = rank == 0 or row["source"] != "values of rank 0"
     return in_form(row["data"], batch.samples(batch.indices)) if is_given else None, {}
 

@@ -78,8 +78,8 @@ def test_looking_at_the_end_of_a_loss_repeats_no_forward(checkpoint: str, layout
 
 def test_the_rows_hold_every_pair() -> None:
     rows = code_array.rows()
-    held = {pair for row in rows for pair in code_array.pairs_of(row)}
-    assert held == set(code_array.every_pair())
+    pairs = {pair for row in rows for pair in code_array.pairs_of(row)}
+    assert pairs == set(code_array.every_pair())
     daily = code_array.each_setting(rows)
     every = {(factor, setting) for factor, settings in code_array.FACTORS.items() for setting in settings}
     assert {setting for number in daily for setting in rows[number].items()} == every

@@ -195,7 +195,7 @@ class _SampleProver(Prover):
         self.loss_values: tuple[BatchValueCall, ...] = ()
         self._read: set[int] | None = None
 
-    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, inputs: Any, output: Any) -> None:
         """Note the values of the model's outputs, as far as they are known."""
         if path:
             return

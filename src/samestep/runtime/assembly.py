@@ -61,8 +61,8 @@ from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
-from samestep.state.fingerprints import FirstState, digests_of
-from samestep.state.snapshot import Slot, modules_of, places_of
+from samestep.state.fingerprints import FirstState, digests_of, places_of
+from samestep.state.snapshot import Slot, modules_of
 from samestep.state.writes import AlikeTensors
 from samestep.strategies import program_of
 

@@ -7,11 +7,12 @@ teacher that follows its student, running statistics, a counter. Version counter
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import pickle
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 from samestep.building.families import INSTALLED_FLAG
 from samestep.building.named_tensors import set_attributes
 from samestep.building.optimizer import CombinedOptimizer
-from samestep.state.named_variables import Variable
+from samestep.state.named_variables import OF_USER, SEARCHED, Variable, home_of
+from samestep.state.snapshot import HOLDERS, OUTSIDE, PLAIN, Slot, Snapshot, slots_of
 
 _PLAIN = (type(None), bool, int, float, str)
 _COLUMNS = 4093
@@ -139,6 +141,34 @@ def digest(value: Any) -> int:
     except Exception:  # objects of others' classes fail in any way
         return 0
     return xxhash.xxh3_64_intdigest(stream.getvalue())
+
+
+def places_of(root: nn.Module | Callable[..., Any], modules: nn.Module | None = None) -> dict[Slot, Variable]:
+    """Return where a model, or a function such as a loss, keeps values: in variables outside of modules, in buffers and attributes of some
+    `modules`, and in attributes of the user's objects in these. Functions and modules themselves are left out.
+    """
+    rest = [((OUTSIDE, name), variable) for name, variable in Snapshot(root, weights=False).variables.items()]
+    for path, part in modules.named_modules() if modules is not None else ():
+        tables = ((part._buffers, part._buffers), (vars(part), set_attributes(part)))
+        rest += [
+            ((path, key), Variable(key, holder, key, item)) for holder, items in tables for key, item in items.items()
+        ]
+    places, seen = dict[Slot, Variable](), set[int]()
+    while rest:
+        (path, name), variable = rest.pop()
+        value = variable.value
+        is_of_user = home_of(type(value).__module__) in OF_USER and not isinstance(value, (*PLAIN, enum.Enum))
+        is_object = is_of_user or isinstance(value, HOLDERS)
+        if isinstance(value, (*SEARCHED, nn.Module)) or (is_object and id(value) in seen):
+            continue
+        if not is_object:
+            places[path, name] = variable
+            continue
+        seen.add(id(value))
+        fields = [(vars(value), key, item) for key, item in getattr(value, "__dict__", {}).items()]
+        fields += [(value, key, item) for key, item in slots_of(value)]
+        rest += [((path, f"{name}.{key}"), Variable(key, holder, key, item)) for holder, key, item in fields]
+    return places
 
 
 def digests_of(places: Mapping[Any, Variable]) -> dict[Any, int]:

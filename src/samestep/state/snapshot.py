@@ -12,7 +12,6 @@ that it has now. So a forward inside leaves no trace but in the generators, whic
 from __future__ import annotations
 
 import builtins
-import enum
 import functools
 import logging
 import math
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.named_tensors import OF_TORCH, address, set_attributes
+from samestep.building.named_tensors import OF_TORCH, address
 from samestep.building.torch_seams import set_versions
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
 from samestep.state.named_variables import OF_USER, SEARCHED, Variable, home_of, variables_of
@@ -46,9 +45,9 @@ _LARGEST = 4096
 _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
 
 _SINGLE = (bool, int, float, complex, str, bytes, type(None))
-_HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
+HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
 """Classes of Python whose objects hold attributes like those of a user's class."""
-PLAIN = (*_SINGLE, *_HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
+PLAIN = (*_SINGLE, *HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Values of variables that are state, besides objects of the user's classes."""
 _LARGEST_NUMBER = 2**53
 _EXACT = frozenset((dict, OrderedDict))
@@ -318,32 +317,6 @@ def modules_of(function: Callable[..., Any]) -> nn.Module:
         modules.add_module(f"{name}{place}".replace(".", "/"), part)
         later[name] -= 1
     return modules
-
-
-def places_of(root: nn.Module | Callable[..., Any], modules: nn.Module | None = None) -> dict[Slot, Variable]:
-    """Return where a model, or a function such as a loss, keeps values: in variables outside of modules, in buffers and attributes of some
-    `modules`, and in attributes of the user's objects in these. Functions and modules themselves are left out.
-    """
-    rest = [((OUTSIDE, name), variable) for name, variable in Snapshot(root, weights=False).variables.items()]
-    for path, part in modules.named_modules() if modules is not None else ():
-        tables = ((part._buffers, part._buffers), (vars(part), set_attributes(part)))
-        rest += [((path, key), Variable(key, held, key, item)) for held, items in tables for key, item in items.items()]
-    places, seen = dict[Slot, Variable](), set[int]()
-    while rest:
-        (path, name), variable = rest.pop()
-        value = variable.value
-        is_of_user = home_of(type(value).__module__) in OF_USER and not isinstance(value, (*PLAIN, enum.Enum))
-        is_object = is_of_user or isinstance(value, _HOLDERS)
-        if isinstance(value, (*SEARCHED, nn.Module)) or (is_object and id(value) in seen):
-            continue
-        if not is_object:
-            places[path, name] = variable
-            continue
-        seen.add(id(value))
-        fields = [(vars(value), key, item) for key, item in getattr(value, "__dict__", {}).items()]
-        fields += [(value, key, item) for key, item in slots_of(value)]
-        rest += [((path, f"{name}.{key}"), Variable(key, holder, key, item)) for holder, key, item in fields]
-    return places
 
 
 @contextmanager

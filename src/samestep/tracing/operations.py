@@ -225,7 +225,7 @@ class Analysis:
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
         """Receive that a module's forward starts."""
 
-    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, inputs: Any, output: Any) -> None:
         """Receive that a module's forward ends."""
 
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -311,12 +311,12 @@ class Recorder(Analysis):
         if path in self.looking:
             self.record(LOOKED, path, tensors_seen_by(part, given), {}, ())
 
-    def leave(self, path: str, part: nn.Module, given: Any, output: Any) -> None:
+    def leave(self, path: str, part: nn.Module, inputs: Any, output: Any) -> None:
         """Record the output of a cut module, of one whose code looks at values, and of the model: its prediction first, if there is one."""
         if self.styles.get(path, "sum") != "sum":
             self.record("left", path, (), {}, tuple(tensors_in(output)))
         if path in self.looking:
-            self.record(LOOKED, path, tensors_seen_by(part, (given, output)), {}, ())
+            self.record(LOOKED, path, tensors_seen_by(part, (inputs, output)), {}, ())
         if not path:
             prediction = None
             with suppress(InputError):

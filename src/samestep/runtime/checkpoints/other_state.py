@@ -32,9 +32,9 @@ from samestep.runtime.optimizers.optimizer_step import set_options
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import NotPlainError, Packer, gather_values, unpack_plain
 from samestep.runtime.weights.pieces import Piece
-from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
+from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values, places_of
 from samestep.state.named_variables import Variable
-from samestep.state.snapshot import OUTSIDE, PLAIN, Slot, modules_of, places_of, put_items
+from samestep.state.snapshot import OUTSIDE, PLAIN, Slot, modules_of, put_items
 from samestep.state.step_code import set_state, states_by_key
 from samestep.trees import tree_map_only
 

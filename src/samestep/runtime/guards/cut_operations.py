@@ -20,26 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import DispatchMode
+from samestep.independence.dimension_maps import is_elementwise
 from samestep.models.spec import owner_of
 from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.microbatches import Microbatches
 from samestep.trees import operands, tensors_in
 
-_OF_ELEMENTS = frozenset(
-    {
-        "detach",
-        "alias",
-        "clone",
-        "_to_copy",
-        "copy_",
-        "unsqueeze",
-        "bernoulli_",
-        "native_dropout",
-        "rand_like",
-        "empty_like",
-    }
-)
-"""Operations without torch's mark that compute, copy or draw each element by itself."""
+_OF_ELEMENTS = frozenset({"detach", "alias", "unsqueeze", "empty_like"})
+"""Views and new tensors that leave each element its place, beside the operations that compute each by itself."""
 _OF_TOKENS = frozenset({"mm", "addmm", "linear", "native_layer_norm", "_fused_rms_norm", "t"})
 _VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias", "expand"})
 
@@ -86,17 +74,17 @@ class CutOperations:
         )
 
     def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, given, name = func(*args, **kwargs), operands(*args, *kwargs.values()), func.overloadpacket.__name__
+        result, tensors, name = func(*args, **kwargs), operands(*args, *kwargs.values()), func.overloadpacket.__name__
         if func.namespace == "c10d":  # a sum over ranks, or the parts of all of them
-            for tensor in () if self.of_tokens else given:
+            for tensor in () if self.of_tokens else tensors:
                 self._parts.pop(address(tensor), None)
-        elif self._of_stages and any(address(tensor) in self._stands or _is_stand_in(tensor) for tensor in given):
+        elif self._of_stages and any(address(tensor) in self._stands or _is_stand_in(tensor) for tensor in tensors):
             _note(self._stands, operands(result))
             self._count(f"{name}{OF_STAGES}", func)
-        elif parts := [tensor for tensor in given if self._is_part(tensor)]:
+        elif parts := [tensor for tensor in tensors if self._is_part(tensor)]:
             results, sizes = operands(result), {size for tensor in parts for size in tensor.shape if size > 1}
             _note(self._parts, results)
-            is_of_elements = name in _OF_ELEMENTS or (torch.Tag.pointwise in func.tags and not sizes & _integers(args))
+            is_of_elements = name in _OF_ELEMENTS or (is_elementwise(func) and not sizes & _integers(args))
             if not is_of_elements and not (self.of_tokens and _keeps_tokens(func, name, parts[0], args, results)):
                 self._count(name, func)
         return result
@@ -146,6 +134,6 @@ def _keeps_tokens(func: Any, name: str, part: Tensor, args: tuple[Any, ...], res
     if name in _VIEWS:
         return bool(results) and results[0].shape[-1:] == part.shape[-1:]
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    given = named.get("dim", named.get("dims"))
-    dims = given if isinstance(given, list | tuple) else [given]
-    return name in _OF_TOKENS or all(dim in (-1, part.dim() - 1) for dim in dims)
+    dim = named.get("dim", named.get("dims"))
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    return name in _OF_TOKENS or all(number in (-1, part.dim() - 1) for number in dims)

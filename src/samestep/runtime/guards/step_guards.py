@@ -252,13 +252,14 @@ class StepGuards:
         if self._operations is None or self.refusals.is_waived("state"):
             return
         now = CutOperations(again, number)
-        if added := self._operations.added(now):
+        if names := self._operations.added(now):
+            first = min(names)
             what, option = ("a part of the tokens", "cp=1") if now.of_tokens else ("a part of the features", "tp=1")
-            if OF_STAGES in min(added):
+            if OF_STAGES in first:
                 what, option = "stand-ins of these", "pp=1"
             self.refuse_state(
                 again.batch,
-                f"the forward has begun to run {min(added)}, which the trace has not seen, and a rank has {what}. Use {option}, or a flag that "
+                f"the forward has begun to run {first}, which the trace has not seen, and a rank has {what}. Use {option}, or a flag that "
                 "has its value when the run is made",
             )
 

@@ -195,9 +195,9 @@ class Updater:
         self.rates.is_updating = True  # a closure runs a backward, and its guards, within an update
         try:
             for chunk, chunk_gradients in together:
-                held = _NOTHING if chunks is None else chunks.held(self.optimizer, chunk, self.unused)
+                narrowed = _NOTHING if chunks is None else chunks.held(self.optimizer, chunk, self.unused)
                 without = without_empty_groups(self.fragile) if self.fragile else _NOTHING
-                with held:
+                with narrowed:
                     with self.lent(chunk, chunk_gradients), self.surroundings, without:
                         step_members(self.optimizer, self.steps, part, is_first=not self.step_index)
                     if self.averages is not None:

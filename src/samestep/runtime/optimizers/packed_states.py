@@ -151,7 +151,7 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateChunks:
-    """UpdateChunks of pieces that are updated together; their masters or states may be held in less memory between two updates."""
+    """Chunks of pieces that are updated together; their masters or states may be held in less memory between two updates."""
 
     chunks: list[list[Piece]]
     packing: StatePacking | None

@@ -153,9 +153,10 @@ class FlatBuffer:
         """Yield the gradients that this rank updates, or those of some weights."""
         if names is None:
             yield self.gradients[self.mine]
-        for member in self.bucket.members if names else ():
+            return
+        for member in self.bucket.members:
             start, stop = max(member.offset, self.mine.start), min(member.offset + member.numel, self.mine.stop)
-            if names and member.name in names and start < stop:
+            if member.name in names and start < stop:
                 yield self.gradients[start:stop]
 
     def holds(self, names: Set[str]) -> bool:

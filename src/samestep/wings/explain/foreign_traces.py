@@ -307,7 +307,7 @@ class _TraceEvent:
     begin_ns: int
     end_ns: int
     """After the beginning of the trace's clock."""
-    given: Mapping[str, Any]
+    collective: Mapping[str, Any]
     """The arguments of a collective; empty for others."""
 
 
@@ -318,9 +318,9 @@ def _take(value: dict[str, Any], events: list[_TraceEvent]) -> dict[str, Any] | 
     if value["ph"] == "X" and "dur" in value:
         begin, arguments = round(float(value["ts"]) * 1e3), value.get("args") or {}
         category, name = sys.intern(str(value.get("cat"))), sys.intern(str(value["name"]))
-        kept = arguments if "Collective name" in arguments or "Process Group Ranks" in arguments else _NOTHING
+        collective = arguments if "Collective name" in arguments or "Process Group Ranks" in arguments else _NOTHING
         end = begin + round(float(value["dur"]) * 1e3)
-        events.append(_TraceEvent(category, name, value.get("tid"), begin, end, kept))
+        events.append(_TraceEvent(category, name, value.get("tid"), begin, end, collective))
     return None
 
 
@@ -358,7 +358,7 @@ def _of_kineto(record: Mapping[str, Any], events: Sequence[_TraceEvent], path: P
         if not name.startswith(_WAITING):
             trace.computing.append((begin, end, _operation(begin, updates)))
     for event in events:
-        args = event.given
+        args = event.collective
         sent = _SENT.match(event.name)
         is_kernel = event.category in ("kernel", "gpu_memcpy", "gpu_memset")
         if (sent or "Collective name" in args) and (is_kernel or not has_kernels) and event.category != "cpu_op":
