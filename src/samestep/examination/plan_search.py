@@ -34,13 +34,12 @@ from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
-from samestep.tracing.custom_functions import follow_calls
+from samestep.tracing.custom_functions import storages_read
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta
-from samestep.trees import operands, tensors_in
+from samestep.trees import tensors_in
 
 Counts = dict[int, tuple[tuple[str, str, int], ...]]
 """The attributes that a rank divides, by the degree of the cut: path, name, divisor."""
@@ -141,16 +140,12 @@ def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | Non
     loss = built.loss
     if loss is cross_entropy or isinstance(loss, ModelLoss):
         return frozenset()
-    read = set[int]()
-
-    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        read.update(address(tensor) for tensor in operands(*args, *kwargs.values()))
-
     try:
         outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
-        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
-            loss(outputs, batch)
     except Exception:  # of the user's own code, which may look at values
+        return None
+    read = storages_read(loss, outputs, batch)
+    if read is None:
         return None
     return frozenset(index for index, tensor in enumerate(tensors_in(outputs)) if address(tensor) in read)
 
