@@ -182,16 +182,13 @@ class Dependences:
                 dims.append((extent, step if step < within else -(step // rows.span)))
         return Form(tuple(dims), (offset // rows.span, offset % within))
 
-    def is_ordered(self, tensor: Tensor) -> bool:
-        """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
-        dependence = self.of(tensor)
+    def is_ordered(self, tensor: Tensor, dependence: Dependence = None) -> bool:
+        """Return whether a tensor depends on no row, or has all rows in their order along one dimension; with `dependence`, if it has this one."""
+        dependence = dependence or self.of(tensor)
         if not isinstance(dependence, Along):
             return dependence is None
-        return (
-            dependence.dim != NO_DIM
-            and dependence.start == 0
-            and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
-        )
+        has_all = dependence.dim != NO_DIM and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
+        return has_all and dependence.start == 0
 
     def has_rows(self, tensor: Tensor, dim: int) -> bool:
         """Return whether each position along `dim` depends on the row of its number, and there are no others."""
@@ -288,6 +285,7 @@ class Call:
     """One operation of a traced forward, and the dependences before it."""
 
     func: Any
+    """An operator of torch, or the name of what else computes the results."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[Tensor]
@@ -303,7 +301,7 @@ class Call:
     @property
     def text(self) -> str:
         """The module that runs and the operation, as text."""
-        return f"{self.where} by {'attention' if self.func is None else self.func.overloadpacket.__name__}"
+        return f"{self.where} by {self.func if isinstance(self.func, str) else self.func.overloadpacket.__name__}"
 
     @property
     def given(self) -> list[Tensor]:
