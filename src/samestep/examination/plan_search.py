@@ -32,10 +32,10 @@ from samestep.examination.traced_forward import BuiltModel, TracedForward, trace
 from samestep.independence import cut_proof, sequence_proof, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
+from samestep.independence.samples import storages_read
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
-from samestep.tracing.custom_functions import storages_read
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta

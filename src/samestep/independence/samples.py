@@ -40,7 +40,7 @@ from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.batch_norms import OPERATIONS
-from samestep.tracing.custom_functions import Hook, follow_hook, storages_read
+from samestep.tracing.custom_functions import Hook, follow_calls, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
 from samestep.tracing.module_inputs import Groups, groups_of
@@ -131,6 +131,21 @@ def examine(
     reads = _read_by_marked(loss, watch, outputs)
     pairs = 0 if reads is None or is_within else watch.pairs_of(loss, outputs)
     return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs, watch.hooks_scale)
+
+
+def storages_read(loss: Callable[[Any, Any], Any], outputs: Any, batch: Any) -> set[int] | None:
+    """Return the storages that a loss reads of tensors on the meta device; None where it does not run on them."""
+    read = set[int]()
+
+    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        read.update(map(address, operands(*args, *kwargs.values())))
+
+    try:
+        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
+            loss(outputs, batch)
+    except Exception:  # of the user's own code, which may look at values
+        return None
+    return read
 
 
 def _read_by_marked(loss: Callable[[Any, Any], Any], watch: _SampleProver, outputs: Any) -> tuple[Any, ...] | None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.named_tensors import address
 from samestep.building.torch_seams import DispatchMode, Replaced, disable_current_modes
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.meta_tensors import NeedsValuesError, run_on_meta
@@ -154,21 +153,6 @@ def follow_calls(ran: Ran) -> DispatchMode:
         return outcome
 
     return DispatchMode(carry_out)
-
-
-def storages_read(loss: Callable[[Any, Any], Any], outputs: Any, batch: Any) -> set[int] | None:
-    """Return the storages that a loss reads of tensors on the meta device; None where it does not run on them."""
-    read = set[int]()
-
-    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        read.update(map(address, operands(*args, *kwargs.values())))
-
-    try:
-        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
-            loss(outputs, batch)
-    except Exception:  # of the user's own code, which may look at values
-        return None
-    return read
 
 
 def follow_hook(hook: Callable[..., Any], gradients: Sequence[Tensor], ran: Ran) -> list[Tensor] | None:
