@@ -18,7 +18,6 @@ A module that `model.stages` names is looked for too, so what is around it is op
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.costs import Costs
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.module_inputs import ForwardCalls, ModuleCall
-from samestep.tracing.stage_events import beginnings
+from samestep.tracing.stage_events import layers_of_events
 
 # -- the modules into which a trace looks ----------------------------------------------------------
 
@@ -334,13 +333,12 @@ class UsesOfWeights:
         self._layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
         self._modules = modules
         self._events = dict(flow.uses)
-        begins = beginnings(specs, flow)
-        self._begins = [begin for begin in begins[1:] if begin is not None]
-        self._is_clear = len(self._begins) == len(layers) - 1
+        self._places, num_known = layers_of_events(specs, flow)
+        self._is_clear = num_known == len(layers) or len(layers) == 1
 
     def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:
         """Return the uses of a weight in the order of layers; nothing of one that nothing reads."""
-        read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else None
+        read = {self._places[event] for event in self._events.get(name, ())} if self._is_clear else None
         uses: list[Use] = []
         for path in owners:
             for layer, calls in self._calls(path).items():

@@ -82,6 +82,8 @@ class Stage(PartOfStep):
         self._shapes: dict[tuple[int, Hashable], tuple[int, ...]] = {}
         """Shape of the input of a chunk that is given one tensor, by chunk and by the shapes of the samples."""
         self._shapes_of: ShapesOf = lambda _: None
+        self._events_of = functools.cache(lambda chunk, flow: StageEvents.of(self._layers, program.chunks[chunk], flow))
+        self._passed_before = functools.cache(lambda boundary, flow: passed_before(self._layers, boundary, flow))
 
     def is_last(self, chunk: int) -> bool:
         """Return whether a chunk ends the model, and so has the loss."""
@@ -199,7 +201,7 @@ class Stage(PartOfStep):
             self._messages.send(action, [tensor.detach() for tensor in tensors], self._crossing(flow, layers.stop))
 
         with _or_refuse(self._layers[layers.start].name):
-            events = StageEvents.of(self._layers, layers, flow)
+            events = self._events_of(action.chunk, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
         reporting = self._modules.called(lambda path, _: functools.partial(mode.call, path))
         with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
@@ -214,9 +216,7 @@ class Stage(PartOfStep):
         if boundary in (0, len(self._layers)):
             return []
         with _or_refuse(self._layers[boundary].name):
-            values = [
-                [flow.values[value] for value in values] for values in passed_before(self._layers, boundary, flow)
-            ]
+            values = [[flow.values[value] for value in values] for values in self._passed_before(boundary, flow)]
         crossings = self._crossings[boundary]
         if len(values) != len(crossings):
             raise LayoutError(
