@@ -15,7 +15,6 @@ So the values of one kind pass as one message, as they do where the forward take
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -111,8 +110,8 @@ def _layers_of_calls(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int]
                     raise CannotPassError(f"the forward calls {path} several times for each item of a batch")
         return [of_modules.get(name, -1) for name in names], len(layers)
     expected = [index for index, layer in enumerate(layers) for _ in range(layer.calls)]
-    pairs = itertools.zip_longest(expected, names, fillvalue="")
-    num_known = next((index for index, name in pairs if name not in layers[index].called), len(layers))
+    differ = (index for at, index in enumerate(expected) if {*layers[index].called}.isdisjoint(names[at : at + 1]))
+    num_known = next(differ, len(layers))
     last = len(layers) - 1
     return [index if index < num_known else last for index, _ in zip(expected, names, strict=False)], num_known
 
