@@ -246,8 +246,8 @@ def _unlike(names: Sequence[str]) -> str:
 
 
 _NO_COUNT = (
-    'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up: the count is more for '
-    "a part with few labels that count, or none, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
+    'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up. Either the count is more '
+    "for a part with few labels that count, or none, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
     "after n.clamp(min=1), or one rank with the whole batch as its micro-batch"
 )
 

@@ -285,13 +285,13 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
         name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
-                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
-                "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
+                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward. It may be a tensor "
+                "that the forward keeps elsewhere, as a hook does, or torch.autograd.grad through the model"
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and stays as it is: models that are "
-        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and is not trained. To train it, "
+        'parallelize both, {"model": ..., "loss": ...}, with a forward that returns it'
     )
 
 

@@ -119,7 +119,7 @@ class GeneratorWatch:
 def refusal(who: str, generator: str) -> str:
     """Return why a call that moved a generator is refused."""
     return (
-        f"{who} draws random numbers from {generator}, so every layout would draw others, and a resumed run too. Use numbers of torch in "
-        "a forward, such as torch.rand(()) < 0.5 in place of random.random() < 0.5, nn.Dropout, torch.nn.functional.dropout* and the "
-        "dropout_p of attention, or numbers that the data set draws from a generator seeded by the sample's index"
+        f"{who} draws random numbers from {generator}, so every layout would draw others, and a resumed run too. In a forward, use numbers of "
+        "torch, such as torch.rand(()) < 0.5, nn.Dropout, torch.nn.functional.dropout* and the dropout_p of attention. In a data set, use "
+        "a generator seeded by the sample's index"
     )
