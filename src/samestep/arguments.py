@@ -136,8 +136,7 @@ def _add_allow(parser: ArgumentParser, *, resumes: bool = False) -> None:
     about = f"skip a check: {', '.join(get_args(Waiver))}"
     known = get_args(Waiver)
     if resumes:
-        about += f". Let a key differ from the checkpoint: {', '.join(get_args(MayChange))}"
-        about += ". Run functions that only a run folder or a checkpoint names: code"
+        about += f". Let a key differ from the checkpoint: {', '.join(get_args(MayChange))}. Run functions that only a run folder or a checkpoint names: code"
         known += (*get_args(MayChange), "code")
     parser.add_argument("--allow", action="append", default=[], choices=known, metavar="KEY", help=about)
 

@@ -164,8 +164,7 @@ def _print_users_lines(
 ) -> None:
     """Print an uncaught error: by `hook`, or of an error of samestep the lines of the user's code."""
     if isinstance(error, SamestepError):
-        # Under a launcher all ranks print the same mistake: the others name the last line alone.
-        most = 0 if os.environ.get("RANK", "0") == "0" else 1
+        most = int(os.environ.get("RANK", "0") != "0")  # under a launcher the other ranks print the last line alone
         print("\n".join(users_lines(error, most)), file=sys.stderr)
     else:
         hook(kind, error, trace)
@@ -176,8 +175,8 @@ def users_lines(error: SamestepError, most: int = 0) -> list[str]:
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
     message = f"{__name__}.{to_words(error)[0]}: {error.with_code}"
-    lines = "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-most:]), message])
-    return lines.splitlines()
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[-most:]), message]
+    return "".join(lines).splitlines()
 
 
 def short_repr(value: object) -> str:

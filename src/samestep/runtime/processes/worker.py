@@ -164,10 +164,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     mistake, code = "", ""
     lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
     if isinstance(error, bdb.BdbQuit):
-        lines, text = (
-            [],
-            "breakpoint() needs a terminal, which rank 0 has if the script is started from one. Use it on rank 0, or without launch in layout dp=1",
-        )
+        lines.clear()
+        text = "breakpoint() needs a terminal, which rank 0 has if the script is started from one. Use it on rank 0, or without launch in layout dp=1"
     if isinstance(error, SamestepError):
         mistake, code = errors.to_words(error)[0], error.code
     return Failure(

@@ -106,8 +106,7 @@ class PartFacts:
             return LayoutError(
                 "weights-not-whole",
                 f"{what} of the gradient of {self.name} needs the whole gradient, and {self.divided or f'under {self.cut}'} a rank has a part. "
-                "For the norm of all gradients, use report.grad_norm. To clip, use optimizer.clip_norm of the job. For whole gradients, use "
-                "run.gradients() between run.backward and run.update",
+                "Use run.gradients() between run.backward and run.update, or for their norm report.grad_norm and optimizer.clip_norm of the job",
             )
         return LayoutError(
             "weights-not-whole",
