@@ -302,8 +302,8 @@ class DryRun:
     def to_text(self) -> str:
         """Return the text for a terminal: the layout, a line for each rank, and the job as TOML."""
         count, size, ranks = self.num_microbatches, self.microbatch_samples, len(self.ranks)
-        lines = [
-            *filter(None, [self.why]),
+        lines = [self.why] if self.why else []
+        lines += [
             f'layout "{self.layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
             f"of at most {size} sample{'s' * (size > 1)}",
         ]
@@ -313,8 +313,9 @@ class DryRun:
                 f"rank {rank}: weights {memory.weights:,} B, gradients {memory.gradients:,} B, "
                 f"optimizer {memory.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
             )
-        heading = "# The keys that are not the default; --json writes every key."
-        return "\n".join([*lines, "", heading, self.job.to_toml(is_short=True)])
+        return "\n".join(
+            [*lines, "", "# Keys that are not the default; --json has all.", self.job.to_toml(is_short=True)]
+        )
 
 
 def dry_run(job: Job, **arguments: Any) -> DryRun:

@@ -198,9 +198,7 @@ def _mean_params(prediction: Prediction) -> float:
 
 def _data_parallel() -> list[str]:
     prediction = _gpt2("dp=1 microbatch=8")
-    lines = [
-        f"GPT-2 on {A100}, 64 sequences of 1,024 per step ({prediction.tokens:,} tokens) on every number of devices"
-    ]
+    lines = [f"GPT-2 on {A100}, 64 x 1,024 tokens per step ({prediction.tokens:,}) on every number of devices"]
     for count in (1, 2, 4, 8):
         ring, root = (_gpt2(f"dp={count} microbatch=8{words}") for words in ("", " reduce=root"))
         lines.append(
