@@ -314,7 +314,7 @@ class DryRun:
                 f"optimizer {memory.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
             )
         return "\n".join(
-            [*lines, "", "# Keys that are not the default; --json has all.", self.job.to_toml(is_short=True)]
+            [*lines, "\n# Keys that are not the default; --json has all:", self.job.to_toml(is_short=True)]
         )
 
 
