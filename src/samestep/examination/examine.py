@@ -284,13 +284,13 @@ def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
     if degree == 1 or proof is None:
         return traced
     if degree not in analysis.counts and not refuse_degree(analysis.spec, degree):
-        proof, counts = plan_search.try_degree(case.build(), proof, analysis.shareable_heads, degree)
+        proof = plan_search.try_degree(built := case.build(), proof, analysis.shareable_heads, degree)
         if proof.refusal:
             raise LayoutError(
                 "tp-uncuttable",
                 f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}. Use tp=1",
             )
-        analysis = replace(analysis, counts={**analysis.counts, **counts})
+        analysis = replace(analysis, counts={**analysis.counts, degree: proof.divided(built.module)})
     elif {*proof.tried} <= {*analysis.spec.tried}:
         return traced
     return replace(traced, analysis=replace(analysis, spec=_with_tried(analysis.spec, proof.tried)), cuts=proof)
