@@ -213,8 +213,8 @@ class Stage(PartOfStep):
                 if mode.lacks_input:
                     self._messages.receive(action, awaited)
                 if mode.lacks_output:
-                    like = {"device": self._mesh.device}
-                    send([torch.zeros(c.shape, dtype=c.dtype, **like) for c in self._crossing(flow, layers.stop)])
+                    shapes, device = self._crossing(flow, layers.stop), self._mesh.device
+                    send([torch.zeros(c.shape, dtype=c.dtype, device=device) for c in shapes])
             raise
         if layers.start > 0 and not is_forward_only():
             self._inputs[key] = mode.received
