@@ -204,9 +204,20 @@ class Stage(PartOfStep):
             events = self._events_of(action.chunk, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
         reporting = self._modules.called(lambda path, _: functools.partial(mode.call, path))
-        with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
-            outputs = call_model(self._model, samples)
-        mode.finish()
+        try:
+            with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
+                outputs = call_model(self._model, samples)
+            mode.finish()
+        except Exception:
+            if (
+                is_forward_only()
+            ):  # of a part of the samples, which the model may not take: its neighbours wait for its messages
+                if mode.lacks_input:
+                    self._messages.receive(action, awaited)
+                if mode.lacks_output:
+                    shapes, device = self._crossing(flow, layers.stop), self._mesh.device
+                    send([torch.zeros(c.shape, dtype=c.dtype, device=device) for c in shapes])
+            raise
         if layers.start > 0 and not is_forward_only():
             self._inputs[key] = mode.received
         return outputs
