@@ -24,7 +24,6 @@ from samestep.independence.dependence import Rows
 from samestep.independence.feature_units import MixesError, UnitFlow, WeightCut
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.independence.unit_walk import (
-    COPYING,
     PartialGradients,
     check_whole_gradients,
     data_in,
@@ -33,6 +32,7 @@ from samestep.independence.unit_walk import (
     partial_gradients,
 )
 from samestep.models.spec import is_below, owner_of
+from samestep.tracing.costs import BY_COLUMNS
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import Looks
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -170,7 +170,7 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
 
 
 def _copied_paths(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
-    by_columns = {path for path, style in flow.styles.items() if style in COPYING}
+    by_columns = {path for path, style in flow.styles.items() if style in BY_COLUMNS}
     return frozenset(by_columns - partial.uncopied | partial.copied)
 
 

@@ -31,6 +31,7 @@ from samestep.independence.value_numbers import Table
 from samestep.models.layer_parts import Boundary, BoundaryKind
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelAnalysis, ModelSpec, is_below, owner_of
+from samestep.tracing.costs import BY_COLUMNS
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.module_inputs import ForwardCalls, SeenTensor, first_input_of, first_of, with_first, with_given
 from samestep.tracing.operations import Executed, Operation
@@ -40,8 +41,6 @@ Styles = Mapping[str, str]
 """Cut style of each module, by its path."""
 Parts = Mapping[str, tuple[str, ...]]
 """Children of each block that are given whole sequences, by the block's path."""
-
-_COLUMN = ("column", "qkv", "gather", "vocab")
 
 
 def _readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
@@ -249,7 +248,7 @@ def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
         styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
         mixes = not styles and any(is_below(owner, path) for owner in mixing)
         looks = any(is_below(inner, path) for inner in seen.proof.looking)
-        if looks or styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.of[block][0].input)):
+        if looks or styles & {*BY_COLUMNS} or (mixes and _is_one_call(path, seen.calls, seen.calls.of[block][0].input)):
             parts.append(path)
     return tuple(parts)
 
@@ -290,10 +289,10 @@ def _has_partial_gradients(part: str, seen: _Seen) -> bool:
         style = seen.styles.get(path)
         if style == "gather" or (style is None and seen.has_weights(path)):
             return False
-        takes_input = style in _COLUMN or path in seen.proof.copied
+        takes_input = style in BY_COLUMNS or path in seen.proof.copied
         if takes_input and any(_number(call.input) != _number(part_input) for call in seen.calls.of.get(path, ())):
             return False
-    by_columns = [path for path, style in seen.styles.items() if style in _COLUMN]
+    by_columns = [path for path, style in seen.styles.items() if style in BY_COLUMNS]
     readers = seen.readers.get(part_input.storage, ()) if part_input is not None else ()
     others = (path for path in readers if not any(is_below(path, column) for column in by_columns))
     return not any(is_below(path, part) for path in others)  # as where a part adds what it is given to what it returns

@@ -38,6 +38,7 @@ from samestep.independence.dimension_maps import FILLS, is_elementwise
 from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, WeightCut, cut_weights_of
 from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
 from samestep.models.spec import is_below, owner_of
+from samestep.tracing.costs import BY_COLUMNS
 from samestep.tracing.module_inputs import ForwardCalls
 from samestep.tracing.operations import Operation, View
 
@@ -201,10 +202,6 @@ def _fill_equal(flow: UnitFlow, op: Operation) -> None:
             flow.learn(view, unit_dim, op)
 
 
-COPYING = ("column", "qkv", "gather", "vocab")
-"""Styles of modules whose input is copied; an embedding, cut by vocabulary too, is given tokens without gradients."""
-
-
 @dataclass(slots=True)
 class PartialGradients:
     """The tensors with partial gradients, and the modules at whose input `copy` stands."""
@@ -236,7 +233,7 @@ def partial_gradients(operations: list[Operation], calls: ForwardCalls, flow: Un
     partial.uncopied = {
         path
         for path, style in flow.styles.items()
-        if style in COPYING and path in entered and entered[path] & partial.storages
+        if style in BY_COLUMNS and path in entered and entered[path] & partial.storages
     }
     return partial
 
@@ -298,7 +295,7 @@ class _CutSearch:
 
     def _is_copied_input(self, view: View, op: Operation) -> bool:
         """Return whether a tensor is the input of a module that is cut by columns, whose code runs."""
-        paths = (path for path, style in self.flow.styles.items() if style in COPYING and is_below(op.where, path))
+        paths = (path for path, style in self.flow.styles.items() if style in BY_COLUMNS and is_below(op.where, path))
         return any(view.storage in self.entered.get(path, ()) for path in paths)
 
     def _add(self, view: View, op: Operation, meeting: Operation) -> None:

@@ -90,8 +90,8 @@ def _is_grouped(func: Any) -> bool:
     return func in GROUPED_PRODUCTS or func._schema.name == GROUPED_FALLBACK
 
 
-_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
-"""The cut styles that leave a rank some of the columns of a product."""
+BY_COLUMNS = ("column", "qkv", "gather", "vocab")
+"""The cut styles that leave a rank some of the columns of a product, and whose input is copied: an embedding takes tokens, without gradients."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class CutStorages:
         if is_pair and not self.storages.isdisjoint(factors):
             return "count"
         style = self.styles.get(owner, "")
-        return "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
+        return "inner" if style == "row" else "columns" if style in BY_COLUMNS else ""
 
     def follow(self, read: Set[int], results: Set[int], product: Product | None) -> bool:
         """Follow an operation to the storages that it makes; return whether its work is cut."""
