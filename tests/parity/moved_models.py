@@ -66,14 +66,6 @@ class ShortConvolution(nn.Module):
         return self.behind((gate * x).mT)
 
 
-class ProjectedConvolution(ShortConvolution):
-    """A product of more rows than tokens, of which the last results are cut off."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, gate, _ = self.before(x).chunk(3, -1)
-        return self.behind(F.silu(self.conv((first * gate).mT)).mT)[:, : x.shape[1]]
-
-
 class PaddedConvolution(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -225,7 +217,6 @@ def _shifts(shift: Callable[[Tensor], Tensor]) -> Make:
 MIXERS: dict[str, tuple[Make, int, int]] = {
     "short convolution": (ShortConvolution, 2, 0),
     "dilated, of all channels": (functools.partial(ShortConvolution, dilation=2, groups=1), 4, 0),
-    "cut off behind a product": (ProjectedConvolution, 2, 0),
     "padded": (PaddedConvolution, 3, 0),
     "same": (SameConvolution, 2, 2),
     "taps": (functools.partial(Taps, by_windows=False), 3, 0),

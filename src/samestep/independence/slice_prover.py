@@ -19,7 +19,8 @@ from samestep.building.model_loss import RETURNS_LOGITS
 from samestep.building.named_tensors import tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
-from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed, Wide
+from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed, Wide
+from samestep.independence.dimension_maps import is_elementwise
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
@@ -354,6 +355,17 @@ class SliceProver(Prover):
             if operation.startswith("nll_loss"):
                 works = f". {RETURNS_LOGITS}"
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
+
+    def _follow(self, call: Call) -> None:
+        """Set the dependences of the results of an operation; one by elements alone keeps rows of neighbours, since what ranks of `tp` would
+        send of the results of others has more rows than tokens."""
+        starts = [known.start for tensor in call.given if isinstance(known := self.known.of(tensor), Along)]
+        wide = next((start for start in starts if isinstance(start, Wide)), None)
+        if wide is None or is_elementwise(call.func):
+            super()._follow(call)
+            return
+        for result in call.results:
+            self.learn(result, Mixed(wide.where, shown=True))
 
     def refuse_gradient(self, where: str) -> None:
         """Refuse a custom Function whose backward mixes tokens."""
