@@ -145,7 +145,8 @@ def prove(
         storage for storage, state in flow.states.items() if state == "partial" or isinstance(state, Rows)
     )
     outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
-    copied = _copied_paths(flow, partial)
+    by_columns = {path for path, style in flow.styles.items() if style in BY_COLUMNS}
+    copied = frozenset(by_columns - partial.uncopied | partial.copied)
     return CutProof(way, cuts, flow.groups, uses, copied, storages, cuts_logits, outputs, tried, looking)
 
 
@@ -167,11 +168,6 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
     kinds = {(_leaf(path), type(model.get_submodule(owner_of(path)))) for path in met}
     paths = {path for path in cut if (_leaf(path), type(model.get_submodule(owner_of(path)))) in kinds}
     return frozenset({path for path in paths if proof.styles[path] != "gather"} or paths)
-
-
-def _copied_paths(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
-    by_columns = {path for path, style in flow.styles.items() if style in BY_COLUMNS}
-    return frozenset(by_columns - partial.uncopied | partial.copied)
 
 
 def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients) -> dict[str, set[str]]:

@@ -143,7 +143,10 @@ class SliceProver(Prover):
         if self.known.of(leaf) is not None:
             self.passed.add(argument)
             return leaf
-        dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
+        is_bias = (
+            leaf.dim() == 3 and leaf.shape[0] > 1 and leaf.shape[1] == leaf.shape[2]
+        )  # of pairs of tokens, for each head
+        dim = None if is_bias else sequence_dim(leaf.shape, self.whole)
         if not self.slices and leaf.dim() == 3 and leaf.is_floating_point() and self.whole not in leaf.shape[:2]:
             self._others = f", but {list(leaf.shape)}"
         if self.slices.setdefault(argument, dim) != dim:
@@ -363,8 +366,7 @@ class SliceProver(Prover):
         wide = next((start for start in starts if isinstance(start, Wide)), None)
         if wide is None or is_elementwise(call.func):
             super()._follow(call)
-            return
-        for result in call.results:
+        for result in call.results if wide is not None and not is_elementwise(call.func) else ():
             self.learn(result, Mixed(wide.where, shown=True))
 
     def refuse_gradient(self, where: str) -> None:
@@ -403,11 +405,6 @@ def compare_forwards(
         path = first_difference(whole.numbers, part.numbers)
         return f"{path} computes differently, or with other numbers, on {part.other_sizes}", path
     return "", ""
-
-
-def _is_bias(shape: torch.Size) -> bool:
-    """Return whether an argument of one sample is a bias of attention [A, T, T], for each head and pair of tokens."""
-    return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
 
 
 def _fits(shape: torch.Size, length: int) -> bool:
