@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from samestep.models.layer_parts import Crossing
 from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
-from samestep.tracing.flow import CannotPassError, Event, Flow
+from samestep.tracing.flow import CannotPassError, Event, Flow, Value
 
 Passed = tuple[tuple[int, ...], ...]
 """The values that cross a boundary, by message: one value each, or one for each item."""
@@ -105,16 +105,15 @@ def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
 
 
 def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
-    """Return the event at which each layer begins; None after a call that differs from the trace."""
+    """Return the event at which each layer begins, or would if samples pass over it; None after a call that differs from the trace."""
     calls = flow.calls
     begins: list[int | None] = []
-    count, is_known = 0, True
+    count = 0
     for layer in layers:
-        names = [flow.events[call].name for call in calls[count : count + layer.calls]]
-        is_known = is_known and len(names) == layer.calls and {*names} <= {*layer.called}
-        begins.append(calls[count] if is_known and layer.calls else None)
-        count += layer.calls
-    return tuple(begins)
+        begins.append(calls[count] if layer.calls and count < len(calls) else None)
+        names = [flow.events[call].name in layer.called for call in calls[count : count + layer.calls]]
+        count += (*names, False).index(False)
+    return tuple(None if count < len(calls) and begin == calls[count] else begin for begin in begins)
 
 
 def _is_item_by_item(layers: Sequence[LayerSpec], flow: Flow) -> bool:
@@ -278,7 +277,7 @@ def _crossings(
         fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     crossings = []
     for number, value in enumerate(values):
-        name = previous if len(values) == 1 else f"{previous}+{value.maker.rpartition(' ')[2]}.{number}"
+        name = previous if len(values) == 1 else f"{previous}+{_word_of(value)}.{number}"
         dtype = "" if compute in (None, value.dtype) else str(value.dtype).removeprefix("torch.")
         if dtype and dtype not in BYTES_OF:
             raise CannotPassError(f"{value.maker} makes a tensor of {dtype}, which is read there or later")
@@ -289,6 +288,15 @@ def _crossings(
             )
         )  # fmt: skip
     return tuple(crossings)
+
+
+def is_of_maker(crossing: Crossing, value: Value) -> bool:
+    """Return whether a value is made by what makes one of several crossings."""
+    return crossing.owner.rpartition("+")[2].rpartition(".")[0] == _word_of(value)
+
+
+def _word_of(value: Value) -> str:
+    return value.maker.rpartition(" ")[2]
 
 
 def _numel(flow: Flow, values: Sequence[int]) -> int:
