@@ -48,6 +48,8 @@ class Outcome:
     kind: str = ""
     """Class of the machine (`class_of`)."""
     devices: int = 0
+    spread: float = 0.0
+    """Part of a step by which the source says that its results vary."""
 
 
 def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
@@ -72,6 +74,10 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
 
     if case.products or case.chunks > 1 or case.sent_rows < 1 or case.reduces_narrow:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
+    if case.adds_apart:
+        programs = tuple(_adding_apart(program, case) for program in programs)
+    if not case.updates:
+        programs = tuple(program.with_bodies(_without_update) for program in programs)
     if case.repeats_half and recompute == "selective":
         programs = tuple(_repeating_half(program, case) for program in programs)
     if case.compiles:  # what is repeated and kept is the library's, and not what our graphs repeat
@@ -96,6 +102,37 @@ def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
             case.model, job, per_node
         )  # which keeps the model, so that no other one has its identity
     return _BUILDERS[key].of_batch(job)
+
+
+def _adding_apart(program: Program, case: Case) -> Program:
+    """Let the gradients of each micro-batch be added to what is there in 16 bits, and that to the sums in float32."""
+    step, machine = program.step, case.machine
+    flops_a_byte = (
+        machine.flops_per_s[step.compute_dtype]
+        * machine.sustained
+        / machine.memory_bytes_per_s
+        / machine.memory_efficiency
+    )
+
+    def added(op: Op) -> Ops:
+        if op.kind is not OpKind.BACKWARD or op.layer is None:
+            return (op,)
+        weights = sum(
+            p.inner * p.columns * p.count for p in step.model.layers[op.layer].products if p.factors == "weight"
+        )
+        flops = round(weights * ADDED_APART_BYTES * flops_a_byte)
+        return op, Op(kind=OpKind.BACKWARD, owner=f"{op.owner} sums", dtype=step.compute_dtype, flops=flops)
+
+    return program.with_bodies(lambda _, body: tuple(one for op in body for one in added(op)))
+
+
+ADDED_APART_BYTES = 10
+"""Bytes that DeepSpeed's BF16_Optimizer moves for the gradient of a weight besides the sum in float32 of a kernel: it is added in 16 bits
+(6), read once more for the sum (2) and set to zero (2) (deepspeed/runtime/bf16_optimizer.py)."""
+
+
+def _without_update(_: BodyKey, ops: Ops) -> Ops:
+    return tuple(op for op in ops if op.kind is not OpKind.UPDATE)
 
 
 def _repeating_half(program: Program, case: Case) -> Program:
@@ -255,7 +292,7 @@ def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
     return (
         _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.reduces_narrow, case.precision, case.products, case.wide_layers,
         case.deterministic, case.repeats_half, case.is_lean, case.is_narrow, case.packs_states, case.compiles, case.offloads,
-        layout,
+        case.updates, case.adds_apart, layout,
     )  # fmt: skip
 
 
@@ -388,6 +425,7 @@ def predict(row: Row) -> Outcome:
         out_of_memory=case.out_of_memory,
         kind=class_of(case.machine, devices := Layout(layout).world_size),
         devices=devices,
+        spread=case.spread,
         reason="" if case.step_s or held else "nothing was measured",
     )
 

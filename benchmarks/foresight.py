@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells import Row
 from composed import composed
@@ -82,7 +82,8 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
     used = [o for o in outcomes if o.measured_s and o.predicted_s]
     errors = sorted(100 * abs(o.predicted_s / o.measured_s - 1) for o in used)
     biases = [100 * (o.predicted_s / o.measured_s - 1) for o in used]
-    ranks = list(_ranked(used))
+    groups = list(_groups(used))
+    ranks, told = [group.pairs for group in groups], [group for group in groups if group.tells]
     return {
         "rows": len(used),
         "skipped": sum(1 for o in outcomes if o.reason),
@@ -91,10 +92,11 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
         "bias": rounded(statistics.fmean(biases)) if errors else None,
         "p90": rounded(errors[math.ceil(0.9 * len(errors)) - 1]) if errors else None,
         "tau": rounded(statistics.fmean(kendall(pairs) for pairs in ranks)) if ranks else None,
-        "tau_apart": rounded(statistics.fmean(kendall(pairs, ALIKE) for pairs in ranks)) if ranks else None,
+        "tau_apart": rounded(statistics.fmean(kendall(group.pairs, group.apart) for group in told)) if told else None,
         "regret": rounded(statistics.fmean(map(_regret, ranks))) if ranks else None,
         "best_in_top_3": rounded(100 * statistics.fmean(map(_is_best_among_three, ranks))) if ranks else None,
         "groups": len(ranks),
+        "groups_apart": len(told),
     }
 
 
@@ -104,21 +106,40 @@ Ranked = Sequence[tuple[float, float]]
 """Predicted and measured seconds of each layout of a group, medians where it was measured several times."""
 
 
-def _groups(used: Iterable[Outcome]) -> Iterator[dict[str, tuple[float, float]]]:
-    """Yield the predicted and measured seconds of the layouts of each group that has three of them."""
+class _Group(NamedTuple):
+    """The layouts of a group, each with its predicted and measured seconds."""
+
+    layouts: dict[str, tuple[float, float]]
+    apart: float
+    """Part of a step below which two measurements tell nothing of the order of their layouts: as far apart were measurements of the same
+    layout, or are measurements as the source itself says; at least `ALIKE`."""
+
+    @property
+    def pairs(self) -> Ranked:
+        return tuple(self.layouts.values())
+
+    @property
+    def tells(self) -> bool:
+        """Whether any two layouts are further apart."""
+        return any(_differ(a, b, self.apart) for a, b in itertools.combinations(self.pairs, 2))
+
+
+def _groups(used: Iterable[Outcome]) -> Iterator[_Group]:
+    """Yield each group that has three layouts."""
     groups: dict[tuple[str, ...], dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in used:
         groups[outcome.group][outcome.layout].append(outcome)
     for layouts in groups.values():
         if len(layouts) >= 3:
-            yield {
+            medians = {
                 name: (statistics.median(o.predicted_s for o in alike), statistics.median(o.measured_s for o in alike))
                 for name, alike in layouts.items()
             }
-
-
-def _ranked(used: Iterable[Outcome]) -> Iterator[Ranked]:
-    return (tuple(layouts.values()) for layouts in _groups(used))
+            repeated = [
+                max(o.measured_s for o in alike) / min(o.measured_s for o in alike) - 1 for alike in layouts.values()
+            ]
+            stated = [outcome.spread for alike in layouts.values() for outcome in alike]
+            yield _Group(medians, max(ALIKE, *repeated, *stated))
 
 
 def _regret(pairs: Ranked) -> float:
@@ -143,14 +164,14 @@ def _differ(pair: tuple[float, float], other: tuple[float, float], apart: float)
 
 
 def inverted(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Return the pairs of layouts of a group that are predicted in the wrong order, and differ by more than `ALIKE`: the one that was faster
+    """Return the pairs of layouts of a group that are predicted in the wrong order, and differ by more than tells nothing: the one that was faster
     first, with how many times as long the other one took, and was predicted to take."""
     used = [o for o in outcomes if o.measured_s and o.predicted_s]
     wrong = []
-    for layouts in _groups(used):
-        for pair in itertools.combinations(layouts.items(), 2):
+    for group in _groups(used):
+        for pair in itertools.combinations(group.layouts.items(), 2):
             (faster, (faster_s, least_s)), (slower, (slower_s, most_s)) = sorted(pair, key=lambda layout: layout[1][1])
-            if most_s / least_s > 1 + ALIKE and slower_s <= faster_s:
+            if most_s / least_s > 1 + group.apart and slower_s <= faster_s:
                 wrong.append(
                     {"faster": faster, "slower": slower, "measured": rounded(most_s / least_s), "predicted": rounded(slower_s / faster_s)}
                 )  # fmt: skip

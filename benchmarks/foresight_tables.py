@@ -205,7 +205,8 @@ measurements. Each one is predicted from its configuration only. [Accuracy of pr
   the layout with the best prediction.{composed}
 {honest}
 With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of
-layouts the order has tau {tau}, and {tau_apart} over pairs that differ by more than 3 %. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
+layouts the order has tau {tau}; in {groups_apart} of them two layouts differ by more than 3 %, than the source says that its results vary, and than it measured the
+same layout, and over such pairs tau is {tau_apart}. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
 average, with a median of {memory_median} %.
 """
 
@@ -216,7 +217,7 @@ the covered rows of each source, in per cent, by intervals from the other source
 
 
 _INVERTED = """Pairs of layouts in the wrong order, of the groups of three layouts and more: the faster one, the slower one, and how many times as long that
-took and was predicted to take. Pairs that differ by less than 3 % are left out:
+took and was predicted to take. Pairs that differ by less than 3 %, or by less than the source's own results of one layout, are left out:
 """
 
 
@@ -253,7 +254,10 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         rows=total["rows"],
         honest=honest,
         composed=_COMPOSED.rstrip().format(names=", ".join(record["composed"])) if record["composed"] else "",
-        **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "tau_apart", "regret", "groups")},
+        **{
+            key: _cell(total[key])
+            for key in ("mape", "median_ape", "tau", "tau_apart", "regret", "groups", "groups_apart")
+        },
         memory_rows=held["rows"],
         memory_mape=_cell(held["mape"]),
         memory_median=_cell(held["median_ape"]),

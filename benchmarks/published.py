@@ -48,6 +48,7 @@ from composed import is_calculated
 from published_experts import sent_rows, with_experts
 from published_loops import (
     adapters_of,
+    adds_apart,
     bits_of_states,
     hides_sums,
     holds_sixteen_bits,
@@ -159,6 +160,12 @@ class Case:
     """Whether weights and gradients are in the host's memory between their uses."""
     updates_lists: bool = False
     """Whether an update has another copy of all weights that it updates."""
+    adds_apart: bool = False
+    """Whether gradients of a micro-batch are added up in 16 bits before they are in float32."""
+    spread: float = 0.0
+    """Part of the seconds by which the row says that results vary."""
+    updates: bool = True
+    """Whether what was timed has an update, and the code of a loop around it."""
 
 
 def case_of(row: Row) -> Case:
@@ -214,7 +221,7 @@ def case_of(row: Row) -> Case:
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
     if decoder and decoder.experts:
-        model, dealt = with_experts(row, model, words, tp if splits else 1, ep)
+        model, dealt = with_experts(row, machine, model, words, tp if splits else 1, ep)
         model = _interned(model)
         words |= {"ep": dealt} if dealt > 1 else {}
     starts = 0
@@ -258,6 +265,9 @@ def case_of(row: Row) -> Case:
         is_narrow=holds_sixteen_bits(row),
         offloads=offloads(row),
         updates_lists=updates_lists(row),
+        updates="no optimizer step" not in joined(row, "notes"),
+        adds_apart=adds_apart(row, precision),
+        spread=float(said[1]) / 100 if (said := _VARIES.search(joined(row, "notes"))) else 0.0,
     )
 
 
@@ -375,6 +385,7 @@ def _batch_in(notes: str, sequence: int, dp: int) -> int:
     return max(1, round(tokens / sequence))
 
 
+_VARIES = re.compile(r"results \+-(\d+)%")
 _ACCUMULATES = re.compile(r"gradient_accumulation_steps=(\d+)|\bGA=(\d+)")
 
 

@@ -24,6 +24,10 @@ from samestep.models.spec import ModelSpec
 
 ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
+SENT_AS_THEY_ARE, SORTED_ON_ARRIVAL = 4, 8
+"""Passes over routed rows that are spared of the eight that a decoder counts. DeepEP sends tokens as they are, so rows are not copied for
+their ranks before and after an exchange; HybridEP, on racks, writes what arrives in the order of experts (`dispatch_with_permute` of
+Megatron-Core's fused_a2a.py), so nothing else is copied. Racks are taken to have it where a row does not say."""
 
 
 _GROUPS = ((r"deepseek.?v?3(?!\d)", 8, 4),)
@@ -35,8 +39,10 @@ of its benchmarks have). Megatron-LM's balanced routing draws experts at random.
 
 
 def sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
-    """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
+    """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once; within one
+    node, to a rank once."""
     nodes = -(-ep // machine.devices_per_node)
+    nodes = ep if nodes < 2 else nodes
     if decoder is None or decoder.top_k < 2 or nodes < 2 or not _sends_once(row, machine):
         return 1.0
     if _IN_TURN.search(joined(row, "source")):
@@ -65,11 +71,26 @@ def _sends_once(row: Row, machine: Hardware) -> bool:
     return re.search(r"deepep|hybridep|type=flex", said, re.I) is not None or (is_late(machine) and _is_recipe(row))
 
 
+def _spared(row: Row, machine: Hardware) -> int:
+    """Return the passes over routed rows that DeepEP, or on racks HybridEP, spares."""
+    if not _sends_once(row, machine):
+        return 0
+    said = re.search("hybridep|deepep", joined(row, "notes"), re.IGNORECASE)
+    is_hybrid = said[0].lower() == "hybridep" if said else machine.devices_per_node > MOST_OF_A_NODE
+    return SORTED_ON_ARRIVAL if is_hybrid else SENT_AS_THEY_ARE
+
+
+MOST_OF_A_NODE = 16
+"""Devices of the largest node; more are a rack."""
+
+
 def _is_recipe(row: Row) -> bool:
     return re.search(r"nemo|bridge|dgxc", joined(row, "source", "url_or_repo_path"), re.IGNORECASE) is not None
 
 
-def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp: int, ep: int) -> tuple[ModelSpec, int]:
+def with_experts(
+    row: Row, machine: Hardware, model: ModelSpec, words: Mapping[str, int | str], tp: int, ep: int
+) -> tuple[ModelSpec, int]:
     """Leave ranks their experts, or parts of them; and say to how many data ranks layout words deal them.
 
     Other ranks that experts are dealt to are those that cut the sequence, or within FSDP.
@@ -88,8 +109,15 @@ def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp:
 
     layers = tuple(_with_own_experts(layer, tp, own, ep) if layer.dispatches else layer for layer in model.layers)
     if is_by_engine(row):
-        layers = tuple(replace(la, moved=la.moved.plus(0, kernels=-ROUTING)) if la.dispatches else la for la in layers)
+        passes = _spared(row, machine) if ep > 1 else 0
+        layers = tuple(_routed(layer, passes) if layer.dispatches else layer for layer in layers)
     return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
+
+
+def _routed(layer: LayerSpec, passes: int) -> LayerSpec:
+    """Leave out the operations, and so many passes over routed rows, that Megatron-LM spares."""
+    spared = passes * sum(dealing.rows * dealing.width for dealing in layer.dispatches)
+    return replace(layer, moved=layer.moved.plus(-spared, kernels=-ROUTING))
 
 
 def _parts_of_expert(row: Row, tp: int, data_ranks: int, ep: int) -> int:

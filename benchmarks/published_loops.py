@@ -127,6 +127,14 @@ def bits_of_states(row: Row) -> int:
     return int(found[1]) if found else 0
 
 
+def adds_apart(row: Row, precision: str) -> bool:
+    """Whether gradients are in 16 bits, of which DeepSpeed's BF16_Optimizer adds up float32 ones, with ZeRO-1."""
+    said = joined(row, "schedule", "notes", "source")
+    return (
+        precision == "bf16" and whole(row, "zero_stage") == 1 and re.search(r"deepspeed|\bDS=", said, re.I) is not None
+    )
+
+
 def updates_lists(row: Row) -> bool:
     """Whether the optimizer is torch's AdamW on lists of tensors: its default on GPUs, and that of the Trainer."""
     fused = re.search(

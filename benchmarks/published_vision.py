@@ -49,7 +49,8 @@ def vision_model(name: str, *, is_fused: bool = False, channels_last: bool = Fal
 
 
 def _with_channels_last(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, products=tuple(replace(product, channels_first=False) for product in layer.products))
+    products = tuple(replace(product, channels_first=False) for product in layer.products)
+    return replace(layer, products=products, moved=replace(layer.moved, channel_elements=0))
 
 
 def _vgg(size: int = 224, classes: int = 1000) -> ModelSpec:

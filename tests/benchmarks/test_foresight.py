@@ -9,6 +9,7 @@ import random
 import statistics
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -366,6 +367,23 @@ def test_pairs_in_the_wrong_order_are_listed() -> None:
     ]
     assert foresight.inverted(outcomes) == [{"faster": "dp=4", "slower": "tp=4", "measured": 2.0, "predicted": 0.5}]
     assert foresight.inverted(outcomes[:2]) == [], "a group has three layouts"
+
+
+@pytest.mark.parametrize(("spread", "repeated", "groups"), [(0.0, 1.0, 1), (0.4, 1.0, 1), (5.0, 1.0, 0), (0.0, 5.0, 0)])
+def test_pairs_within_the_spread_of_a_source_tell_nothing_of_the_order(
+    spread: float, repeated: float, groups: int
+) -> None:
+    """Two layouts are in the wrong order, a third of a step apart; the third layout takes twice as long, and is met."""
+    seconds = {"dp=4": (1.1, 1.0), "tp=4": (1.0, 1.33), "pp=4": (2.0, 2.0)}
+    outcomes = [
+        forecast.Outcome(id="", source="", layout=layout, predicted_s=first, measured_s=second, spread=spread)
+        for layout, (first, second) in seconds.items()
+    ]
+    outcomes.append(replace(outcomes[0], measured_s=repeated))
+    found = foresight.figures(outcomes)
+    assert found["groups"] == 1
+    assert found["groups_apart"] == groups
+    assert found["tau_apart"] == (None if not groups else pytest.approx(1 / 3, abs=1e-3) if spread == 0 else 1.0)
 
 
 @pytest.mark.parametrize(

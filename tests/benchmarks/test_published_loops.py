@@ -170,6 +170,33 @@ def test_a_token_of_a_benchmark_in_turn_goes_to_one_node() -> None:
     assert grouped == pytest.approx(nodes_of_a_token(8, 8, 8, 4) / 8)
 
 
+@pytest.mark.parametrize(("said", "spared"), [("hybridep", 8), ("deepep", 4), ("alltoall", 0)])
+def test_dispatchers_spare_copies_of_rows_and_send_a_token_to_a_rank_once(said: str, spared: int) -> None:
+    row = {**EXPERTS, "source": "Megatron-LM", "n_gpus": "8", "ep": "8", "dp_shard": "8", "global_batch": "8"}
+    cases = [published.case_of({**row, "notes": f"dispatcher {name}"}) for name in (said, "alltoall")]
+    layers = [next(layer for layer in case.model.layers if layer.dispatches) for case in cases]
+    rows = sum(dealing.rows * dealing.width for dealing in layers[1].dispatches)
+    assert layers[1].moved.elements - layers[0].moved.elements == spared * rows
+    assert cases[0].sent_rows == pytest.approx(nodes_of_a_token(8, 8, 8, 4) / 8 if spared else 1.0)
+
+
+def test_what_has_no_optimizer_step_takes_no_time_for_an_update_or_a_loop() -> None:
+    whole, part = (foresight.predict({**LOOP, "notes": said}).predicted_s for said in ("", "no optimizer step"))
+    update_s = 7.24e9 * (7 * 4 + 2) / 1.9e12  # of Mistral's weights
+    assert whole - part == pytest.approx(update_s, rel=0.2)
+
+
+@pytest.mark.parametrize("microbatch", ["1", "4"])
+def test_deepspeed_adds_gradients_in_sixteen_bits_apart_for_each_microbatch(microbatch: str) -> None:
+    row = {
+        **LOOP, "model": "GPT", "source": "own", "n_layers": "4", "hidden": "2048", "heads": "16", "seq_len": "2048", "micro_batch": microbatch,
+        "global_batch": "8", "zero_stage": "1", "notes": "",
+    }  # fmt: skip
+    alike, apart = (foresight.predict({**row, "schedule": said}).predicted_s for said in ("", "DeepSpeed"))
+    moved_s = 4 * 12 * 2048**2 * forecast.ADDED_APART_BYTES / 1.7e12
+    assert apart - alike == pytest.approx(8 / int(microbatch) * moved_s, rel=0.5)
+
+
 @pytest.mark.parametrize("sequence", ["True", "False"])
 @pytest.mark.parametrize(
     ("source", "sums"), [("Megatron-LM", 2), ("MosaicML llm-foundry", 1), ("NVIDIA NeMo AutoModel", 1)]

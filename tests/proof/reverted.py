@@ -207,7 +207,7 @@ def checkpointing_repeats_outside_of_the_modes(patch: Patch) -> None:
 
 @reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
 def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
-    patch.setattr(plan_search, "try_degree", lambda built, proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+    patch.setattr(plan_search, "try_degree", lambda built, proof, shareable, degree: replace(proof, degree=degree))
 
 
 @reverted("A6", "norm of hidden neurons", "dp=1 tp=2", Cause.FORWARD)

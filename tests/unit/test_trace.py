@@ -18,6 +18,7 @@ from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing import meta_tensors
+from samestep.tracing.batch_norms import channels_first
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.costs import costs_of
 from samestep.tracing.module_inputs import ForwardCalls, Groups, groups_of
@@ -376,6 +377,23 @@ def test_stages_of_convolutions_are_blocks_and_batch_norm_couples() -> None:
     assert spec.buffer_bytes == 2 * 4 * (8 + 8 + 32 + 32 + 32) + 5 * 8
     module = blueprint(Convolutions, 0).module.eval()
     assert trace(module, (torch.zeros(1, 3, 8, 8),), "still").coupled_modules == ()
+
+
+@pytest.mark.parametrize("channels", [8, 32])
+def test_a_batch_norm_reads_its_input_twice_and_has_a_block_for_each_channel(channels: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, channels, 1), nn.BatchNorm2d(channels))
+
+    layers = spec_of(build, (torch.zeros(1, 3, 6, 6), torch.zeros(1))).layers
+    moved = [sum(getattr(layer.moved, name) for layer in layers) for name in ("elements", "channel_elements")]
+    assert [moved[0] // channels, moved[1]] == [3 * 36 + 3, 3 * 36 + 3]  # and the six of a channel, of two samples
+
+
+def test_channels_that_stand_last_in_memory_have_no_blocks() -> None:
+    images = torch.zeros(2, 4, 3, 3)
+    assert channels_first(images) == 4
+    assert channels_first(images.contiguous(memory_format=torch.channels_last)) == 0
+    assert channels_first(torch.zeros(2, 4)) == 0
 
 
 class Loop(nn.Module):

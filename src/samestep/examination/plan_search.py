@@ -32,18 +32,14 @@ from samestep.examination.traced_forward import BuiltModel, TracedForward, trace
 from samestep.independence import cut_proof, sequence_proof, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
+from samestep.independence.samples import storages_read
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.state.snapshot import preserve_function
-from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
-from samestep.tracing.custom_functions import follow_calls
+from samestep.tracing.arranged_layers import block_of, containers_of
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta
-from samestep.trees import operands, tensors_in
-
-Counts = dict[int, tuple[tuple[str, str, int], ...]]
-"""The attributes that a rank divides, by the degree of the cut: path, name, divisor."""
+from samestep.trees import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,6 @@ class ProvenPlan:
 
     cuts: Cuts
     proof: CutProof
-    counts: Counts = field(default_factory=dict)
     shareable: dict[str, int] = field(default_factory=dict)
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
 
@@ -83,18 +78,16 @@ def with_plan(
     calls, recorder = forward.calls, forward.recorder
     if plan is None or recorder is None:
         reason = "its plan of tensor parallelism was not examined"
-        return spread_over_calls(
-            replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
-        ), {}
-    spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, plan.proof)
-    spec, parts = sequence_proof.with_sequence(
-        spread_over_calls(spec), module, plan.cuts.styles, plan.proof, calls, recorder.operations
-    )
+        sequence_refusal = f"{spec.name} cannot be cut, {reason}"
+        return replace(spec, cut_refusal=reason, sequence_refusal=sequence_refusal), {}
+    proof = plan.proof
+    spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, proof)
+    spec, parts = sequence_proof.with_sequence(spec, module, plan.cuts.styles, proof, calls, recorder.operations)
     return spec, {
         "cut_styles": plan.cuts.styles,
         "gathered": plan.cuts.gathered,
-        "copied": plan.proof.copied,
-        "counts": plan.counts,
+        "copied": proof.copied,
+        "counts": {proof.degree: proof.divided(module)} if proof.degree > 1 else {},
         "shareable_heads": plan.shareable,
         "sequence_parts": parts,
     }
@@ -141,16 +134,12 @@ def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | Non
     loss = built.loss
     if loss is cross_entropy or isinstance(loss, ModelLoss):
         return frozenset()
-    read = set[int]()
-
-    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        read.update(address(tensor) for tensor in operands(*args, *kwargs.values()))
-
     try:
         outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
-        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
-            loss(outputs, batch)
     except Exception:  # of the user's own code, which may look at values
+        return None
+    read = storages_read(loss, outputs, batch)
+    if read is None:
         return None
     return frozenset(index for index, tensor in enumerate(tensors_in(outputs)) if address(tensor) in read)
 
@@ -197,50 +186,46 @@ def _prove(
         shareable = {} if planned.refusal else tensor_plan.shareable_heads(module, planned)
         proofs: list[CutProof] = []
         for cuts_logits in (True, False):
-            counts: Counts = {}
             proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, recorder, cuts_logits)
             if proof.refusal and proof.cuts_logits:  # the code behind the head may need them whole
                 continue
             if degree := cut_proof.smallest_degree(proof):
-                proof, counts = try_degree(built, proof, shareable, degree)
+                proof = try_degree(built, proof, shareable, degree)
             proof = _with_whole_outputs(proof, reads)
             if unlike := {} if proof.refusal else _cut_unlike(forward.spec, proof):
                 planned.styles = {path: style for path, style in planned.styles.items() if path not in unlike}
                 planned.gathered |= unlike
                 break
             if not proof.refusal:
-                return ProvenPlan(planned, proof, counts, shareable)
+                return ProvenPlan(planned, proof, shareable)
             proofs.append(proof)
             if not proof.cuts_logits:
                 break
         if unlike:
             if planned.styles:
                 continue
-            return ProvenPlan(planned, CutProof({}), {}, {})
+            return ProvenPlan(planned, CutProof({}))
         proof = proofs[0]
         first = first or proof
         planned.gather(paths := cut_proof.to_gather(module, proof), proof.refusal)
         if proof.cut_outputs and not planned.styles:  # the loss reads all that could be cut: it stays whole
-            return ProvenPlan(planned, CutProof({}), {}, {})
+            return ProvenPlan(planned, CutProof({}))
         if not paths or not planned.styles:
             planned.styles = dict(first.styles)
             planned.gathered.clear()
-            return ProvenPlan(planned, first, {}, shareable)
+            return ProvenPlan(planned, first, shareable)
 
 
-def try_degree(
-    built: BuiltModel, proof: CutProof, shareable: Mapping[str, int], degree: int
-) -> tuple[CutProof, Counts]:
-    """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
+def try_degree(built: BuiltModel, proof: CutProof, shareable: Mapping[str, int], degree: int) -> CutProof:
+    """Return the proof of a plan with the counts of a rank of a degree, or why it fails."""
     shared = {path: heads for path, heads in shareable.items() if heads < degree}
     forward = functools.partial(_run_forward, built, proof.styles, looking=proof.looking)
     try:
         looks = forward(recorder := Recorder(), keeps_all=bool(proof.looking))
         forward = functools.partial(forward, answers=looks.answers if proof.looking else None)
-        proof = cut_proof.with_degree(proof, built.module, shared, recorder.operations, forward, degree)
+        return cut_proof.with_degree(proof, built.module, shared, recorder.operations, forward, degree)
     except DiffersError as error:
-        return replace(proof, refusal=str(error), refused_at=error.where, fails_after=error.after), {}
-    return proof, {degree: proof.divided(built.module)}
+        return replace(proof, refusal=str(error), refused_at=error.where, fails_after=error.after)
 
 
 def _run_forward(built: BuiltModel, styles: Mapping[str, str], recorder: Recorder, **looks: Any) -> Looks:

@@ -35,12 +35,24 @@ class Pick:
     """Elements of the dimensions that the index, or the mask, covers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """The order of rows that are more than tokens, since there are some for tokens of neighbours (`token_moves.py`): as many as there are
+    tokens, from one of the first rows on, belong to these each."""
+
+    rows: int
+    last: int
+    """Last row at which they may begin."""
+    where: str
+    """Path of the module whose code has made them, and the operation, as text."""
+
+
 class Along(NamedTuple):
     """Dependence of a tensor: position i of dimension `dim` depends on row i // inner + start, modulo the number of rows."""
 
     dim: int
     inner: int
-    start: int | Pick
+    start: int | Pick | Wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,60 +65,6 @@ class Mixed:
     """Whether the rule of an operation shows that rows are mixed; if not, it is not known whether they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class WithNeighbours(Mixed):
-    """Dependence of a storage with rows for tokens of neighbours too (`token_moves.py`): as many rows as there are tokens, from one of its
-    first rows on, belong to these each."""
-
-    rows: int
-    """Rows along the dimension of tokens."""
-    last: int
-    """Last row at which they may begin."""
-    stride: int
-    """Bytes from one row to the next."""
-
-    @classmethod
-    def of(cls, tensor: Tensor, dim: int, last: int, where: str) -> WithNeighbours:
-        """Return the dependence of a new tensor with such rows along a dimension."""
-        return cls(where, True, tensor.shape[dim], last, tensor.stride(dim) * tensor.element_size())
-
-    @property
-    def span(self) -> int:
-        """Bytes of all rows."""
-        return self.rows * self.stride
-
-    def dim_of(self, tensor: Tensor) -> int:
-        """Return the dimension of a view along which all rows are; -1 if there is none."""
-        size = tensor.element_size()
-        dims = [dim for dim, step in enumerate(tensor.stride()) if step * size == self.stride]
-        return next((dim for dim in dims if tensor.shape[dim] == self.rows), -1)
-
-    def seen_in(self, tensor: Tensor, num_tokens: int) -> Along | Mixed:
-        """Return the dependence of a view: that of the storage if it has all rows."""
-        size, below, along = tensor.element_size(), 0, list[int]()
-        for dim, (extent, elements) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            step = elements * size
-            if extent == 1 or step == 0 or step % self.span == 0:
-                continue
-            if step < self.stride:
-                below += step * (extent - 1)
-            elif step == self.stride:
-                along.append(dim)
-            else:
-                return Mixed(self.where, self.shown)
-        first = tensor.storage_offset() * size % self.span
-        if first % self.stride + below >= self.stride:
-            return Mixed(self.where, self.shown)
-        place = first // self.stride
-        if len(along) == 1 and tensor.shape[along[0]] == self.rows:
-            return self
-        of_tokens = [dim for dim in along if tensor.shape[dim] == num_tokens]
-        reach = sum(tensor.shape[dim] - 1 for dim in along if dim not in of_tokens)
-        if len(of_tokens) != 1 or len(along) > 2 or place + reach > self.last:
-            return Mixed(self.where, self.shown)
-        return Along(of_tokens[0], 1, 0)
-
-
 Dependence = Along | Mixed | None
 """Dependence of one tensor; None if it depends on no row."""
 
@@ -117,7 +75,7 @@ class Rows:
 
     stride: int
     span: int
-    start: int | Pick = 0
+    start: int | Pick | Wide = 0
     sources: frozenset[str] = frozenset()
     """Of units the names of the weights whose units these are."""
 
@@ -152,16 +110,16 @@ class Dependences:
             shape, of_empty = self._empty.get(key, (tensor.shape, None))
             return of_empty if shape == tensor.shape else Mixed("a view of no rows", False)
         stored = self._found.get(key)
-        if isinstance(stored, Rows):
-            return self._along(stored, tensor)
-        return stored.seen_in(tensor, self.num_rows) if isinstance(stored, WithNeighbours) else stored
+        return self._along(stored, tensor) if isinstance(stored, Rows) else stored
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor's elements, which were written just now; others of its storage keep theirs."""
         key = self._key_of(tensor)
         earlier = self._found.get(key)
         covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        if not covers and isinstance(earlier, WithNeighbours):  # those of neighbours are others on each rank
+        if (
+            not covers and isinstance(earlier, Rows) and isinstance(earlier.start, Wide)
+        ):  # those of neighbours are others on each rank
             self._found[key] = Mixed("a tensor that is written in parts", shown=False)
             return
         if dependence is None:
@@ -203,21 +161,20 @@ class Dependences:
         """Return which dimension of a view holds the rows of its storage."""
         size, shape = tensor.element_size(), tuple(tensor.shape)
         strides = tuple(stride * size for stride in tensor.stride())
-        return rows_along(rows, self.num_rows, int(tensor.storage_offset()) * size, shape, strides)
+        along = _wide_along if isinstance(rows.start, Wide) else rows_along
+        return along(rows, self.num_rows, int(tensor.storage_offset()) * size, shape, strides)
 
     def form_of(self, tensor: Tensor) -> Form:
         """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
         rows, size = self._found.get(tensor.untyped_storage()._cdata), tensor.element_size()
         steps = [*zip(tensor.shape, (stride * size for stride in tensor.stride()), strict=True)]
         offset = int(tensor.storage_offset()) * size
-        if not isinstance(rows, Rows | WithNeighbours) or not tensor.numel():
+        if not isinstance(rows, Rows) or not tensor.numel():
             return Form(tuple(steps), (offset,))
-        at: Along | Mixed
-        if isinstance(rows, WithNeighbours):
-            at, within = rows.seen_in(tensor, self.num_rows), rows.span
-        else:
-            at, within = self._along(rows, tensor), rows.stride
-        dims = []
+        at, dims = self._along(rows, tensor), []
+        within = (
+            rows.span if isinstance(rows.start, Wide) else rows.stride
+        )  # which of more rows it shows says what is computed
         for dim, (extent, step) in enumerate(steps):
             if isinstance(at, Along) and dim == at.dim:
                 dims += [(at.inner, step)] if at.inner > 1 else []
@@ -225,16 +182,13 @@ class Dependences:
                 dims.append((extent, step if step < within else -(step // rows.span)))
         return Form(tuple(dims), (offset // rows.span, offset % within))
 
-    def is_ordered(self, tensor: Tensor) -> bool:
-        """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
-        dependence = self.of(tensor)
+    def is_ordered(self, tensor: Tensor, dependence: Dependence = None) -> bool:
+        """Return whether a tensor depends on no row, or has all rows in their order along one dimension; with `dependence`, if it has this one."""
+        dependence = dependence or self.of(tensor)
         if not isinstance(dependence, Along):
             return dependence is None
-        return (
-            dependence.dim != NO_DIM
-            and dependence.start == 0
-            and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
-        )
+        has_all = dependence.dim != NO_DIM and tensor.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
+        return has_all and dependence.start == 0
 
     def has_rows(self, tensor: Tensor, dim: int) -> bool:
         """Return whether each position along `dim` depends on the row of its number, and there are no others."""
@@ -267,12 +221,44 @@ def rows_along(
             return unclear
     if first + reach > max(rows.span // rows.stride, 1) and not is_periodic:
         return unclear
-    start: int | Pick = rows.start
+    start = rows.start
     if isinstance(start, int):
         start = (start + first) % num_rows
     elif first:
         return unclear  # a part of picked rows is another pick
     return Along(NO_DIM, 1, start) if along is None else Along(along.dim, along.inner, start)
+
+
+def _wide_along(
+    rows: Rows, num_tokens: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Along | Mixed:
+    """Return which dimension of a view holds all rows of a storage that has more than tokens, or as many of them as there are tokens.
+
+    A second dimension may hold the neighbours of each, as of windows.
+    """
+    wide = rows.start
+    assert isinstance(wide, Wide)
+    mixed = Mixed(wide.where, shown=True)
+    below, along = 0, list[int]()
+    for dim, (extent, step) in enumerate(zip(shape, strides, strict=True)):
+        if extent == 1 or step % rows.span == 0:
+            continue
+        if step == rows.stride:
+            along.append(dim)
+        elif step < rows.stride:
+            below += step * (extent - 1)
+        else:
+            return mixed
+    place, within = divmod(offset % rows.span, rows.stride)
+    if within + below >= rows.stride:
+        return mixed
+    if len(along) == 1 and shape[along[0]] == wide.rows:
+        return Along(along[0], 1, wide)
+    of_tokens = [dim for dim in along if shape[dim] == num_tokens]
+    reach = sum(shape[dim] - 1 for dim in along if dim not in of_tokens)
+    if len(of_tokens) != 1 or len(along) > 2 or place + reach > wide.last:
+        return mixed
+    return Along(of_tokens[0], 1, 0)
 
 
 def identity_of(tensor: Tensor) -> tuple[object, ...]:
@@ -299,6 +285,7 @@ class Call:
     """One operation of a traced forward, and the dependences before it."""
 
     func: Any
+    """An operator of torch, or the name of what else computes the results."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[Tensor]
@@ -314,7 +301,7 @@ class Call:
     @property
     def text(self) -> str:
         """The module that runs and the operation, as text."""
-        return f"{self.where} by {'attention' if self.func is None else self.func.overloadpacket.__name__}"
+        return f"{self.where} by {self.func if isinstance(self.func, str) else self.func.overloadpacket.__name__}"
 
     @property
     def given(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ from samestep.building.named_tensors import set_attributes
 from samestep.errors import ModelError
 from samestep.independence.dependence import Rows
 from samestep.independence.dimension_maps import FILLS
-from samestep.independence.feature_units import State, UnitDim, UnitFlow, WeightCut, along, part_of
+from samestep.independence.feature_units import State, UnitFlow, WeightCut, part_of
 from samestep.models.spec import is_below
 from samestep.state.snapshot import holding
 from samestep.tracing.operations import Operation, Recorder, View
@@ -124,40 +124,26 @@ class _Compared(Recorder):
                 part = _shrink_repeats(whole, rank_view, degree, state)
             if part is not None and part.shape == rank_view.shape:
                 is_free = isinstance(state, frozenset) or state == "uniform"
-                return is_free or self._shows_same(whole, rank_view, part, degree, state)
+                return is_free or self._shows_same(whole, rank_view, degree, state)
         return False
 
-    def _shows_same(self, whole: View, rank_view: View, part: View, degree: int, state: State) -> bool:
-        """Return whether a rank's view shows its part of the whole model's view."""
-        if whole.storage not in self.copies and rank_view.storage not in self.mine:
-            return self._is_same(whole.storage, rank_view.storage) and (
-                state is None or _shows(part) == _shows(rank_view)
-            )
-        unit_dim = along(whole, state) if isinstance(state, Rows) else None
-        for index in _places(rank_view.shape):
-            there = index if unit_dim is None else _in_whole(index, unit_dim, degree)
-            if not self._is_same_element(whole, there, state, rank_view, index):
-                return False
-        return True
-
-    def _is_same(self, whole_storage: int, rank_storage: int) -> bool:
-        return self.same.setdefault(whole_storage, rank_storage) == rank_storage
-
-    def _is_same_element(self, whole: View, there: list[int], state: State, rank_view: View, here: list[int]) -> bool:
-        """Return whether two elements are one, followed back through copies to what they were copied from."""
-        a, b = _offset(whole, there), _offset(rank_view, here)
-        while whole.storage in self.copies:
-            copy, state = self.copies[whole.storage]
-            whole, a = copy.given[0], _source_offset(copy, a)
-        while rank_view.storage in self.mine:
-            b = _source_offset(self.mine[rank_view.storage], b)
-            rank_view = self.mine[rank_view.storage].given[0]
-        if not self._is_same(whole.storage, rank_view.storage):
+    def _shows_same(self, whole: View, rank_view: View, degree: int, state: State) -> bool:
+        """Return whether a rank's view shows its part of the whole model's view, both taken for views of what copies were made of."""
+        of_whole: View | None = whole
+        while of_whole is not None and of_whole.storage in self.copies:
+            copy, state = self.copies[of_whole.storage]
+            of_whole = _before_copy(of_whole, copy)
+        of_rank: View | None = rank_view
+        while of_rank is not None and of_rank.storage in self.mine:
+            of_rank = _before_copy(of_rank, self.mine[of_rank.storage])
+        if of_whole is None or of_rank is None:
             return False
-        if not isinstance(state, Rows):
-            return a == b
-        periods = {state.span // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
-        return any(b // period * state.span + b % period == a for period in periods)
+        if self.same.setdefault(of_whole.storage, of_rank.storage) != of_rank.storage:
+            return False
+        if state is None and of_whole is whole and of_rank is rank_view:
+            return True
+        part = part_of(of_whole, state, degree) if isinstance(state, Rows) else of_whole
+        return part is not None and _shows(part) == _shows(of_rank)
 
 
 def _describe(op: Operation) -> str:
@@ -183,44 +169,43 @@ def _shrink_repeats(whole: View, rank_view: View, degree: int, state: State) -> 
     return replace(whole, shape=rank_view.shape) if fits else None
 
 
-def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield indices that distinguish two views of a storage: the first, the next along each dimension, the last,
-    others."""
-    yield [0] * len(shape)
-    yield [size - 1 for size in shape]
-    for dim, size in enumerate(shape):
-        for at in {1, size // 2, size - 1} if size > 1 else ():
-            yield [at if other == dim else 0 for other in range(len(shape))]
-    for turn in range(1, 9):
-        yield [turn * 7919 // (dim + 1) % size for dim, size in enumerate(shape)]
-
-
-def _in_whole(index: list[int], unit_dim: UnitDim, degree: int) -> list[int]:
-    """Return the index in the whole tensor of an element of the first rank's part."""
-    size = unit_dim.units // degree * unit_dim.inner
-    outer, rest = divmod(index[unit_dim.dim], size)
-    return [
-        outer * unit_dim.units * unit_dim.inner + rest if dim == unit_dim.dim else at for dim, at in enumerate(index)
-    ]
-
-
-def _offset(view: View, index: list[int]) -> int:
-    return view.offset + sum(at * stride for at, stride in zip(index, view.strides, strict=True))
-
-
-def _source_offset(copy: Operation, offset: int) -> int:
-    """Return the offset of the element of which a copy has one at this offset."""
+def _before_copy(view: View, copy: Operation) -> View | None:
+    """Return a view of a copy as one of the tensor that was copied, a dimension that runs over several of its dimensions as so many; None
+    if it is none."""
     source, result = copy.given[0], copy.results[0]
-    rest, index = offset - result.offset, [0] * len(result.shape)
-    for dim in sorted(range(len(index)), key=lambda dim: -result.strides[dim]):
-        if result.shape[dim] > 1:
-            index[dim], rest = divmod(rest, result.strides[dim])
-    return _offset(source, index)
+    steps = zip(result.strides, result.shape, source.strides, strict=True)
+    digits = sorted((stride, size, step) for stride, size, step in steps if size > 1)
+    offset, rest, last = source.offset, view.offset - result.offset, dict[int, int]()
+    for stride, _, step in reversed(digits):
+        last[stride], rest = divmod(rest, stride)
+        offset += last[stride] * step
+    dims, fits = list[tuple[int, int]](), True
+    for size, along in zip(view.shape, view.strides, strict=True):
+        parts = [(size, 0)] if along == 0 else []
+        for stride, count, step in digits if along else ():
+            if size > 1 and stride <= along < stride * count:
+                by = along // stride
+                taken = min(size, count // by)
+                fits &= along % stride == 0 and size % taken == 0 and (taken == size or taken * by == count)
+                parts.append((taken, by * step))
+                last[stride] += (taken - 1) * by
+                size, along = size // taken, stride * count
+        dims += reversed(parts)
+    if not fits or any(last[stride] >= count for stride, count, _ in digits):
+        return None
+    shape, strides = (tuple(dim[at] for dim in dims) for at in (0, 1))
+    return replace(view, storage=source.storage, offset=offset, shape=shape, strides=strides)
 
 
-def _shows(view: View) -> tuple[Any, ...]:
-    """Return which elements of its storage a view shows; the stride of a dimension of one element says nothing."""
-    return view.shape, view.offset, [s for size, s in zip(view.shape, view.strides, strict=True) if size > 1]
+def _shows(view: View) -> tuple[int, list[tuple[int, int]]]:
+    """Return which elements of its storage a view shows, in their order: their first one, and the sizes and strides of the fewest dimensions."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        if dims and size > 1 and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size > 1:
+            dims.append((size, stride))
+    return view.offset, dims
 
 
 def numbers_of(op: Operation) -> list[Any]:

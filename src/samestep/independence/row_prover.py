@@ -18,10 +18,9 @@ from samestep.independence.dependence import (
     Dependence,
     Dependences,
     Mixed,
-    join_dependences,
     nothing_known,
 )
-from samestep.independence.dimension_maps import FILLS, attention, is_elementwise
+from samestep.independence.dimension_maps import FILLS, Map, along_dimension, attention, is_elementwise
 from samestep.independence.linear_hooks import is_linear
 from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
@@ -52,8 +51,8 @@ class Prover(Analysis):
         self._operands: list[Operand] = []
         """The operands of the operation that runs."""
         self._given_to_experts: list[Hashable] = []
-        self._of_rows: Dependence = None
-        """Dependence of the rows that experts are computing."""
+        self._routed: tuple[Tensor, ...] = ()
+        """What experts are given that run now, if that depends on rows."""
         self._uniform: set[int] = set()
         """Storages whose elements are all equal, or random; other checks cover randomness."""
         self.numbers = ValueNumbers(table, self.known, self.key, lambda tensor: address(tensor) in self._uniform)
@@ -101,31 +100,26 @@ class Prover(Analysis):
             yield
 
     def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the dependences and numbers of the rows that experts are given; they compute each row by itself."""
+        """Record the numbers of the rows that experts are given; they compute each row by itself, so that what runs inside is not followed."""
         with disable_current_modes():
             routed = experts_module.routing_arguments(args, kwargs)
             self._given_to_experts = [self.numbers.of(tensor) for tensor in routed]
-            if not self.is_following:
-                return
-            dependences = [dependence for tensor in routed if (dependence := self.known.of(tensor))]
-            of_rows = all(isinstance(dependence, Mixed) or dependence.dim == 0 for dependence in dependences)
-            dependence = join_dependences(dependences, f"{self.where} by its experts")
-            self._of_rows = dependence if of_rows else Mixed(f"{self.where} by its experts", shown=True)
-            self.is_following = self._of_rows is None
+            if self.is_following and any(self.known.of(tensor) is not None for tensor in routed):
+                self._routed, self.is_following = routed, False
 
     def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
         """Set the dependences of each row of the experts' result to those of its input row, and its number."""
         with disable_current_modes():
-            if self._of_rows is not None:
-                self.learn(output, self._of_rows)
-                self._of_rows, self.is_following = None, True
+            if self._routed:
+                call = self._call("its experts", self._routed, {}, [output])
+                self._routed, self.is_following = (), True
+                self._learn_by(_by_rows, call)
             self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Set the dependence of the output of an attention."""
         if self.is_following:
-            for result in by_map(attention, self._call(None, tuple(operands(*call[:4])), {}, [output])):
-                self.learn(output, result)
+            self._learn_by(attention, self._call("attention", tuple(operands(*call[:4])), {}, [output]))
             self.number_attention(call, output)
 
     def number_attention(self, call: AttentionCall, output: Tensor) -> None:
@@ -202,8 +196,10 @@ class Prover(Analysis):
 
     def _rows(self, tensor: Tensor) -> RowsAlong | None:
         """Return where a tensor has the rows, all of them in order; None if it has not."""
-        dependence = self.known.of(tensor)
-        if not isinstance(dependence, Along) or not self.known.is_ordered(tensor):
+        return self._in_order(self.known.of(tensor), tensor)
+
+    def _in_order(self, dependence: Dependence, tensor: Tensor) -> RowsAlong | None:
+        if not isinstance(dependence, Along) or not self.known.is_ordered(tensor, dependence):
             return None
         return RowsAlong(dependence.dim, dependence.inner, self.num_rows)
 
@@ -238,13 +234,8 @@ class Prover(Analysis):
     def without_rule(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
         dependences = list(assume_rows_stay(call))
-        rows = [
-            RowsAlong(dependence.dim, dependence.inner, self.num_rows)
-            for dependence, result in zip(dependences, call.results, strict=True)
-            if isinstance(dependence, Along)
-            and dependence.start == 0
-            and result.shape[dependence.dim] % (self.num_rows * dependence.inner) == 0
-        ]
+        pairs = zip(dependences, call.results, strict=True)
+        rows = [known for dependence, result in pairs if (known := self._in_order(dependence, result)) is not None]
         if not rows or len(rows) < len(dependences):
             return self.untried(call)
         written = {id(result): of_result for result, of_result in zip(call.results, rows, strict=True)}
@@ -264,6 +255,11 @@ class Prover(Analysis):
             with disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):
                     self._uniform.add(self.key(made))
+
+    def _learn_by(self, dimension_map: Map, call: Call) -> None:
+        """Set the dependences of the results of a call by its map of dimensions."""
+        for result, dependence in zip(call.results, by_map(dimension_map, call), strict=True):
+            self.learn(result, dependence)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
         return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)
@@ -314,6 +310,7 @@ class Prover(Analysis):
             self.learn(result, Mixed(call.text, shown=False))
 
 
+_by_rows = along_dimension(0)
 _TURNS = frozenset(
     (
         torch.ops.aten.transpose_, torch.ops.aten.t_, torch.ops.aten.squeeze_, torch.ops.aten.unsqueeze_,

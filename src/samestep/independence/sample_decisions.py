@@ -28,8 +28,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.trees import tree_flatten
-
 ValueOfTensor = Callable[[Tensor], Tensor | None]
 _aten = torch.ops.aten
 _MOST_LOOKS = 8
@@ -39,7 +37,7 @@ _CHANGE = 16
 _ROUNDED = 0.75
 """The power of a dtype's epsilon up to which outputs differ by roundings."""
 _SPARE = 1000
-"""Operations more than twice those of the first forward, after which one with another answer counts as different."""
+"""Values more than twice those of the first forward, after which one with another answer counts as different."""
 
 
 class _Look(NamedTuple):
@@ -65,18 +63,18 @@ class _Fact(NamedTuple):
 
 
 class Decisions:
-    """The looks of one forward at numbers of all samples, and the operations that it ran.
+    """The looks of one forward at numbers of all samples, and what it computed.
 
     With `other`, the place of a look among them and the index of another answer, that look is given this one.
     """
 
     def __init__(self, other: tuple[int, int] | None = None, most: float = math.inf) -> None:
         self.looks: list[_Look] = []
-        self.ran: list[Any] = []
+        self.computed: list[Any] = []
+        """The numbers of all values that the forward has computed, and of its outputs (`value_numbers.py`)."""
         self.outputs: list[Tensor | None] = []
         """The values of the forward's floating outputs, None where they are not known."""
         self._other, self._most = other, most
-        self._numbers: dict[int, int] = {}
         self._facts: dict[int, _Fact] = {}
         """What is known of the storages of numbers, and of answers yes or no, of all samples."""
 
@@ -123,22 +121,13 @@ class Decisions:
             if fact is not None:
                 self._facts[key] = fact
 
-    def number(self, key: int) -> int:
-        """Return the number of a storage, by the order in which storages were first seen."""
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def run(
-        self, func: Any, args: Any, kwargs: dict[str, Any], results: list[Tensor], key: Callable[[Tensor], int]
-    ) -> None:
-        """Note an operation, with its operands, the numbers that it is given, and its results.
+    def check_length(self, count: int) -> None:
+        """Check the number of values that the forward has computed so far.
 
         Raises:
-            _TooLongError: the forward runs far more operations than the first one.
+            _TooLongError: they are far more than those of the first one.
         """
-        leaves = tree_flatten((args, kwargs, results))[0]
-        noted = ((leaf.shape, self.number(key(leaf))) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        self.ran.append((str(func), *noted))
-        if len(self.ran) > self._most:
+        if count > self._most:
             raise _TooLongError
 
     def answer(self, key: int, outcome: Any) -> Any:
@@ -172,13 +161,15 @@ def act_on(first: Decisions, again: Callable[[Decisions], None]) -> str:
 
     `first` is what a forward has noted, and `again` runs the same one.
     """
-    most = 2 * len(first.ran) + _SPARE
+    most = 2 * len(first.computed) + _SPARE
     for place, look in enumerate(first.looks[:_MOST_LOOKS]):
         for index in range(len(look.others)):
             other = Decisions((place, index), most)
             with suppress(Exception):  # of the user's own code: a check, which ends the forward
                 _run(again, other)
-                is_other = _are_other(first.outputs, other.outputs) if look.is_of_each else other.ran != first.ran
+                is_other = (
+                    _are_other(first.outputs, other.outputs) if look.is_of_each else other.computed != first.computed
+                )
                 if is_other and _repeats(first, again):
                     return look.text
     return ""
@@ -206,7 +197,7 @@ def _run(again: Callable[[Decisions], None], other: Decisions) -> None:
 def _repeats(first: Decisions, again: Callable[[Decisions], None]) -> bool:
     """Return whether the forward runs the same operations where it is answered alike."""
     again(same := Decisions())
-    return same.ran == first.ran
+    return same.computed == first.computed
 
 
 def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: ValueOfTensor) -> bool:

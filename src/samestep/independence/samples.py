@@ -40,7 +40,7 @@ from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.batch_norms import OPERATIONS
-from samestep.tracing.custom_functions import Hook, follow_hook
+from samestep.tracing.custom_functions import Hook, follow_calls, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
 from samestep.tracing.module_inputs import Groups, groups_of
@@ -97,12 +97,12 @@ def examine(
     if has_items(sample):
         return Findings(tried=("the forward on several samples, each an item of a list",))
 
-    prover = functools.partial(_SampleProver, module, keeps_all=keeps_all, takes_gradients=takes_gradients)
+    prover = functools.partial(_SampleProver, module, Table(), keeps_all=keeps_all, takes_gradients=takes_gradients)
 
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
             output = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
-        watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(output)])
+        watch.decisions.computed = [*watch.numbers.history, *map(watch.numbers.of, tensors_in(output))]
         return output, groups_of(module, watch.tracer.modules)
 
     def run_again(decisions: Decisions) -> None:
@@ -131,6 +131,21 @@ def examine(
     reads = _read_by_marked(loss, watch, outputs)
     pairs = 0 if reads is None or is_within else watch.pairs_of(loss, outputs)
     return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs, watch.hooks_scale)
+
+
+def storages_read(loss: Callable[[Any, Any], Any], outputs: Any, batch: Any) -> set[int] | None:
+    """Return the storages that a loss reads of tensors on the meta device; None where it does not run on them."""
+    read = set[int]()
+
+    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        read.update(map(address, operands(*args, *kwargs.values())))
+
+    try:
+        with preserve_function(loss), torch.enable_grad(), follow_calls(ran):
+            loss(outputs, batch)
+    except Exception:  # of the user's own code, which may look at values
+        return None
+    return read
 
 
 def _read_by_marked(loss: Callable[[Any, Any], Any], watch: _SampleProver, outputs: Any) -> tuple[Any, ...] | None:
@@ -176,11 +191,11 @@ Place = Callable[[Any, tuple[int, int] | None, Callable[[tuple[int, int]], None]
 class _SampleProver(Prover):
     """Follows a forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
-    def __init__(self, module: nn.Module, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool) -> None:
-        super().__init__(module, NUM_SAMPLES, Table(), keeps_all=keeps_all, takes_gradients=takes_gradients)
+    def __init__(
+        self, module: nn.Module, table: Table, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool
+    ) -> None:
+        super().__init__(module, NUM_SAMPLES, table, keeps_all=keeps_all, takes_gradients=takes_gradients)
         self.decisions = decisions
-        for tensor in (*module.parameters(), *module.buffers()):
-            decisions.number(self.key(tensor))
         self.mixed_gradient = ""
         self.hooks_scale = False
         """Where a custom backward mixes samples, as text."""
@@ -386,26 +401,13 @@ class _SampleProver(Prover):
 
     def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
         """Return the storages that a loss reads; None if it does not run on the meta device."""
-        self._read = set()
-        self.is_following = False
         events = self.tracer.events
         of_forward, events.batch_values = events.batch_values, []
-        traced_values = within(TracedValues(self.tracer.note_values))
-        try:
-            with traced_values, self.tracer, torch.enable_grad(), preserve_function(loss):
-                loss(outputs, self._batch)
-        except Exception:  # the user's own code, which may look at values
-            self._read = None
-        finally:
-            self.loss_values = tuple(replace(call, owner="") for _, call in events.batch_values)
-            events.batch_values = of_forward
+        with within(TracedValues(self.tracer.note_values)):
+            self._read = storages_read(loss, outputs, self._batch)
+        self.loss_values = tuple(replace(call, owner="") for _, call in events.batch_values)
+        events.batch_values = of_forward
         return self._read
-
-    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a loss reads."""
-        super().begin(func, args, kwargs)
-        if self._read is not None:
-            self._read |= {address(tensor) for tensor in operands(*args, *kwargs.values())}
 
     def ran(self, op: Executed) -> Any:
         """Follow an operation, and return what the code gets: another answer, if that is asked of it."""
@@ -414,8 +416,7 @@ class _SampleProver(Prover):
             return outcome
         tensors = [tensor for tensor in operands(*op.args, *op.kwargs.values()) if tensor.is_meta]
         if torch.Tag.data_dependent_output not in func.tags:
-            results = [tensor for tensor in operands(outcome) if tensor.is_meta]
-            self.decisions.run(func, op.args, op.kwargs, results, self.key)
+            self.decisions.check_length(len(self.numbers.history))
         elif len(tensors) == 1:
             return self.decisions.answer(self.key(tensors[0]), outcome)
         elif any(isinstance(self.known.of(tensor), Along) for tensor in tensors):

@@ -19,8 +19,7 @@ from samestep.building.model_loss import RETURNS_LOGITS
 from samestep.building.named_tensors import tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
-from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed, WithNeighbours
-from samestep.independence.dimension_maps import is_elementwise
+from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed, Wide
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
@@ -77,7 +76,7 @@ class SliceProver(Prover):
         """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls(self.tracer.places)
+        self.parts = PartCalls(self.tracer.modules)
         self.is_in_function = False
         """Whether a recurrence runs that needs the state of the rank before."""
         self._others = ""
@@ -343,9 +342,9 @@ class SliceProver(Prover):
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
         super().learn(tensor, dependence)
-        if isinstance(dependence, WithNeighbours):
-            self._joined.add(dependence.where)
-        if not self._mixed and isinstance(dependence, Mixed) and not isinstance(dependence, WithNeighbours):
+        if isinstance(dependence, Along) and isinstance(dependence.start, Wide):
+            self._joined.add(dependence.start.where)
+        if not self._mixed and isinstance(dependence, Mixed):
             module, _, operation = dependence.where.rpartition(" by ")
             path = self._mixed_at = module or self.where
             does = f"mixes tokens by {operation}" if module else f"is given {operation} of tokens"
@@ -355,27 +354,6 @@ class SliceProver(Prover):
             if operation.startswith("nll_loss"):
                 works = f". {RETURNS_LOGITS}"
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
-
-    def _follow(self, call: Call) -> None:
-        """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
-        wide = {
-            id(tensor): known for tensor in call.given if isinstance(known := self.known.of(tensor), WithNeighbours)
-        }
-        others = [tensor for tensor in call.given if id(tensor) not in wide and self.known.of(tensor) is not None]
-        if not wide or others or not is_elementwise(call.func):
-            super()._follow(call)
-            return
-        origin = next(iter(wide.values())).where
-        places = {
-            (known.rows, known.last, known.dim_of(tensor) - tensor.dim())
-            for tensor in call.given
-            if (known := wide.get(id(tensor))) is not None
-        }
-        (_, last, dim), *more = places
-        for result in call.results:
-            at = dim + result.dim()
-            dependence = WithNeighbours.of(result, at, last, origin) if at >= 0 else Mixed(call.text, True)
-            self.learn(result, Mixed(call.text, True) if more else dependence)
 
     def refuse_gradient(self, where: str) -> None:
         """Refuse a custom Function whose backward mixes tokens."""

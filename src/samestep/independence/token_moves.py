@@ -32,9 +32,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.models.layer_parts import MoveKind
 
-_CONVS = (torch.conv1d, torch.conv2d)
 _KINDS: dict[Any, MoveKind] = {
-    **dict.fromkeys(_CONVS, "conv"),
+    **dict.fromkeys((torch.conv1d, torch.conv2d), "conv"),
     F.pad: "pad",
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), "cat"),
     **dict.fromkeys((torch.roll, Tensor.roll), "roll"),

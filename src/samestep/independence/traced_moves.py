@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
-from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed, WithNeighbours
+from samestep.independence.dependence import NO_DIM, Along, Mixed, Wide
 from samestep.independence.operation_trial import gradients_of, is_same
 from samestep.independence.slice_prover import SliceProver
 from samestep.independence.token_moves import (
@@ -73,11 +73,11 @@ class TracedMoves:
         watch = self._watch
         for operand, x in enumerate(operands_of(func, args, kwargs)):
             known, margin = watch.known.of(x) if x.is_meta else None, 0
-            if isinstance(known, WithNeighbours):
-                dim, margin = known.dim_of(x), known.last
-                if known.rows != watch.size + margin or x.shape[dim] != known.rows:
+            if isinstance(known, Along) and isinstance(known.start, Wide):
+                margin = known.start.last
+                if known.start.rows != watch.size + margin:
                     continue
-                known = Along(dim, 1, 0)
+                known = known._replace(start=0)
             if not isinstance(known, Along) or known.dim < 0 or known.inner != 1 or not isinstance(known.start, int):
                 continue
             place = TokenPlace(operand, known.dim, known.start)
@@ -123,11 +123,10 @@ class TracedMoves:
         watch.is_following = True
         result = form.given[-1] if outcome is None else outcome
         with disable_current_modes():
-            dependence: Dependence = Along(form.place.dim, 1, 0)
-            if form.rows > watch.size:
-                dependence = WithNeighbours.of(result, form.place.dim, form.last, f"{watch.where} by {form.kind}")
+            is_wide = form.rows > watch.size
+            start = Wide(form.rows, form.last, f"{watch.where} by {form.kind}") if is_wide else 0
             watch.learn(result, None)
-            watch.learn(result, dependence)
+            watch.learn(result, Along(form.place.dim, 1, start))
             watch.numbers.name(result, "moved", form.kind, repr(form.what), ends, *what, where=watch.where)
             if not (form.left or form.right or form.kind == "edge"):
                 return outcome  # of tokens of neighbours that are there already

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed, Pick
+from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed
 from samestep.independence.dimension_maps import (
     FILLS,
     OVERWRITES,
@@ -91,6 +91,8 @@ class ValueNumbers:
         """The operation that has computed a value of rows, as text, by its number."""
         self.computed: list[tuple[int, str]] = []
         """Number of each value that was computed of rows, with the path of the module whose code did so."""
+        self.history: list[tuple[int, torch.Size]] = []
+        """Number and shape of each value that was computed."""
 
     def name(self, tensor: Tensor, *what: Hashable, where: str = "", apart: str = "") -> None:
         """Set the number of a storage to that of a computation."""
@@ -171,6 +173,7 @@ class ValueNumbers:
                 parts.append((name, part))
         for index, result in fresh:
             number = self._number((str(func), index, *parts))
+            self.history.append((number, result.shape))
             of_source = self._made_by.get(seen[1].number, "") if packet is _aten.copy_ else ""
             self._set(result, number, apart, of_source or text, is_written=writes, overwrites=packet in OVERWRITES)
             if isinstance(self._known.of(result), Along):
@@ -183,7 +186,7 @@ class ValueNumbers:
     def _joined(self, named: list[tuple[Operand, Hashable]], result: Tensor, text: str) -> str:
         """Return the operation that makes one of several rows beside each other another value than the rest, as text; empty if none does."""
         dependence, number = self._known.of(result), self._known.num_rows
-        if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
+        if not isinstance(dependence, Along) or not isinstance(dependence.start, int):
             return ""
         rows = [(operand, key) for operand, key in named if operand.dependence is not None]
         is_full = result.shape[dependence.dim] == number * dependence.inner  # so that a constant stands for some rows
@@ -196,7 +199,7 @@ class ValueNumbers:
     def _shown(self, tensor: Tensor) -> Sequence[int]:
         """Return the rows that a tensor shows, all of them where values have picked some."""
         dependence, number = self._known.of(tensor), self._known.num_rows
-        if not isinstance(dependence, Along) or isinstance(dependence.start, Pick):
+        if not isinstance(dependence, Along) or not isinstance(dependence.start, int):
             return range(number)
         count = max(1, tensor.shape[dependence.dim] // dependence.inner) if dependence.dim >= 0 else 1
         return [(dependence.start + at) % number for at in range(min(count, number))]

@@ -157,24 +157,28 @@ class OtherWork:
     cut_elements: int = 0
     """The part of these that a tensor cut divides."""
     kernels: int = 0
+    channel_elements: int = 0
+    """Elements that one block of threads reads or writes, of batch norms over tensors with their channels first: a block has a channel."""
 
     def of_one(self, num_samples: int) -> OtherWork:
         """Return the work for one of so many samples."""
-        return OtherWork(self.elements // num_samples, self.cut_elements // num_samples, self.kernels)
+        parts = (part // num_samples for part in (self.elements, self.cut_elements, self.channel_elements))
+        return OtherWork(next(parts), next(parts), self.kernels, next(parts))
 
     def plus(self, elements: int, cut_elements: int = 0, kernels: int = 0) -> OtherWork:
         """Return the work with more of it."""
-        return OtherWork(self.elements + elements, self.cut_elements + cut_elements, self.kernels + kernels)
+        more = self.elements + elements, self.cut_elements + cut_elements, self.kernels + kernels
+        return OtherWork(*more, self.channel_elements)
 
     def cut_by(self, degree: int) -> OtherWork:
         """Return one rank's part under a tensor cut."""
         part = self.cut_elements // degree
-        return OtherWork(self.elements - self.cut_elements + part, part, self.kernels)
+        return replace(self, elements=self.elements - self.cut_elements + part, cut_elements=part)
 
     def divided_by(self, degree: int) -> OtherWork:
         """Return one rank's part under sequence parallelism, which divides what a tensor cut leaves whole."""
         elements = self.cut_elements + (self.elements - self.cut_elements) // degree
-        return OtherWork(elements, self.cut_elements, self.kernels)
+        return replace(self, elements=elements)
 
 
 NO_WORKING_SET, NO_WORK = WorkingSet(), OtherWork()

@@ -300,7 +300,7 @@ class LayerSpec:
             norm_working=self.norm_working.sliced_by(degree),
             saved_cut_elements=part(self.saved_cut_elements) + sum(cut_twice),
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
-            moved=OtherWork(part(self.moved.elements), part(self.moved.cut_elements), self.moved.kernels),
+            moved=replace(self.moved, elements=part(self.moved.elements), cut_elements=part(self.moved.cut_elements)),
             fusible=self.fusible.of_one(degree),
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),

@@ -413,7 +413,7 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
         saved_selective_elements=results + given_elements * is_block,
         input_elements=given_elements,
         products=products,
-        moved=OtherWork(moved, kernels=3 * len(products) + 1),
+        moved=OtherWork(moved, 0, 3 * len(products) + 1, sum(3 * part.side**2 for part in parts)),
     )
 
 

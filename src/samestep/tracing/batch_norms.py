@@ -56,6 +56,11 @@ def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     return {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
+def channels_first(x: Tensor) -> int:
+    """Return the channels of a tensor that has them before its pixels in memory; 0 for others."""
+    return x.shape[1] if x.dim() > 2 and x.is_contiguous() else 0
+
+
 def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
     """Describe one of these operations that takes the statistics of samples, in the code of the module `where`; None for others."""
     named = arguments(func, args, kwargs)

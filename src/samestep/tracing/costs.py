@@ -239,7 +239,8 @@ class MovedElements:
             fused, fused_cut = self._fused(numbers, sizes, returned)
             fusible, fusible_cut = fusible + apart - fused, fusible_cut + apart_cut - fused_cut
         spared = sum(len(numbers) - 1 for numbers in groups.values())
-        return OtherWork(*_moved(others), len(works)), OtherWork(fusible, fusible_cut, spared)
+        of_channels = sum(_moved([work])[0] // work.channels for work in others if work.channels)
+        return OtherWork(*_moved(others), len(works), of_channels), OtherWork(fusible, fusible_cut, spared)
 
     def _fused(self, numbers: list[int], sizes: Mapping[int, int], returned: Collection[int]) -> tuple[int, int]:
         """Return the elements that a group reads and writes as one kernel, and those of them that a tensor cut divides."""

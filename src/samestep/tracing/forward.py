@@ -155,7 +155,9 @@ class ForwardTracer(DispatchMode):
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
             inputs = operands(*args, *kwargs.values())
         outcome = self._run(func, inputs, args, kwargs)
+        channels = 0
         if func.overloadpacket in batch_norms.OPERATIONS:
+            inputs, channels = [*inputs, args[0]], batch_norms.channels_first(args[0])  # which is read twice
             call = batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)
             self.events.batch_norms.extend([] if call is None else [(self.modules.region, call)])
         if func in _LOOKUPS and args[3:4] == (True,):
@@ -173,7 +175,9 @@ class ForwardTracer(DispatchMode):
         if self.events.costs is not None or self.cut.styles:
             flops, is_fused = flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
-        self.record(inputs, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
+        self.record(
+            inputs, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused, channels=channels
+        )
         return self.analysis.ran(Executed(func, *as_given, args, kwargs, outcome)) if self.is_analysed else outcome
 
     def move(self, constant: Tensor) -> Tensor:
@@ -302,6 +306,7 @@ class ForwardTracer(DispatchMode):
         *,
         writes: bool = False,
         is_fusible: bool = False,
+        channels: int = 0,
     ) -> None:
         """Add an operation, which may write into its operands; `flops` is None unless recompute=selective keeps its results."""
         read, keys = {self.key(tensor) for tensor in inputs}, {self.key(tensor) for tensor in written}
@@ -314,7 +319,7 @@ class ForwardTracer(DispatchMode):
         kind: WorkKind = "product" if product is not None else "fusible" if is_fusible else "other"
         is_view = product is None and keys <= read and not any(tensor._version for tensor in written)
         self.events.costs.append(
-            Work(self.modules.region, reads, writings, kind, flops, product, is_cut=is_cut, is_view=is_view)
+            Work(self.modules.region, reads, writings, kind, flops, product, is_cut, is_view, channels)
         )
 
     def _note_readers(self, storages: Iterable[int]) -> None:

@@ -124,6 +124,8 @@ class Work(NamedTuple):
     """Whether a tensor cut leaves a rank its part of the results."""
     is_view: bool
     """Whether its results are views of what it reads, that nothing has been written into."""
+    channels: int = 0
+    """Channels of a batch norm over a tensor that has them first."""
 
 
 class SavedTensor(NamedTuple):

@@ -79,6 +79,9 @@ ISSUED = 8
 """Instructions that an elementwise kernel issues for each element that it reads or writes: conversion, index, arithmetic. They bound kernels in
 16 bits on devices whose memory is fast for their clock: 11 are issued in the time of an element on A100 and B200, 49 on RTX A6000. Fitted on
 one half of the published sources, confirmed on the other."""
+BLOCK_ELEMENTS_PER_S = 512 * 4 / 600e-9
+"""Elements that one block of threads reads or writes a second: 512 threads (aten/src/ATen/native/cuda/Normalization.cuh) have four elements
+on their way each, for the 600 ns that device memory takes to answer. Batch norms with channels first have one block for each channel."""
 SHARPNESS = 8
 """Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
 BACKWARD_MOVES = 1.75
@@ -196,11 +199,13 @@ class _Work(NamedTuple):
     """The part of `kernels` that its graph spares; `kernels` are those of code that is not compiled."""
     collectives: int = 0
     """Those that the host starts within the op."""
+    channel_elements: int = 0
+    """The part of `moved_elements` of a channel of the batch norms that have a block of threads for each."""
 
     def fused(self) -> _Work:
         """Return the work of a graph whose compiler fuses operations."""
         moved = max(self.moved_elements - self.fusible_elements, 0)
-        return self._replace(moved_elements=moved, spared=self.fusible_kernels)
+        return self._replace(moved_elements=moved, spared=self.fusible_kernels, channel_elements=0)
 
     def repeating(self, products: tuple[Product, ...]) -> _Work:
         """Return the work of a repeated forward, with these products of its layer alone and with all other operations."""
@@ -217,6 +222,7 @@ def work_of(layer: LayerSpec) -> _Work:
     return _Work(
         layer.products, layer.moved.elements, layer.moved.kernels, layer.backward_reads_weights, layer.has_backward, layer.fusible.elements,
         layer.fusible.kernels, layer.is_block, bool(layer.token_moves),
+        channel_elements=layer.moved.channel_elements,
     )  # fmt: skip
 
 
@@ -249,25 +255,28 @@ def _layer_s(work: _Work, kind: OpKind, part: BackwardPart, samples: int, dtypes
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
         return _soft_maximum(sum(times), len(products) * hardware.kernel_launch_s)
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
-    moved = work.moved_elements * samples * (BACKWARD_MOVES if backward else 1.0)
+    passes = samples * (BACKWARD_MOVES if backward else 1.0)
+    moved_s = _elementwise_s(work.moved_elements * passes, dtypes.values, hardware, work.channel_elements * passes)
     launched = work.kernels + _casts(products, dtypes)
     launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     spared = work.spared * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - spared - len(times), 0)
-    device_s = sum(times) + _elementwise_s(moved, dtypes.values, hardware) + others * hardware.kernel_s
+    device_s = sum(times) + moved_s + others * hardware.kernel_s
     starts = BACKWARD_GRAPH_STARTS if backward else GRAPH_STARTS
     # A graph of so few operations that it takes the host longer to start is priced as they are.
     started = kernels - max(spared - starts, 0)
     return _soft_maximum(device_s, (started + COLLECTIVE_STARTS * work.collectives) * hardware.kernel_launch_s)
 
 
-def _elementwise_s(elements: float, dtype: str, hardware: Hardware) -> float:
-    """Return the seconds of kernels that read or write so many elements: bytes moved, and instructions issued beside them."""
+def _elementwise_s(elements: float, dtype: str, hardware: Hardware, channel_elements: float = 0.0) -> float:
+    """Return the seconds of kernels that read or write so many elements: bytes moved, instructions issued beside them, and what one block
+    of threads of those that have one for each channel reads and writes."""
     moved_s = elements * BYTES_OF[dtype] / _bandwidth(hardware)
     if hardware.library == "gloo" or "float32" not in hardware.flops_per_s:
         return moved_s
-    return math.hypot(moved_s, elements * ISSUED * 2 / hardware.flops_per_s["float32"])
+    issued_s = elements * ISSUED * 2 / hardware.flops_per_s["float32"]
+    return math.hypot(moved_s, issued_s, channel_elements / BLOCK_ELEMENTS_PER_S)
 
 
 def _collectives(kind: OpKind, layer: LayerSpec, layout: Layout) -> int:
