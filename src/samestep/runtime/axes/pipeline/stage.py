@@ -243,9 +243,7 @@ class Stage(PartOfStep):
             LayoutError: other values cross there.
         """
         with _or_refuse(self._layers[boundary].name):
-            values = [
-                [flow.values[value] for value in values] for values in passed_before(self._layers, boundary, flow)
-            ]
+            values = [[flow.values[value] for value in values] for values in self._passed_before(boundary, flow)]
         crossings = self._crossings[boundary]
         left = iter(crossings)
         if len(values) < len(crossings):
