@@ -98,7 +98,8 @@ def _operations_of(outputs: Any) -> int:
     known, number = {*todo}, 0
     while todo:
         node = todo.pop()
-        kind, place = type(node), _dim_of(type(node))
+        kind: Any = type(node)
+        place = _dim_of(kind)
         number = hash((number, kind, getattr(node, place) if place else None))
         for other, _ in node.next_functions:
             if other is not None and other not in known:
@@ -108,7 +109,7 @@ def _operations_of(outputs: Any) -> int:
 
 
 @functools.cache
-def _dim_of(kind: type) -> str:
+def _dim_of(kind: Any) -> str:
     """Return the name under which nodes of a kind keep the dimension of their operation; empty if they keep none."""
     return next((name for name in ("_saved_dim", "_saved_dims") if hasattr(kind, name)), "")
 

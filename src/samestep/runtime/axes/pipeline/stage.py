@@ -247,7 +247,9 @@ class Stage(PartOfStep):
         crossings = self._crossings[boundary]
         left = iter(crossings)
         if len(values) < len(crossings):
-            crossings = [c for first, *_ in values if (c := next((c for c in left if is_of_maker(c, first)), None))]
+            crossings = tuple(
+                c for first, *_ in values if (c := next((c for c in left if is_of_maker(c, first)), None))
+            )
         if len(values) != len(crossings):
             raise LayoutError(
                 "pp-shapes-vary",
