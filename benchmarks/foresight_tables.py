@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from forecast import PARTS
 from foresight_fits import CONSTANTS, PER_SOURCE
 from foresight_parts import KINDS, left_out_groups, over_sources
 
@@ -47,6 +48,7 @@ def tables_of(record: dict[str, Any]) -> list[Table]:
     tables += [kinds_table(record), parts_table(record), factors_table(record)]
     if "cross_validated" in record:
         tables.insert(0, left_out_table(record["cross_validated"]))
+        tables.insert(1, busy_table(record["cross_validated"]))
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if "calibrated" in record:
         tables.append(calibrated_table(record["calibrated"]))
@@ -91,6 +93,17 @@ def kinds_table(record: dict[str, Any]) -> Table:
         "by rows",
     )
     return head, lines
+
+
+def busy_table(fitted: dict[str, Any]) -> Table:
+    """Return the table of the parts of the predicted step of each source that is off by more than `OFF`."""
+    off = sorted((name for name in fitted if fitted[name]["mape"] > OFF), key=lambda name: -fitted[name]["mape"])
+    lines = [[name, fitted[name]["mape"], *fitted[name]["busy"].values()] for name in off]
+    return ("busy for per cent of the step", "left out, mape", *PARTS), lines
+
+
+OFF = 15
+"""Per cent by which a source that is left out may be off before the parts of its steps are shown."""
 
 
 def worst_sources(fitted: dict[str, Any], most: int = 5) -> str:
