@@ -62,7 +62,11 @@ def planted() -> str:
         )
     head = "planted | layout | step ms | it takes ms | row | moved by ms | others wait ms | charged to | other row that moved most, ms | verdict"
     wrong = [f"{one['name']} ({', '.join(one['faults'])})" for one in rows if one["faults"]]
-    said = f"Not as it should be: {'; '.join(wrong)}." if wrong else "All are as they should be."
+    said = (
+        f"Not as it should be: {'. '.join(name.capitalize() for name in wrong)}."
+        if wrong
+        else "All are as they should be."
+    )
     return f"{_table(head, cells)}\n\n{said} {when}"
 
 
@@ -104,7 +108,7 @@ def recorder_cost() -> str:
     plain_s = each["step"] + 3 * each["task"] + each["region"]
     return (
         f"A step takes {each['step'] * 1e6:.0f} µs, a task {each['task'] * 1e6:.1f}, a collective with its wait {each['collective'] * 1e6:.1f} and a "
-        f"region {each['region'] * 1e6:.1f}, sums included: {min(shares):.2%} to {max(shares):.2%} of a step of 100 ms in the layouts above. Of a tiny "
+        f"region {each['region'] * 1e6:.1f}, sums included. This is {min(shares):.2%} to {max(shares):.2%} of a step of 100 ms in the layouts above. Of a tiny "
         f"step of {tiny['plain_s'] * 1e3:.1f} ms on one rank it is {plain_s / tiny['plain_s']:.1%}. In a window each op takes {more * 1e6:.0f} µs "
         f"more, memory and the file included: {more * tiny['records'] * 1e3:.2f} ms in that step. {when}"
     )
@@ -134,8 +138,8 @@ def slower_with_more_machines() -> str:
     rate = carried / rows["slow"]["transfer", "dp_replicate"]
     hoped_s = slow["predicted_step_s"] - coded["predicted_step_s"]
     after = (
-        f"In one sentence: the link carries {rate / 1e6:.1f} MB/s, the layout sends {carried / 1e6:.2f} MB per step, which takes "
-        f"{_ms(rows['slow']['transfer', 'dp_replicate'])} ms ({_ms(found['truth_s'])} at the link's rate); a step was predicted to take "
+        f"The link carries {rate / 1e6:.1f} MB/s, the layout sends {carried / 1e6:.2f} MB per step, which takes "
+        f"{_ms(rows['slow']['transfer', 'dp_replicate'])} ms ({_ms(found['truth_s'])} at the link's rate). A step was predicted to take "
         f"{_ms(slow['predicted_step_s'])} ms and took {_ms(slow['step_s'])}. int8 was predicted to save {_ms(hoped_s)} ms, and saved "
         f"{_ms(slow['step_s'] - coded['step_s'])}. {when}"
     )

@@ -229,8 +229,8 @@ the covered rows of each source, in per cent, by intervals from the other source
 """
 
 
-_INVERTED = """Pairs of layouts in the wrong order, of the groups of three layouts and more: the faster one, the slower one, and how many times as long that
-took and was predicted to take. Pairs that differ by less than 3 %, or by less than the source's own results of one layout, are left out:
+_INVERTED = """These pairs of layouts are in the wrong order, in groups of three layouts and more. A row has the faster one, the slower one, and how many times as long the slower
+one took and was predicted to take. Pairs that differ by less than 3 %, or by less than the source's own results of one layout, are left out:
 """
 
 

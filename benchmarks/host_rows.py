@@ -43,7 +43,7 @@ class Row:
 
 
 _FIXED = (
-    "once per step: five comparisons of the attributes that hold weights and modules, five readings of the generators of random "
+    "Once per step: five comparisons of the attributes that hold weights and modules, five readings of the generators of random "
     "numbers, and the report"
 )
 _RAISED = "33 layer norms in float32, which cast inputs, weights and gradients: 264 casts per step that the plain loop does not make"
@@ -66,9 +66,9 @@ ROWS = (
     Row(name="GPT with dropout, bf16", aim=1.40, model="gpt", precision="bf16", cause=_RAISED),
     Row(
         name="ResNet-50, one rank", aim=1.10, model="resnet", samples=2,
-        cause=f"{_FIXED}; copies of 159 running buffers, which a skipped step puts back; a function in Python around each of 53 batch norms",
+        cause=f"{_FIXED}. Copies of 159 running buffers, which a skipped step puts back, and a function in Python around each of 53 batch norms",
     ),
-    Row(name="dp=2", aim=1.10, layout="dp=2", peer="DDP", options=_TWO, cause=f"{_HOOKS}; {_FIXED}"),
+    Row(name="dp=2", aim=1.10, layout="dp=2", peer="DDP", options=_TWO, cause=f"{_HOOKS}. {_FIXED}"),
     Row(name="dp=2, bf16", aim=1.20, layout="dp=2", peer="DDP", options=_TWO, precision="bf16", cause=_HOOKS),
     Row(name="zero=3", aim=1.15, layout="dp=2 zero=3", peer="fully_shard", options=_TWO),
     Row(name="zero=3, bf16", aim=1.15, layout="dp=2 zero=3", peer="fully_shard", options=_TWO, precision="bf16"),
@@ -140,8 +140,8 @@ def why_missed(row: Row, figures: Mapping[str, Any]) -> str:
         return ""
     low, _, high = figures["ratios"]["ours"]
     assert row.aim is not None
-    spread = "the aim is between the quartiles" if low <= row.aim <= high else ""
-    return "; ".join(filter(None, [spread, row.cause]))
+    spread = "The aim is between the quartiles" if low <= row.aim <= high else ""
+    return ". ".join(filter(None, [spread, row.cause]))
 
 
 def markdown(path: Path = KEPT, rows: Sequence[Row] = ROWS) -> str:

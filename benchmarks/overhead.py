@@ -630,9 +630,9 @@ def describe() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"Llama-like, hidden {size.hidden}, {size.layers} layers, {BATCH} x {size.tokens} tokens per rank, float32, fused "
-        f"AdamW, clipped at {CLIP_NORM}, gloo, one thread a rank; scaling: hidden {SIZES['heavy'].hidden}, "
+        f"AdamW, clipped at {CLIP_NORM}, gloo, one thread per rank. Scaling: hidden {SIZES['heavy'].hidden}, "
         f"{SIZES['heavy'].layers} layers, {HEAVY_BATCH} x {SIZES['heavy'].tokens} tokens over all ranks. "
-        f"{versions}, Python {platform.python_version()}, {cores} cores, load before {os.getloadavg()[0]:.1f}. "
+        f"Versions: {versions}, Python {platform.python_version()}. {cores} cores, load before {os.getloadavg()[0]:.1f}. "
         "Spread: quartiles over the turns, or least to greatest of fewer than four."
     )
 

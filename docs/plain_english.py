@@ -46,11 +46,15 @@ PAGES = (
 )  # fmt: skip
 MOST_WORDS = 20.0
 """The mean words of a sentence on a page must be below this."""
+LONGEST = 32
+"""The most words that one sentence has."""
+MARKUP = re.compile(r"\s*(<|import |add sub |size stride )")
+"""Texts of the source that are markup, a program or a list of names, and no sentences."""
 OF_SENTENCES = ("R1", "R2")
 """Rules that headings need not follow: they may be questions."""
 RECORDED = re.compile(rf"<!-- table: ({'|'.join(WORDS['recorded'])}) -->\n.*?<!-- end -->", re.DOTALL)
 """Tables with the names of tests, or with texts that a run has recorded."""
-CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^ *```.*?^ *```$|(?<=\n\n)(?: {4}.*\n)+", re.MULTILINE | re.DOTALL)
 
 Texts = list[tuple[str, str]]
 """Paragraphs, bullets and cells of a surface, each with the place where it stands."""
@@ -78,7 +82,7 @@ def pages() -> list[Path]:
 def of_page(text: str) -> Texts:
     """Return the paragraphs, bullets and cells of a page, without code, markup and recorded tables."""
     text = CODE.sub(_blank, RECORDED.sub(_blank, text))
-    text = re.sub(r"<!-- (table: \w+|end) -->|<[^<>\n]+>", " ", text)
+    text = re.sub(r"<!-- (table: \w+|end) -->|<(?!br>)[^<>\n]+>", " ", text)
     found: Texts = []
     block: list[str] = []
     first = ""
@@ -93,7 +97,9 @@ def of_page(text: str) -> Texts:
         if not line.strip() or line.startswith("|") or is_new or first.endswith(" heading"):
             close()
         if line.startswith("|"):
-            found += [(str(number), plain(cell)) for cell in re.split(r"(?<!\\)\|", line) if re.search(r"[a-z]", cell)]
+            found += [
+                (str(number), plain(cell)) for cell in re.split(r"(?<!\\)\||<br>", line) if re.search(r"[a-z]", cell)
+            ]
         elif line.strip():
             first = first if block else f"{number} heading" if line.startswith("#") else str(number)
             block.append(line.strip().lstrip("-*#> "))
@@ -126,7 +132,7 @@ def _blank(match: re.Match[str]) -> str:
 
 def plain(text: str) -> str:
     """Return a text in which code is one word, and links and images are their texts."""
-    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"`[^`]+`", "CODE", text).replace("**", "")
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return " ".join(re.sub(r"[*_]{1,2}(\S[^*_]*\S|\S)[*_]{1,2}", r"\1", text).split())
 
@@ -174,7 +180,7 @@ def _messages() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs | parts:
                 text = error_codes.text_of(node)
-                if len(words(text)) > 3 and "->" not in text:
+                if len(words(text)) > 3 and "->" not in text and not MARKUP.match(text):
                     yield f"{path.name}:{node.lineno}", text
 
 
@@ -191,8 +197,14 @@ def faults(texts: Texts, surface: str = "") -> list[str]:
 
 def sentences(texts: Texts) -> list[str]:
     """Return the sentences of some texts; a text of less than four words is none."""
-    found = [one for _, text in texts for one in re.split(r"(?<=[.!?])\s+(?=[A-Z(*\d])", text)]
+    found = [one for _, text in texts for one in re.split(r"(?<=[.!?])\s+(?=[A-Z(*\d]|samestep )", text)]
     return [one for one in found if len(words(one)) > 3]
+
+
+def long(texts: Texts) -> list[tuple[str, int, str]]:
+    """Return the sentences of more than LONGEST words, each with its place and its count."""
+    every = ((where, len(words(one)), one) for where, text in texts for one in sentences([(where, text)]))
+    return [found for found in every if found[1] > LONGEST]
 
 
 def words(text: str) -> list[str]:
@@ -214,6 +226,10 @@ def refused() -> list[str]:
             wrong.append(
                 f"{name}: {mean_words(texts):.1f} words in a sentence on average, at most {MOST_WORDS:.0f} (R10)"
             )
+        wrong += [
+            f"{name}:{where}: {count} words in a sentence, at most {LONGEST} (R10): {one}"
+            for where, count, one in long(texts)
+        ]
         if name not in WORDS["pending"]:
             lines += wrong
         elif not wrong:

@@ -51,7 +51,8 @@ class Parser(ArgumentParser):
         known = self._option_string_actions.keys() - {"-h", "--help"}
         if not difflib.get_close_matches(flag, known, n=1, cutoff=0.8):
             name = next(keys_named(flag.lstrip("-").replace("-", "_"), Job), "") or word_of_others(flag)
-            meant = {"--set": f"--set {name}=VALUE", "--layout": f'--layout "{name}"'}
+            quoted = f'--layout "{name}"' if word.startswith("-") else f'quotes, as in --layout "dp=2 {name}"'
+            meant = {"--set": f"--set {name}=VALUE", "--layout": quoted}
             use = "--layout" if is_layout(name) else "--set" if "." in name else name
             if name and use in known:
                 return flag, f": use {meant.get(use, use)}"
@@ -132,11 +133,10 @@ def _add_layout(parser: ArgumentParser, more: str = "") -> None:
 
 
 def _add_allow(parser: ArgumentParser, *, resumes: bool = False) -> None:
-    about = f"skip checks: {', '.join(get_args(Waiver))}"
+    about = f"skip a check: {', '.join(get_args(Waiver))}"
     known = get_args(Waiver)
     if resumes:
-        about += f"; keys that may differ from the checkpoint: {', '.join(get_args(MayChange))}"
-        about += "; code: run functions that only a run folder or a checkpoint names"
+        about += f". Let a key differ from the checkpoint: {', '.join(get_args(MayChange))}. Run functions that only a run folder or a checkpoint names: code"
         known += (*get_args(MayChange), "code")
     parser.add_argument("--allow", action="append", default=[], choices=known, metavar="KEY", help=about)
 
@@ -169,7 +169,7 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--prove", action="store_true", help=about)
     about = "record where the time goes, for `samestep explain`: N steps, or steps A to B"
     parser.add_argument("--record", metavar="N|A:B", help=about)
-    about = "print the resolved job and the bytes and samples of each rank, then exit"
+    about = "print the bytes and samples of each rank and the keys that are not the default, then exit"
     parser.add_argument("--dry-run", action="store_true", help=about)
 
 

@@ -27,6 +27,7 @@ of our own code is an `assert`, never one of these.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import site
 import sys
@@ -163,21 +164,19 @@ def _print_users_lines(
 ) -> None:
     """Print an uncaught error: by `hook`, or of an error of samestep the lines of the user's code."""
     if isinstance(error, SamestepError):
-        print("\n".join(users_lines(error)), file=sys.stderr)
+        most = int(os.environ.get("RANK", "0") != "0")  # under a launcher the other ranks print the last line alone
+        print("\n".join(users_lines(error, most)), file=sys.stderr)
     else:
         hook(kind, error, trace)
 
 
-def users_lines(error: SamestepError) -> list[str]:
-    """Return the text that is printed for an uncaught error: the lines of the user's code, and the message with its code."""
+def users_lines(error: SamestepError, most: int = 0) -> list[str]:
+    """Return the text that is printed for an uncaught error: the last lines of the user's code (0: all), and the message with its code."""
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
     message = f"{__name__}.{to_words(error)[0]}: {error.with_code}"
-    return [
-        "Traceback (most recent call last):",
-        *"".join(traceback.format_list(frames)).splitlines(),
-        *message.splitlines(),
-    ]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[-most:]), message]
+    return "".join(lines).splitlines()
 
 
 def short_repr(value: object) -> str:

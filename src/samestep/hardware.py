@@ -155,8 +155,8 @@ class Hardware:
     """Rate at which one device's share of the CPU memory bandwidth in updates of weights and states. The default is an assumption:
     an eighth of the rate that updates reach on two CPU sockets."""
     sustained: Annotated[float, Field(gt=0.0, le=1.25)] = 1.0
-    """Clock that the device holds throughout a step over the one of its peak: lower under a power limit, as the best product was
-    measured alone, and higher on cards that boost beyond their data sheet."""
+    """Clock that the device holds throughout a step over the one of its peak. Lower under a power limit, as the best product was
+    measured alone. Higher on cards that boost beyond their data sheet."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0

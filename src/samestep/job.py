@@ -106,13 +106,13 @@ class Job(Table):
         values = self.model_dump(exclude_defaults=True, include=set(tables))
         return {f"{table}.{key}" for table, keys in values.items() for key in keys}
 
-    def to_toml(self, *, with_folder: bool = False) -> str:
-        """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.
+    def to_toml(self, *, with_folder: bool = False, is_short: bool = False) -> str:
+        """Return the resolved job as TOML: every key with its value, or with `is_short` the keys that are not the default.
 
         A file that is not written to the folder of the job file needs `run.folder` too, which `with_folder` adds; it is empty
         for a job that was read from no file.
         """
-        tables = self.model_dump(mode="json", exclude={"run": {"folder"}})
+        tables = self.model_dump(mode="json", exclude={"run": {"folder"}}, exclude_defaults=is_short)
         if with_folder:
             tables["run"]["folder"] = self.run.folder or ""
         return tomli_w.dumps(_without_none(tables))

@@ -192,8 +192,8 @@ class NumericsKeys(TypedDict, total=False):
     optimizer_states: Literal["float32", "8bit"]
     """Precision of the optimizer states of torch's optimizers: 8bit has one scale for each block."""
     compression: Literal["none", "bf16", "int8", "powersgd"]
-    """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
-    (int8), or each matrix as a product of two narrow ones (powersgd)."""
+    """Encoding of gradients where `replicas` are summed. "int8" has a scale for each block, and "powersgd" sends each matrix as a
+    product of two narrow ones."""
     compression_rank: int
     """With `compression = "powersgd"`: rank of the low-rank approximation of each gradient matrix."""
     replicas: int

@@ -337,8 +337,8 @@ class NumericsTable(Table):
     optimizer_states: OptimizerStates = "float32"
     """Precision of the optimizer states of torch's optimizers: 8bit has one scale for each block."""
     compression: Compression = "none"
-    """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
-    (int8), or each matrix as a product of two narrow ones (powersgd)."""
+    """Encoding of gradients where `replicas` are summed. "int8" has a scale for each block, and "powersgd" sends each matrix as a
+    product of two narrow ones."""
     compression_rank: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 4
     """With `compression = "powersgd"`: rank of the low-rank approximation of each gradient matrix."""
     replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1

@@ -197,7 +197,7 @@ def test_compiled_rows_that_are_slower_beyond_their_quartiles_are_named(
 
 def test_a_row_that_misses_its_aim_says_why(tmp_path: Path) -> None:
     row = Row(name="dp=2", aim=1.1, cause="a hook on each weight")
-    ratios = {1.0: "", 1.1: "", 1.12: f"the aim is between the quartiles; {row.cause}", 1.4: row.cause}
+    ratios = {1.0: "", 1.1: "", 1.12: f"The aim is between the quartiles. {row.cause}", 1.4: row.cause}
     for ratio, why in ratios.items():
         turns = [ratio + one for one in (-0.02, -0.02, -0.01, 0.0, 0.01, 0.05, 0.05)]
         found = {"ratios": {"ours": turns}} | {key: {"ours": 2, "peer": 1} for key in ("ms", "calls", "python")}

@@ -294,7 +294,7 @@ def test_an_update_that_draws_is_named(layout):
 @pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
 def test_an_update_that_comes_to_look_at_whole_weights_is_named(layout):
     said = on_ranks(layout, told, "Harmless", watched(1), Tokens, functools.partial(Normed, lr=0.1), "update")
-    assert all("Normed draws random numbers, looks at more than one element" in one for one in said)
+    assert all("Normed draws random numbers or looks at more than one element" in one for one in said)
 
 
 def test_what_is_allowed_is_noted_once():

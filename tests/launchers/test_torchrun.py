@@ -36,3 +36,24 @@ def test_a_run_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
         elastic.write_text('exec "$@" --layout dp=2 --ranks 1:2\n')
         loss = _last_loss(folder, *start, "sh", str(elastic), steps=steps)
     assert loss == pytest.approx(_last_loss(tmp_path / "one", steps=6), rel=1e-6)
+
+
+_WRONG = """
+import torch, samestep
+def start():
+    model = torch.nn.Linear(2, 2)
+    samestep.parallelize(model, "mse", torch.optim.SGD(model.parameters(), 0.1), layout="dp=3")
+start()
+"""
+
+
+def test_a_mistake_is_told_by_the_lines_of_the_script_and_once_more_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(_WRONG)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    ended = subprocess.run(start, capture_output=True, text=True, timeout=300, check=False)
+    of_script = [line for line in ended.stderr.splitlines() if "wrong.py" in line and line.startswith("  File")]
+    assert ended.returncode == 1
+    assert "/samestep/" not in ended.stderr.partition("torch/distributed/run.py")[0], "no frame of ours"
+    assert ended.stderr.count("samestep.errors.LayoutError: layout 'dp=3' has 3 ranks") in (1, 2), "one may be ended"
+    assert len(of_script) <= 3, "two lines of rank 0, and the last one of rank 1"

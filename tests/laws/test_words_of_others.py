@@ -78,6 +78,12 @@ def test_an_option_of_a_layout_is_no_flag(option: str) -> None:
         cli._parser().parse_args(["verify", f"--{option}", "2"])
 
 
+@pytest.mark.parametrize("option", ["tp=2", "zero=3", "ddp=2"])
+def test_a_layout_without_quotes_is_told_to_have_some(option: str) -> None:
+    with pytest.raises(InputError, match='use quotes, as in --layout "dp=2 '):
+        cli._parser().parse_args(["train", "job.toml", "--layout", "dp=2", option])
+
+
 def test_a_number_of_micro_batches_is_no_kind_of_accumulation() -> None:
     with pytest.raises(LayoutError, match="sharded, full: use microbatch=N"):
         Layout("accumulate=4")

@@ -171,7 +171,7 @@ def test_samples_show_which_token_a_label_is(dataset: Any, word: Any, found: str
 @pytest.mark.parametrize(
     ("dataset", "word", "text"),
     [
-        (TAGS, None, 'neither .* data.labels = "next" says'),
+        (TAGS, None, 'neither .* Use data.labels = "next" if'),
         (BEFORE, None, "neither"),
         (CONSTANT, None, "neither"),
         (OWN, "next", 'copy its input. Set data.labels = "aligned"'),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import ModelError, UnprovenError
+from samestep.errors import ModelError, SamestepError, UnprovenError
 from samestep.layout import Layout
 from tests.plain import assert_trained, train_plainly
 from tests.pool import pool
@@ -229,6 +229,39 @@ def test_a_block_at_a_boundary_of_stages_that_runs_otherwise_later_is_named(bloc
     words = f"runs blocks.{block} once more" if times else f"has passed over blocks.{block}"
     with pytest.raises(ModelError, match=f"the forward {words}, at which a stage of a pipeline receives or sends"):
         samestep.launch(rerun, (block, times), ranks=2, device="cpu")  # which ends where one rank fails
+
+
+class Counted(nn.Module):
+    """Counts its calls behind the layer at which the second stage begins, and scales what follows after a few."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.calls, self.few = 0, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x).tanh()).tanh()
+        self.calls += 1
+        return self.last(h * 1.1 if self.calls > self.few else h)
+
+
+def squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.square().sum(), len(outputs)
+
+
+def count_calls(place: Any, layout: str, calls: int) -> None:
+    torch.manual_seed(3)
+    run = samestep.parallelize(Counted(calls).double(), squares, optimizer, layout=layout, job=JOB)
+    for step in range(4):
+        run.step({"x": torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))})
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2 microbatch=4"])
+def test_a_part_of_the_samples_that_a_stage_does_not_take_leaves_no_message_behind(layout: str, calls: int) -> None:
+    """Stages fail once they have passed on what others wait for, and would wait for what was let go."""
+    with pytest.raises(SamestepError, match="the forward came to"):
+        samestep.launch(count_calls, (layout, calls), ranks=2, device="cpu")
 
 
 class InChunks(nn.Module):

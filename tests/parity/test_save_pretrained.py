@@ -138,7 +138,7 @@ def test_a_module_of_ones_own_is_a_file_with_its_state_dict(layout: str, tmp_pat
     assert {half[name].dtype for name in half} == {torch.bfloat16, torch.int64}
     assert torch.equal(half["embed.weight"], held["embed.weight"].bfloat16())
     with pytest.raises(
-        ModelError, match=r"Own is a Own: samestep export RUN --out DIR writes .*--format safetensors.*dcp"
+        ModelError, match=r"Own is a Own. Use samestep export RUN --out DIR with --format safetensors.*dcp"
     ):
         samestep.export(tmp_path / "run", tmp_path / "no", form="transformers", allow_code=True)
 

@@ -314,4 +314,4 @@ def summed(rank: int, world: int) -> str:
 
 def test_gradients_of_another_stage_are_not_left_out_of_a_sum() -> None:
     for said in pool(2).run(summed):
-        assert re.search(r"\.grad is in another stage of the pipeline: report.grad_norm", said)
+        assert re.search(r"\.grad is in another stage of the pipeline\. .* use report\.grad_norm", said)

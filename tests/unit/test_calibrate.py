@@ -125,7 +125,7 @@ def test_what_cannot_be_a_step_is_named(row: Mapping[str, Any], text: str, tmp_p
         ({"global_batch": ""}, "no global_batch. Use a column"),
         ({"precision": ""}, "no precision. Use a column"),
         ({"step_s": 150.0}, "milliseconds"),
-        ({"step_s": 9.0}, "no profile is that far off"),
+        ({"step_s": 9.0}, "No profile is that far off"),
         ({"layout": "dp=8 zero=2", "model": "preset:llama3-405b", "step_s": 200.0}, "states alone are"),
         ({"hardware": "a100-80x8"}, "was measured on a100-80x8"),
     ],

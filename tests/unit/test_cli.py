@@ -318,6 +318,7 @@ def test_a_dry_run_says_what_would_run(tmp_path: Path, capfd: pytest.CaptureFixt
     job, (head, *ranks) = _dry(["--layout", "dp=2 zero=1 microbatch=2"], capfd)
     assert [path.name for path in tmp_path.iterdir()] == ["dry.toml"], "which is this test's"
     assert job.train.steps == 6
+    assert len(Path("dry.toml").read_text().splitlines()) < 60, "keys with their default are left out"
     assert job.layout == {"dp_replicate": 1, "dp_shard": 2, "zero": 1, "microbatch": 2}
     assert head == 'layout "dp=2 zero=1 microbatch=2": 2 ranks, 2 micro-batches of at most 2 samples'
     spec = catalog.model_spec(job)

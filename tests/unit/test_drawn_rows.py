@@ -79,3 +79,12 @@ def rows_drawn(rank: int, world: int, model: str, layout: str, job: Job) -> set[
 
 def test_a_rank_draws_its_own_experts() -> None:
     assert on_ranks("dp=2 ep=2", rows_drawn, "mixtral", clipped()) == [{((0, 2),)}, {((2, 4),)}]
+
+
+def test_a_build_function_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> nn.Module:
+        print("building")
+        return nn.Linear(2, 2)
+
+    blueprint(build, 0)
+    assert capsys.readouterr().out == "building\n"

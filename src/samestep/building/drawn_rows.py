@@ -20,11 +20,12 @@ from outside, no file and no tensor of the user's, is not tried: its values come
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +162,8 @@ def call(source: Callable[[], nn.Module], seed: int) -> nn.Module:
     Raises:
         ValueError: it returned something else than a module.
     """
-    with process_randomness(seed), _fill_uninitialised(), FunctionMode(_on_host), _CPU, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the taped call has shown them already
+    quiet = warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO())  # the taped call has shown both
+    with process_randomness(seed), _fill_uninitialised(), FunctionMode(_on_host), _CPU, quiet[0], quiet[1]:
         module = source()
     if not isinstance(module, nn.Module):
         raise ValueError(f"it returned a {type(module).__name__}")

@@ -265,8 +265,8 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain:
     if tensor is not None:
         raise ModelError(
             "build-not-repeatable",
-            f"a function that the model holds has a tensor of shape {[*tensor.shape]} in a variable around it, which the build function "
-            "makes and no module holds, so a rank has no values of it. Use a buffer that the function reads from its module (self.…)",
+            f"a function that the model holds has a tensor of shape {[*tensor.shape]} in a variable around it, so a rank has no values of it. "
+            "Use a buffer that the function reads from its module (self.…)",
         )
     marks = take_marks(source, takes=plain is not None)
     originals: dict[str, weakref.ref[Tensor]] = {

@@ -154,9 +154,8 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
     if not read or not are_names or len(read) + len(logged) < len(named) + len(reported):
         raise JobError(
             "loss-not-a-pair",
-            f"{what} returned {describe_form(returned)}. Use (sum, count): a tensor of one number, and the number of tokens or "
-            'samples that it sums over, or terms, {"name": (sum, count), ...}, and values to report after either, as (sum, count, '
-            '{"accuracy": (correct, seen)})',
+            f"{what} returned {describe_form(returned)}. Use (sum, count): a tensor of one number, and the number of tokens or samples "
+            'in it. Several terms are {"name": (sum, count), ...}. Values to report come last: (sum, count, {"accuracy": (correct, seen)})',
         )
     return LossResult(read, logged)
 

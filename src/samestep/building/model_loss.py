@@ -76,6 +76,11 @@ class ModelLoss:
     """Whether it returns the sum, since it was given 1 to divide by, or by itself with a count of its own."""
 
     @property
+    def divisor(self) -> str:
+        """What it was found to divide by, in words."""
+        return str(self.rule).replace(str(IGNORED_LABEL), str(self.labels.ignored))
+
+    @property
     def is_plain_sum(self) -> bool:
         """Whether a step divides the sum by nothing."""
         return self.rule is Rule.SUM

@@ -94,9 +94,8 @@ class PretrainedForm:
             raise ModelError(
                 "export-form",
                 f"a folder for transformers holds a model of transformers, and {job.model.source or 'the model of the run'} is a "
-                f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
-                "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own, where "
-                "`with run.gathered() as model` has whole weights for a save_pretrained of the model's own, such as peft's",
+                f"{type(plan.module).__name__}. Use samestep export RUN --out DIR with --format safetensors or --format dcp. In a loop of your "
+                "own, use run.state_dict(), or save_pretrained of the model, such as peft's, within `with run.gathered() as model`",
             )
         module = deep_copy(plan.module, {})
         groups = tuple(_groups(module, _saved_names(module, plan.canonical)))

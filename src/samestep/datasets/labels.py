@@ -169,9 +169,8 @@ class _LabelComparison(NamedTuple):
             return "next"
         raise DataError(
             "labels-shift",
-            "the labels are neither the input_ids at their own place, as transformers takes them, nor the next tokens: "
-            'data.labels = "next" says that the output at t is to be labels[t], and data.labels = "aligned" that it is to be '
-            "labels[t + 1]",
+            "the labels are neither the input_ids at their own place, as transformers takes them, nor the next tokens. "
+            'Use data.labels = "next" if the output at t is to be labels[t], or "aligned" if it is to be labels[t + 1]',
         )
 
 

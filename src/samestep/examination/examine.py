@@ -175,7 +175,7 @@ def build_spec(
     What a forward sends is written down in this order, since each needs what those before have found: the layers of the trace, what
     samples share, what experts send, what the plan cuts, what checkpointing repeats, and last the layer of the loss.
     """
-    spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
+    spec = with_experts(spec, forward.dispatches, forward.calls, None if has_own_loss else module)
     spec, of_plan = plan_search.with_plan(spec, module, forward, plan)
     return with_loss(replace(spec, checkpoints=_checkpoints(spec, forward.checkpointed.entered))), of_plan
 

@@ -351,6 +351,6 @@ def refused_reads(plan: Blueprint) -> Iterator[None]:
         )
         raise ModelError(
             "instance-read-elsewhere",
-            f"the forward reads {reads.name} of {whose}, from a global variable or an object outside of the model, and a run trains the "
-            "parameters that are in the modules: the forward would see the first values in every step. Use a module that is read from self",
+            f"the forward reads {reads.name} of {whose}, from a global variable or an object outside of the model. A run trains the parameters "
+            "in the modules, so the forward would see the first values in every step. Use a module that is read from self",
         )

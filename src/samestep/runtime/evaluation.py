@@ -340,10 +340,16 @@ def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractConte
     """
     stage, outputs = assembly.parallel.stage, None
     takes_gradients = bool(assembly.model.spec.differentiates_at)
+    failure: Exception | None = None
     for chunk in range(stage.num_chunks):
         with around(), forward_only(takes_gradients=takes_gradients):
-            outputs = stage.forward(0, chunk, samples)
+            try:
+                outputs = stage.forward(0, chunk, samples)
+            except Exception as error:  # other stages wait for the messages of all chunks
+                failure = failure or error
     stage.finish_forward()
+    if failure is not None:
+        raise failure
     if outputs is None:
         return None
     return precision.for_loss(map_tensors(outputs, Tensor.detach) if takes_gradients else outputs)

@@ -147,7 +147,7 @@ class Run(RunInParts):
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch. After a signal to stop (Ctrl-C, SIGTERM), it is the last step of the stream.
 
-        The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses:
+        The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses. They are
         equal on all ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
         any number, and the batch is all of them in the order of ranks.
 
@@ -355,11 +355,11 @@ def parallelize(
     Args:
         model: a build function (weights start as functions of (seed, name)), an instance (its values stay), or several of these by name, with
             a `forward`. A model without trainable weights is frozen.
-        loss: (outputs, batch) -> (sum, count); a loss of torch such as `nn.CrossEntropyLoss()` or `F.mse_loss`; a mean by `samestep.mean_over`;
-            a loss of `samestep.whole_batch`; or a word of the key `train.loss`: "cross_entropy", "mse", or "model" for the loss that the
+        loss: (outputs, batch) -> (sum, count), a loss of torch such as `nn.CrossEntropyLoss()` or `F.mse_loss`, a mean by `samestep.mean_over`,
+            or a loss of `samestep.whole_batch`. Or a word of the key `train.loss`: "cross_entropy", "mse", or "model" for the loss that the
             forward returns, which then gets the labels.
-        optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
-            that has not stepped; or a list or a dict of these, which together hold each weight once.
+        optimizer: a function of the list of parameters, or of a list of (name, parameter), or an instance over the model instance
+            that has not stepped. Several are a list or a dict of these, which together hold each weight once.
         layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch` or of the job, or replicas on all ranks.
         job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, the form of the labels of a causal model
             of transformers for "cross_entropy". The arguments above replace its model, its loss and the rest of its optimizer table. A
@@ -369,7 +369,7 @@ def parallelize(
         forward: a function of the model, or of the models by name, and of a batch with its labels. It returns the outputs for the loss. By
             default the model is called with the fields of the batch that its forward takes.
         batch_dim: the dimension of the samples in the tensors for the forward and the loss, and in batches that a collate_fn or the loop
-            makes: 1 for a recurrent model over [tokens, samples].
+            makes. It is 1 for a recurrent model over [tokens, samples].
         ema: models that follow others after each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
             step. Such a model is frozen, and starts as a copy of the followed one, unless `model` has one of its name.
         offload: names of frozen models or modules, such as ["reference"]: CPU memory holds them, and the device only during a forward or

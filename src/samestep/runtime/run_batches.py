@@ -451,9 +451,8 @@ class RunBatches:
         if other is not None:
             raise DataError(
                 "ranks-given-different-data",
-                f"{method} was given a batch of a stream that is another one on rank {other} than on rank 0. Use a stream that is the same "
-                "on every rank, since each keeps its own samples of it, or batches that rank 0 alone reads, "
-                f"with None on the others, or {method}(samples, local=True), which takes each rank's own",
+                f"{method} was given a batch of a stream that is another one on rank {other} than on rank 0. Use a stream that is the same on every "
+                f"rank, or a batch on rank 0 and None on the others, or {method}(samples, local=True) with each rank's own samples",
             )
 
     # -- each rank's own samples -------------------------------------------------------------------

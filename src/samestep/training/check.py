@@ -307,13 +307,13 @@ class DryRun:
             f'layout "{self.layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
             f"of at most {size} sample{'s' * (size > 1)}",
         ]
-        for rank, share in enumerate(self.ranks):
-            memory = share.memory
-            lines.append(
-                f"rank {rank}: weights {memory.weights:,} B, gradients {memory.gradients:,} B, "
-                f"optimizer {memory.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
-            )
-        return "\n".join([*lines, "", self.job.to_toml()])
+        lines += [
+            f"rank {rank}: weights {share.memory.weights:,} B, gradients {share.memory.gradients:,} B, optimizer "
+            f"{share.memory.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
+            for rank, share in enumerate(self.ranks)
+        ]
+        heading = "# Keys that are not the default; --json has all:"
+        return "\n".join([*lines, "", heading, self.job.to_toml(is_short=True)])
 
 
 def dry_run(job: Job, **arguments: Any) -> DryRun:

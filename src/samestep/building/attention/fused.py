@@ -42,8 +42,6 @@ from samestep.kernels.dropped_elements import HashedMask, mask_of
 from samestep.kernels.flash_launches import FlashForm
 from samestep.kernels.kernel_choice import runs_kernels
 
-_MODULE = "torch.nn.attention.varlen"
-_varlen: Any = importlib.import_module(_MODULE) if importlib.util.find_spec(_MODULE) else None
 WIDEST_FLASH = 256
 """The largest head of torch's flash kernel on GPUs; the width of a head is a multiple of 8 there."""
 
@@ -86,18 +84,26 @@ def flash_backward(
 
 
 @functools.cache
+def _varlen_attn() -> Any:
+    """Return torch's kernel of variable length; None if there is none, or one without windows, the only way to say that it is causal.
+
+    It is imported at the first use: its module imports the compiler, which takes seconds.
+    """
+    name = "torch.nn.attention.varlen"
+    if not importlib.util.find_spec(name):
+        return None
+    kernel = importlib.import_module(name).varlen_attn
+    return kernel if {"window_size", "enable_gqa"} <= inspect.signature(kernel).parameters.keys() else None
+
+
 def has_variable_length() -> bool:
-    """Return whether this torch has a kernel of variable length that takes windows, the only way to say that it is causal."""
-    return (
-        _varlen is not None
-        and {"window_size", "enable_gqa"} <= inspect.signature(_varlen.varlen_attn).parameters.keys()
-    )
+    """Return whether this torch has a kernel of variable length that takes windows."""
+    return _varlen_attn() is not None
 
 
 def variable_length(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
     """Return the outputs [T, A, D] of causal attentions within sequences that begin at some offsets, int32 [N + 1]."""
-    assert _varlen is not None
-    output: Tensor = _varlen.varlen_attn(
+    output: Tensor = _varlen_attn()(
         query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip

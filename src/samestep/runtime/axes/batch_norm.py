@@ -154,8 +154,8 @@ def _refuse_others(model: nn.Module, spec: ModelSpec) -> None:
         if module.training or getattr(module, "running_mean", None) is None:
             raise ModelError(
                 "batch-norm-layout",
-                f"{path} takes statistics of samples (batch norm), and the forward did not call it when the model was traced: only one rank "
-                "with all samples in one micro-batch computes it, or a forward that calls it in every step",
+                f"{path} takes statistics of samples (batch norm), and the forward did not call it when the model was traced. Use one rank with "
+                "all samples in one micro-batch, or a forward that calls it in every step",
             )
 
     for path, module in model.named_modules():

@@ -351,11 +351,12 @@ class RaiseIslands(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func is Tensor.float:
             return args[0].double()
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if func in (Tensor.to, Tensor.type):
+        if func is Tensor.to or func is Tensor.type:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if not kwargs:
+            return func(*args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)

@@ -77,7 +77,7 @@ def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]]
 
 _PADDED = (
     "samples {0} and {1} have different sizes, and read together, padded or joined, their loss and count differ by {2:.1e} from the sum of "
-    "theirs alone: padding counts, or one reads the other, and a layout changes which samples are read together. Use a forward and a loss "
+    "theirs alone. Padding counts, or one reads the other, and a layout changes which samples are read together. Use a forward and a loss "
     "that mask the padding, or samples of one size, or one rank with the whole batch as its micro-batch"
 )
 _TOGETHER = (
@@ -96,8 +96,8 @@ _WRITES = (
 
 
 _OTHER_UPDATE = (
-    "the update of {0}, made again from the same value, gradient and state, differs by {1:.1e} of the largest weight: {2} draws random "
-    "numbers, looks at more than one element of a weight that the layout divides, or something else writes weights"
+    "the update of {0}, made again from the same value, gradient and state, differs by {1:.1e} of the largest weight. Either {2} draws random "
+    "numbers or looks at more than one element of a weight that the layout divides, or something else writes weights"
 )
 
 Finding = tuple[Waiver, str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from samestep.building.loss_result import Loss, LossResult, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.building.over_samples import within
-from samestep.building.torch_seams import FunctionMode, disable_current_modes
+from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.roundings import EXACT, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.guards.divided_samples import WHOLE, DividedSamples
@@ -61,9 +61,7 @@ def _evaluate(loss: Loss, some: DividedSamples, part: int, *, raised: bool, grad
     leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
     with disable_current_modes(), torch.enable_grad():
         outputs, batch = some.part(leaves, part, raised=raised)
-        with ExitStack() as stack:
-            for mode in (RaiseIslands(), FunctionMode(_in_float64)) if raised else ():
-                stack.enter_context(mode)
+        with InFloat64() if raised else nullcontext():
             result = loss_result(loss(outputs, batch))
             is_graded = gradients and len(some.graded) > 0
             of_sums = _gradients_of(result, [leaves[i] for i in some.graded]) if is_graded else {}
@@ -143,17 +141,21 @@ class EvaluatedLoss:
         return value
 
 
-def _in_float64(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch with every floating tensor in float64: those that the loss holds itself are raised."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return func(*args, **kwargs)
-    raised = cast_floating(args, torch.float64)
-    result = func(*raised, **cast_floating(kwargs, torch.float64))
-    if not _writes(name) or raised[0] is args[0]:
-        return result
-    args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
-    return args[0] if result is raised[0] else result
+class InFloat64(RaiseIslands):
+    """A function mode in which a loss computes in float64: the floating tensors that it holds itself are raised too."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return func(*args)
+        wide = cast_floating(args, torch.float64)
+        result = super().__torch_function__(func, types, wide, kwargs and cast_floating(kwargs, torch.float64))
+        if not _writes(name) or wide[0] is args[0]:
+            return result
+        args[0].copy_(wide[0])  # a tensor of the loss's own, in its own precision
+        return args[0] if result is wide[0] else result
 
 
 def _writes(name: str) -> bool:

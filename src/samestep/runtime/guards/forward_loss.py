@@ -149,12 +149,13 @@ class _Trial:
 
 
 def find_rule(loss: ModelLoss, again: Repeat) -> str:
-    """Find out what the loss of a forward is divided by; return why nothing fits, or an empty text.
+    """Find out what the loss of a forward is divided by; return why nothing fits, or an empty text. A rule that it has stays if it fits.
 
     Collective over the world, see [Note: collective calls].
     """
-    assembly = again.assembly
-    trial = _Trial(loss, again)
+    assembly, known = again.assembly, loss.labels
+    present = [] if loss.rule is None else _plain((loss.rule, known))
+    trial = _Trial(loss, again, [known] if loss.rule in (Rule.LABELS, Rule.NEXT_LABELS) else [])
     call = loss_within(assembly.model.module)
     call.watch = LossWatch()
     with outside_step():
@@ -165,12 +166,12 @@ def find_rule(loss: ModelLoss, again: Repeat) -> str:
             call.watch = None
     assembly.weights.store.end_forward_only()
     if not shown:  # there is nothing to see, as where all samples are masked
+        loss.labels = known
         return ""
     common = [key for key in shown[0].divisors if all(key in other.divisors for other in shown)]
     loss.returns_sum = shown[0].returns_sum
     if not common:
         return shown[0].reason
-    present = [] if loss.rule is None else _plain((loss.rule, loss.labels))
     word, place, ignored = present if present in common else common[0]
     loss.rule, loss.labels = Rule(word), Labels(place, ignored)
     return ""
@@ -246,8 +247,8 @@ def _unlike(names: Sequence[str]) -> str:
 
 
 _NO_COUNT = (
-    'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up: the count is more for '
-    "a part with few labels that count, or none, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
+    'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up. Either the count is more '
+    "for a part with few labels that count, or none, or the sum's gradient reads a statistic of the batch. Use a plain sum and count, also "
     "after n.clamp(min=1), or one rank with the whole batch as its micro-batch"
 )
 
@@ -326,16 +327,20 @@ def masks_of(samples: Any, labels: Tensor | None) -> list[tuple[int, int]]:
     places = [
         place
         for place, leaf in enumerate(tensors_in(samples))
-        if leaf.dim() and leaf is not labels and bool(((leaf == 0) | (leaf == 1)).all()) and bool((leaf == 1).any())
+        if leaf.dim() and leaf is not labels and bool(((leaf == 0) | (leaf == 1)).all())
+        if leaf.dtype is torch.bool or bool((leaf == 1).any())  # no number of which ones may be none, as one of a class
     ]
     return [(place, ignored) for place in places for ignored in (0, 1)]
 
 
 def masked_in(samples: Any, head: Labels, first: int, *, entirely: bool) -> Any:
-    """Return samples of which the first ones have the later half of their labels masked, or the first one its only label; or all `entirely`."""
+    """Return samples of which the first ones have the later half of their labels masked, or the first one its only label; or all `entirely`.
+
+    A mask has ones in all other places, so that no part has as few as a sum would show.
+    """
     labels = head.of(samples)
     assert labels is not None
-    changed = labels.clone()
+    changed = torch.ones_like(labels) if head.ignored == 0 else labels.clone()
     rows = changed[:first].flatten(1) if labels.dim() > 1 else changed[:first, None]
     place = rows.ne(head.ignored).cumsum(1)
     left = place > (place[:, -1:] + 1) // 2

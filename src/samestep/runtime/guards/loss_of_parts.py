@@ -223,8 +223,8 @@ def _compare_gradients(together: LossValue, halves: list[LossValue]) -> str:
             off = float((gradient - total).abs().max()) if gradient.numel() else 0.0
             if math.isfinite(size) and off > together.limit * size:
                 return (
-                    f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add "
-                    "up, as with a statistic of the batch within detach(), or a hook on a gradient"
+                    f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add up. "
+                    "A statistic of the batch within detach() does this, or a hook on a gradient"
                 )
     return ""
 

@@ -15,11 +15,11 @@ layout does that: a loss is a sum and a count of its own samples. So the functio
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -188,12 +188,12 @@ class LossTrials:
 
     def _compare_rule(self, loss: ModelLoss, again: Repeat) -> None:
         """Refuse the step if a forward now divides its loss by something else than in the first step."""
-        now = replace(loss)
+        now = copy.copy(loss)
         reason = forward_loss.find_rule(now, again)
-        if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
+        if not reason and (now.rule, now.labels) != (loss.rule, loss.labels):
             reason = (
-                f"the forward has begun to compute another loss, which is divided by {now.rule}, and the loss of the first step was divided by "
-                f"{loss.rule}. Use a loss function (outputs, batch) -> (sum, count), or one rank with the whole batch"
+                f"the forward has begun to compute another loss, which is divided by {now.divisor}, and the loss of the first step was divided "
+                f"by {loss.divisor}. Use a loss function (outputs, batch) -> (sum, count), or one rank with the whole batch"
             )
         if reason:
             self._refusals.add("loss", "loss-not-a-sum", reason)
@@ -231,9 +231,14 @@ class LossTrials:
                 f"{text}; so a layout that splits the batch would give another result, and is rejected"
             )
             return
-        leaf = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
-        sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {leaf}")
+        if ". Use " not in text:
+            whole = (
+                "cp=1"
+                if trial.of_tokens
+                else "samestep.whole_batch(loss), which is given all samples of the step at once"
+            )
+            text += f". Use (sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum'), or {whole}"
+        self._refusals.add("loss", "loss-not-a-sum", text)
 
     # -- ways beside the outputs -------------------------------------------------------------------
 
@@ -285,13 +290,13 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
         name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
-                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
-                "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
+                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward. It may be a tensor "
+                "that the forward keeps elsewhere, as a hook does, or torch.autograd.grad through the model"
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (
-        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and stays as it is: models that are "
-        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
+        f"the loss has a weight of its own, of shape {list(weight.shape)}, which is not a part of the model and is not trained. To train it, "
+        'parallelize both, {"model": ..., "loss": ...}, with a forward that returns it'
     )
 
 

@@ -106,9 +106,8 @@ class NamedSamples:
         )
         return (
             f"sample {few[next(rows, 0)]} of the data set is another one when it is read again, so every "
-            "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the "
-            "index, as np.random.default_rng(index), or from the generator that sample(index, generator) is given, and a file "
-            "that is opened where it is read, and not before processes share it"
+            "layout would train on other samples, and a resumed run too. Use random numbers from a generator seeded by the index, as "
+            "np.random.default_rng(index), or from the generator of sample(index, generator). Open a file where it is read, after processes start"
         )
 
     def _differs_alone(self, few: Indices, together: Any) -> str:

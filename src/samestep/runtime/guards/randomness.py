@@ -119,7 +119,6 @@ class GeneratorWatch:
 def refusal(who: str, generator: str) -> str:
     """Return why a call that moved a generator is refused."""
     return (
-        f"{who} draws random numbers from {generator}, so every layout would draw others, and a resumed run too. Use numbers of torch in "
-        "a forward, such as torch.rand(()) < 0.5 in place of random.random() < 0.5, nn.Dropout, torch.nn.functional.dropout* and the "
-        "dropout_p of attention, or numbers that the data set draws from a generator seeded by the sample's index"
+        f"{who} draws random numbers from {generator}, so every layout would draw others, and a resumed run too. Use torch in a forward: "
+        "torch.rand(()) < 0.5, nn.Dropout, or dropout_p of attention. Use a generator seeded by the sample's index in a data set"
     )

@@ -142,8 +142,8 @@ class Refusals:
         for rank, path in enumerate(paths):
             if path:
                 self.remark(
-                    f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
-                    "weights gathered from each forward to the end of its backward from now on"
+                    f"{path} runs once more in a forward, or in another order than when the model was traced. From now on, rank {rank} keeps "
+                    "its weights gathered from each forward to the end of its backward"
                 )
         return is_again
 

@@ -162,7 +162,9 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     kind = type(error).__name__
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of run_worker
     mistake, code = "", ""
+    lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
     if isinstance(error, bdb.BdbQuit):
+        lines.clear()
         text = "breakpoint() needs a terminal, which rank 0 has if the script is started from one. Use it on rank 0, or without launch in layout dp=1"
     if isinstance(error, SamestepError):
         mistake, code = errors.to_words(error)[0], error.code
@@ -170,7 +172,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         rank,
         time.monotonic(),
         f"failed: {kind}: {text}" if text else f"failed: {kind}",
-        tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
+        tuple(lines),
         text,
         mistake,
         code,

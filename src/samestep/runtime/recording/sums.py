@@ -182,7 +182,7 @@ def describe_stragglers(straggler: Mapping[str, Any]) -> str:
     """Return the line about a straggler that a person reads."""
     return (
         f"rank {straggler['rank']} on {straggler['host']} is slow: up to step {straggler['step']} its own work took {1e3 * straggler['more_s']:.1f} ms "
-        f"longer than the work of the other ranks ({straggler['of_step']:.0%} of a step), and they wait for it; samestep doctor and samestep explain say more"
+        f"longer than the work of the other ranks ({straggler['of_step']:.0%} of a step), and they wait for it. Use samestep doctor and samestep explain"
     )
 
 

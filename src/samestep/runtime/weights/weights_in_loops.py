@@ -105,9 +105,8 @@ class PartFacts:
         if is_gradient:
             return LayoutError(
                 "weights-not-whole",
-                f"{what} of the gradient of {self.name} needs the whole gradient, and {self.divided or f'under {self.cut}'} a rank has a part: "
-                "report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips by it, and run.gradients() between "
-                "run.backward and run.update returns whole ones",
+                f"{what} of the gradient of {self.name} needs the whole gradient, and {self.divided or f'under {self.cut}'} a rank has a part. "
+                "Use run.gradients() between run.backward and run.update, or for their norm report.grad_norm and optimizer.clip_norm of the job",
             )
         return LayoutError(
             "weights-not-whole",

@@ -152,7 +152,7 @@ class Timeline {
       if (!run) return;
       const wide = Math.max(run.end - run.start - (run.end - run.start > 4 ? .6 : 0), .35);
       (paths[run.kind] ||= []).push(`M${run.start.toFixed(1)} ${height / 2}h${wide.toFixed(1)}`);
-      if (wide > 22 && height > 12) labels.push([run.start, wide, run.count === 1 ? run.name : joined(run), run.kind]);
+      if (wide > 22 && height > 12) labels.push([run.start, wide, run.count === 1 && !/\.\d+(\D|$)/.test(run.name) ? run.name : joined(run), run.kind]);
       run = null;
     };
     for (const box of this.lanes[lane]) {
@@ -184,8 +184,8 @@ class Timeline {
   isCompute(lane) { return /compute/.test(this.svgs[lane].getAttribute("aria-label")); }
 
   label(start, width, text, kind) {
-    const bare = text.slice(text.indexOf(":") + 1); // the longest form that fits: kind and layer, layer, its last words, its first word
-    const forms = [text, bare, bare.split(".").slice(-2).join("."), text.includes(" ") && !text.includes(":") ? text.split(" ")[0] : ""];
+    const bare = text.slice(text.indexOf(":") + 1); // the longest form that fits: kind and layer, layer, its last words, without the task, its first word
+    const forms = [text, bare, bare.split(".").slice(-2).join("."), text.split(" ").slice(0, 2).join(" "), text.includes(" ") && !text.includes(":") ? text.split(" ")[0] : ""];
     const shown = forms.find((one) => one && one.length * 5.9 <= width - 6);
     if (!shown) return null;
     const made = this.made("text", { x: start + 3, y: 11, class: isLight(this.element, kind) ? "dark" : "light" });

@@ -277,8 +277,8 @@ def _far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machine: Hard
             unit = "milliseconds, " if 300 < ratio < 5000 else ""
             yield (
                 f"{step.origin}: {step.step_s:.4g} s per step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
-                f"take, and no profile is that far off: {unit}tokens of one device given as the tokens of all {step.layout.world_size}, "
-                "another batch, precision or --hardware may be the reason"
+                f"take. No profile is that far off. The reason may be {unit}tokens of one device given as the tokens of all {step.layout.world_size}, "
+                "another batch, precision or --hardware"
             )
 
 

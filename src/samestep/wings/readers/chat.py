@@ -300,7 +300,7 @@ def _added_text(written: str, longer: str) -> str:
     if not longer.startswith(written):
         raise DataError(
             "chat-template",
-            "the tokenizer's chat template writes earlier messages differently when others follow, so not all replies of the "
-            'conversation can be learned at once; data.turns = "each" makes a document for each reply, and "last" one for the last',
+            "the tokenizer's chat template writes earlier messages differently when others follow, so not all replies can be learned at once. "
+            'Set data.turns = "each" for a document for each reply, or "last" for one of the last reply',
         )
     return longer[len(written) :]

@@ -84,8 +84,8 @@ def _refusal(values: Iterable[Any]) -> LayoutError:
     if (name := _name_among(values)).endswith(".grad"):
         return LayoutError(
             "another-stage",
-            f"{name} is in another stage of the pipeline: report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips "
-            "by it, and run.gradients() between run.backward and run.update returns the gradients of all stages",
+            f"{name} is in another stage of the pipeline. For the norm of all gradients, use report.grad_norm. To clip, use optimizer.clip_norm of the "
+            "job. For gradients of all stages, use run.gradients() between run.backward and run.update",
         )
     if _is_in_forward():
         return LayoutError(
@@ -96,9 +96,8 @@ def _refusal(values: Iterable[Any]) -> LayoutError:
         )
     return LayoutError(
         "another-stage",
-        f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
-        "`with run.gathered() as model:` all weights are there, and so they are in a layout without pp; "
-        "run.state_dict() returns them too, and run.outputs(samples) returns the outputs of the whole model",
+        f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values. For all weights, use `with run.gathered() as "
+        "model:`, run.state_dict() or a layout without pp. For outputs of the whole model, use run.outputs(samples)",
     )
 
 

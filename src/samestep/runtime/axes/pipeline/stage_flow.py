@@ -148,6 +148,16 @@ class StageForward(TorchFunctionMode):
         if self._next != len(self._flow.events):
             raise self._differs("its end")
 
+    @property
+    def lacks_input(self) -> bool:
+        """Whether the forward has not come to where it receives what crosses the boundary before its stage."""
+        return bool(self._events.incoming) and self._next <= self._start
+
+    @property
+    def lacks_output(self) -> bool:
+        """Whether the forward has not come to where it sends what crosses the boundary after its stage."""
+        return bool(self._events.outgoing) and self._next <= self._stop
+
     def _makes(self, tensor: Tensor) -> bool:
         """Return whether this stage computes the value of a tensor, so that its whole gradient is computed here."""
         return tensor not in self._numbers or self._flow.values[self._numbers[tensor]].event in self._events.numbers

@@ -161,7 +161,7 @@ ACCELERATE = Framework(
     words=_words,
     write=_write,
     differs=(
-        "FSDP2 wraps the classes that the model names (_no_split_modules), not the blocks that samestep found; the loss of each "
-        "micro-batch is a mean, so micro-batches with fewer tokens weigh more unless your loop divides by num_items_in_batch",
+        "FSDP2 wraps the classes that the model names (_no_split_modules), not the blocks that samestep found",
+        "the loss of each micro-batch is a mean, so micro-batches with fewer tokens weigh more unless your loop divides by num_items_in_batch",
     ),
 )

@@ -87,7 +87,7 @@ def _precision(facts: RecipeFacts) -> Said:
 def _zero(facts: RecipeFacts) -> Said:
     zero = facts.layout.zero
     if zero == 2:
-        return Said(differs="zero=2 holds weights whole; here they are sharded between steps and gathered once a step")
+        return Said(differs="zero=2 holds weights whole; here they are sharded between steps, one gather per step")
     if zero == 1:
         return Said(lacks="zero=1: gradients and weights are sharded as well; this file has the nearest one, zero=2")
     return Said()

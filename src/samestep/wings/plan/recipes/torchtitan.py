@@ -113,7 +113,7 @@ def _zero(facts: RecipeFacts) -> Said:
         return Said(settings)
     if layout.zero == 2:
         return Said(
-            settings, differs="zero=2 holds weights whole; here they are sharded between steps and gathered once a step"
+            settings, differs="zero=2 holds weights whole; here they are sharded between steps, one gather per step"
         )
     return Said(
         settings, lacks="zero=1: gradients and weights are sharded as well; this file has the nearest one, zero=2"

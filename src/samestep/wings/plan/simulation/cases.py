@@ -165,7 +165,7 @@ def _spread() -> list[str]:
     """Return the memory of the same weights on 64 devices: cut by pipeline and tensor, sharded, or replicated."""
     model, devices = presets.preset("llama2-70b", 4096), 64
     lines = [
-        f"Llama 2 70B, {model.num_params / 1e9:.1f} B weights, on {devices} of {A100}; {devices} sequences of 4,096 a step"
+        f"Llama 2 70B, {model.num_params / 1e9:.1f} B weights, on {devices} of {A100}; {devices} sequences of 4,096 per step"
     ]
     for words in (
         "dp=64 zero=3 microbatch=1",
@@ -198,7 +198,7 @@ def _mean_params(prediction: Prediction) -> float:
 
 def _data_parallel() -> list[str]:
     prediction = _gpt2("dp=1 microbatch=8")
-    lines = [f"GPT-2 on {A100}, 64 sequences of 1,024 a step ({prediction.tokens:,} tokens) on every number of devices"]
+    lines = [f"GPT-2 on {A100}, 64 x 1,024 tokens per step ({prediction.tokens:,}) on every number of devices"]
     for count in (1, 2, 4, 8):
         ring, root = (_gpt2(f"dp={count} microbatch=8{words}") for words in ("", " reduce=root"))
         lines.append(
@@ -211,7 +211,7 @@ def _data_parallel() -> list[str]:
 def _naive_pipeline() -> list[str]:
     prediction = _gpt2("pp=4 microbatch=32", "gpt2-xl", 32)
     lines = [
-        f"GPT-2 XL on 4 of {A100}, 32 sequences of 1,024 a step ({prediction.tokens:,} tokens); layer l on one device of four"
+        f"GPT-2 XL on 4 of {A100}, 32 sequences of 1,024 per step ({prediction.tokens:,} tokens); layer l on one device of four"
     ]
     for name, words in (
         ("naive: one batch goes through all", "microbatch=32"),
@@ -288,7 +288,7 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
 
 def _images() -> list[str]:
     """Return ResNet-50 with a batch too large for one device, split over four, with the statistics of the whole batch."""
-    lines = [f"ResNet-50 on {V100}, 512 images of 224 x 224 a step, batch norm over all 512"]
+    lines = [f"ResNet-50 on {V100}, 512 images of 224 x 224 per step, batch norm over all 512"]
     job = Job(model={"source": "preset:resnet50"}, train={"global_batch": 512}, numerics={"precision": "float32"})
     model, machine = presets.preset("resnet50"), hardware.load(V100)
     for words in ("dp=1", "dp=2", "dp=4", "dp=4 zero=1", "dp=8"):

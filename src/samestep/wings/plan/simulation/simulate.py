@@ -319,7 +319,7 @@ def reasons(prediction: Prediction) -> list[str]:
         took = f"{duration(row.seconds).text}, {row.seconds / prediction.step_s:.0%} of the step"
         if row.name == TRANSFER and row.axis is not None:
             who = "the link to the host" if row.axis in COPY_STREAMS.values() else row.axis
-            lines.append(f"{who} sends buffers of {readable(sent[row.axis])} a step, and no compute hides {took}")
+            lines.append(f"{who} sends buffers of {readable(sent[row.axis])} per step, and no compute hides {took}")
         else:
             lines.append(f"{row.name}: {_WORDS.get(row.name, row.name)} for {took}")
     return lines
