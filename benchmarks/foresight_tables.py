@@ -217,9 +217,9 @@ measurements. Each one is predicted from its configuration only. [Accuracy of pr
 - `tau` and `regret` cover groups of rows that differ only in their layout. `tau` (Kendall) is 1 if the predicted order is right. `regret` is the extra time of
   the layout with the best prediction.{composed}
 {honest}
-With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of
-layouts the order has tau {tau}; in {groups_apart} of them two layouts differ by more than 3 %, than the source says that its results vary, and than it measured the
-same layout, and over such pairs tau is {tau_apart}. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
+With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of layouts the order has tau {tau}. In {groups_apart}
+of them there are layouts that the source itself tells apart: they differ by more than 3 %, than its stated spread, and than its repeated runs. Over such pairs
+tau is {tau_apart}. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
 average, with a median of {memory_median} %.
 """
 
