@@ -136,8 +136,7 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
         raise ModelError(
-            "model-config",
-            f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}",
+            "model-config", f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}"
         )
     values = _merge_fields(stored, fields)
     return families.make_config(f"hf:{folder}", family, values, fields, task)

@@ -118,8 +118,7 @@ def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     if not isinstance(model, nn.Module):
         raise ModelError(
-            "build-function",
-            f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module",
+            "build-function", f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module"
         )
     return model
 

@@ -85,16 +85,12 @@ def read_token_file(place: Path, dtype: str) -> Array:
         raise DataError("data-unreadable", f"tokens:{place} cannot be read: {error.strerror}") from None
     if not size_bytes:
         raise DataError(
-            "data-empty",
-            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
+            "data-empty", f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one"
         )
     if place.suffix == ".npy" or head.startswith(_NPY):
         return _read_npy(place)
     if (form := _other_format(head, size_bytes)) != "":
-        raise DataError(
-            "token-file-form",
-            f"tokens:{place} is {form}. Use a file of plain numbers, or a .npy file",
-        )
+        raise DataError("token-file-form", f"tokens:{place} is {form}. Use a file of plain numbers, or a .npy file")
     if _is_headed(head):
         return _read_behind_head(place, size_bytes, head)
     if (width := _unknown_head(head, size_bytes)) != "":
@@ -180,8 +176,7 @@ def _read_npy(place: Path) -> Array:
         )
     if not tokens.size:
         raise DataError(
-            "data-empty",
-            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
+            "data-empty", f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one"
         )
     if (end := int(tokens.offset) + tokens.nbytes) != place.stat().st_size:
         raise DataError(

@@ -63,8 +63,7 @@ def launch(
         raise InputError("command-options", text)
     if where is not None and ranks not in (None, where.world_size):
         raise InputError(
-            "command-options",
-            f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}. Use one of them",
+            "command-options", f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}. Use one of them"
         )
     count = ranks if where is None else where.world_size
     work = (main, args, "" if where is None else str(where))

@@ -396,8 +396,7 @@ class RunInParts(SavedRun):
             waiting.names & weights or any(entry.read.note and entry.names & weights for entry in self._entries)
         ):
             raise ModelError(
-                "run-call-time",
-                f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it",
+                "run-call-time", f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it"
             )
         self._left.refuse_changes(method)
         return waiting, waiting.names & weights

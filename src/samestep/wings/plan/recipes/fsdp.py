@@ -50,10 +50,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             if clip_norm is None
             else f"torch.nn.utils.clip_grad_norm_(model.parameters(), {clip_norm}) before each update"
         ),
-        "recompute": Said(
-            {"recompute": True},
-            lacks=_not_repeated(layout.recompute),
-        ),
+        "recompute": Said({"recompute": True}, lacks=_not_repeated(layout.recompute)),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said({"accumulate": True}),
         "offload": Said(lacks="offload: CPUOffloadPolicy moves the weights to CPU memory too; it is left out"),
