@@ -175,7 +175,7 @@ def build_spec(
     What a forward sends is written down in this order, since each needs what those before have found: the layers of the trace, what
     samples share, what experts send, what the plan cuts, what checkpointing repeats, and last the layer of the loss.
     """
-    spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
+    spec = with_experts(spec, forward.dispatches, forward.calls, None if has_own_loss else module)
     spec, of_plan = plan_search.with_plan(spec, module, forward, plan)
     return with_loss(replace(spec, checkpoints=_checkpoints(spec, forward.checkpointed.entered))), of_plan
 
@@ -287,8 +287,7 @@ def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
         proof = plan_search.try_degree(built := case.build(), proof, analysis.shareable_heads, degree)
         if proof.refusal:
             raise LayoutError(
-                "tp-uncuttable",
-                f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}. Use tp=1",
+                "tp-uncuttable", f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}. Use tp=1"
             )
         analysis = replace(analysis, counts={**analysis.counts, degree: proof.divided(built.module)})
     elif {*proof.tried} <= {*analysis.spec.tried}:

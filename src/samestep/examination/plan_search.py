@@ -35,7 +35,7 @@ from samestep.independence.rank_trial import DiffersError
 from samestep.independence.samples import storages_read
 from samestep.independence.tensor_plan import Cuts
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.tracing.arranged_layers import block_of, containers_of, spread_over_calls
+from samestep.tracing.arranged_layers import block_of, containers_of
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Operation, Recorder, View
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -78,14 +78,11 @@ def with_plan(
     calls, recorder = forward.calls, forward.recorder
     if plan is None or recorder is None:
         reason = "its plan of tensor parallelism was not examined"
-        return spread_over_calls(
-            replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
-        ), {}
+        sequence_refusal = f"{spec.name} cannot be cut, {reason}"
+        return replace(spec, cut_refusal=reason, sequence_refusal=sequence_refusal), {}
     proof = plan.proof
     spec = tensor_plan.with_cuts(spec, module, plan.cuts, calls, plan.shareable, proof)
-    spec, parts = sequence_proof.with_sequence(
-        spread_over_calls(spec), module, plan.cuts.styles, proof, calls, recorder.operations
-    )
+    spec, parts = sequence_proof.with_sequence(spec, module, plan.cuts.styles, proof, calls, recorder.operations)
     return spec, {
         "cut_styles": plan.cuts.styles,
         "gathered": plan.cuts.gathered,

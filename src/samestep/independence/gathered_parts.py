@@ -25,7 +25,9 @@ from torch import nn
 from samestep.models.layer_parts import GatheredPart, GatheredTensor, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
-from samestep.tracing.checkpointed import Point, TracedPlaces
+from samestep.tracing.arranged_layers import layers_of_regions
+from samestep.tracing.checkpointed import Point
+from samestep.tracing.module_inputs import ForwardCalls
 
 
 def wider_parts(
@@ -63,9 +65,8 @@ def _type_at(module: nn.Module, path: str) -> type | None:
 class _Placed(NamedTuple):
     """Something that a block does, and where in the forward."""
 
-    block: str
-    call: int
-    """Number of the block's call."""
+    region: str
+    """The call of the block."""
     what: GatheredPart | TokenMove
     point: Point
     """That at which a part is entered, with the nodes of what it returns, or at which tokens of neighbours are sent."""
@@ -73,85 +74,75 @@ class _Placed(NamedTuple):
 
 @dataclass
 class PartCalls:
-    """The calls of parts in one forward, and those that need tokens of neighbours, by the block that makes them."""
+    """The calls of parts in one forward, and those that need tokens of neighbours, by the call of the block that makes them."""
 
-    places: TracedPlaces
-    """The points of the forward."""
+    calls: ForwardCalls
+    """All calls of the forward."""
     placed: list[_Placed] = field(default_factory=list)
-    within: set[tuple[str, int, int]] = field(default_factory=set)
-    """Attentions within parts: path of the block, number of its call, number of the attention."""
-    _calls: Counter[str] = field(default_factory=Counter)
-    _block: str = ""
+    within: set[tuple[str, int]] = field(default_factory=set)
+    """Attentions within parts: call of the block, number of the attention."""
+    _blocks: Counter[str] = field(default_factory=Counter)
+    _region: str = ""
     _attentions: int = 0
 
     def enter_block(self, path: str) -> None:
-        """Record the call of a block."""
-        self._calls[path] += 1
-        self._block, self._attentions = path, 0
+        """Record the call of a block, which makes a region."""
+        self._blocks[path] += 1
+        self._region = path if self._blocks[path] == 1 else f"{path}#{self._blocks[path]}"
+        self._attentions = 0
 
     def attended(self, *, is_within: bool) -> None:
         """Record an attention."""
         if is_within:
-            self.within.add((self._block, self._call, self._attentions))
+            self.within.add((self._region, self._attentions))
         self._attentions += 1
 
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
-        part = replace(part, before=self._attended)
-        self.placed.append(_Placed(self._block, self._call, part, self.places.point()))
+        self.placed.append(_Placed(self._region, replace(part, before=self._attended), self.calls.places.point()))
 
     def move(self, move: TokenMove, point: Point) -> None:
         """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
-        parts = sum(
-            placed[:2] == (self._block, self._call) and isinstance(placed.what, GatheredPart) for placed in self.placed
-        )
-        move = replace(move, before=self._attended, parts_before=parts)
-        self.placed.append(_Placed(self._block, self._call, move, point))
-
-    @property
-    def _call(self) -> int:
-        return max(0, self._calls[self._block] - 1)
+        parts = sum(placed.region == self._region and isinstance(placed.what, GatheredPart) for placed in self.placed)
+        self.placed.append(_Placed(self._region, replace(move, before=self._attended, parts_before=parts), point))
 
     @property
     def _attended(self) -> int:
         """Number of attentions of the block so far that are given slices."""
-        return sum((self._block, self._call, attention) not in self.within for attention in range(self._attentions))
+        return sum((self._region, attention) not in self.within for attention in range(self._attentions))
 
     def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
         """Record what the last part returns, and the places of it that a rank keeps a part of."""
         *_, part, point = last = self.placed[-1]
         assert isinstance(part, GatheredPart)
-        point = point._replace(nodes=self.places.point(output).nodes)
+        point = point._replace(nodes=self.calls.places.point(output).nodes)
         self.placed[-1] = last._replace(what=replace(part, returned=tuple(returned)), point=point)
 
     @property
     def shapes(self) -> list[tuple[Any, ...]]:
         """All that is recorded but for the points, which a slice and the whole sequence must have alike."""
-        return [placed[:3] for placed in self.placed]
+        return [placed[:2] for placed in self.placed]
 
     def added_to(
         self, layers: tuple[LayerSpec, ...], scale: tuple[int, int], reasons: Mapping[str, str]
     ) -> tuple[LayerSpec, ...]:
         """Return the layers with their parts and the reason of each; elements are those of `scale[1]` tokens, and become those of `scale[0]`."""
-        calls, new_layers = Counter[str](), []
-        for layer in layers:
-            first = layer.repeats or layer.name
-            number, names = calls[first], layer.modules if layer.modules and not layer.repeats else layer.again
-            calls[first] += 1
+        layer_of, places, new_layers = layers_of_regions(layers, self.calls), self.calls.places, []
+        for index, layer in enumerate(layers):
             parts, moves = list[GatheredPart](), list[TokenMove]()
-            for block, call, what, point in self.placed:
-                if block not in names or call != number:
+            for region, what, point in self.placed:
+                if layer_of.get(region) != index:
                     continue
-                is_reached = self.places.is_reached(point)
+                is_reached = places.is_reached(point)
                 if isinstance(what, TokenMove):  # ranks keep something of a state that they send on
                     is_kept = what.kind == "state" and what.takes_gradient
-                    place = self.places.place(point, layer.called, is_kept=is_kept)
+                    place = places.place(point, layer.called, is_kept=is_kept)
                     moves.append(replace(what, takes_gradient=what.takes_gradient and is_reached, place=place))
                 else:
                     tensors = tuple(_scaled(tensor, scale, is_reached) for tensor in what.given)
-                    place, reason = self.places.place(point, layer.called), reasons.get(what.owner, "")
+                    place, reason = places.place(point, layer.called), reasons.get(what.owner, "")
                     parts.append(replace(what, given=tensors, place=place, reason=reason))
-            within = {attention for block, call, attention in self.within if block in names and call == number}
+            within = {attention for region, attention in self.within if layer_of.get(region) == index}
             exchanges = tuple(
                 replace(exchange, is_within=at // 4 in within) for at, exchange in enumerate(layer.exchanges)
             )

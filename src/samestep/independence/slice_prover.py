@@ -76,7 +76,7 @@ class SliceProver(Prover):
         """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls(self.tracer.places)
+        self.parts = PartCalls(self.tracer.modules)
         self.is_in_function = False
         """Whether a recurrence runs that needs the state of the rank before."""
         self._others = ""

@@ -23,7 +23,7 @@ from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of
-from samestep.tracing.arranged_layers import containers_of
+from samestep.tracing.arranged_layers import containers_of, layers_of_regions
 from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.looks import paths_within
 from samestep.tracing.module_inputs import ForwardCalls
@@ -108,8 +108,7 @@ def cuts_of(model: nn.Module) -> Cuts | None:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(
-                "tensor-plan",
-                f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}",
+                "tensor-plan", f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}"
             )
         matches = fnmatch.filter(paths, pattern)
         parts = [part for path in matches for part in cuts_of_parts(model, path, style)]
@@ -125,12 +124,7 @@ def cuts_of(model: nn.Module) -> Cuts | None:
 
 
 def proof_of(
-    spec: ModelSpec,
-    model: nn.Module,
-    cuts: Cuts,
-    shareable: Mapping[str, int],
-    recorder: Recorder,
-    cuts_logits: bool,
+    spec: ModelSpec, model: nn.Module, cuts: Cuts, shareable: Mapping[str, int], recorder: Recorder, cuts_logits: bool
 ) -> CutProof:
     """Return what a recorded forward of the whole model proves of a plan, with the logits of its head cut by vocabulary or gathered."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""
@@ -146,8 +140,8 @@ def proof_of(
 # -- the cost of a cut, as the calls of a forward show it ------------------------------------------
 
 
-_Sums = list[tuple[PartialSum, Point]]
-"""Sums with the points of the forward at which they stand, in the order in which modules end; elements are those of one sample."""
+_Sums = list[tuple[PartialSum, Point, str]]
+"""Sums with the points and the regions of the forward in which they stand, in the order in which modules end; elements are those of one sample."""
 
 
 def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutProof) -> _Sums:
@@ -161,7 +155,7 @@ def _output_sums(calls: ForwardCalls, model: nn.Module, cuts: Cuts, proof: CutPr
         is_gathered = style == "gather" or (is_logits and proof.styles[call.path] == "gather")
         kind: Literal["gather", "logits", "sum"] = "gather" if is_gathered else "logits" if is_logits else "sum"
         elements = call.output.shape.numel() // samples_traced(model)
-        sums.append((PartialSum(owner=call.path, elements=elements, kind=kind), call.left_at))
+        sums.append((PartialSum(owner=call.path, elements=elements, kind=kind), call.left_at, call.region))
     return sums
 
 
@@ -178,11 +172,11 @@ def _input_sums(calls: ForwardCalls, model: nn.Module, copied: Collection[str], 
             continue
         if (tensor.number, tensor.state) != last:
             elements = tensor.shape.numel() // samples_traced(model)
-            sums.append((PartialSum(owner=call.path, elements=elements), call.way))
+            sums.append((PartialSum(owner=call.path, elements=elements), call.way, call.region))
             last = tensor.number, tensor.state
         if call.path in separable:
-            part, first = sums[-1]
-            sums[-1] = replace(part, beside=(*part.beside, call.path)), first
+            part, *_ = sums[-1]
+            sums[-1] = (replace(part, beside=(*part.beside, call.path)), *sums[-1][1:])
     return sums
 
 
@@ -207,7 +201,11 @@ def with_cuts(
         for param, cut in pairs
     )
     copies = _input_sums(calls, model, proof.copied, _separable(spec, model, cuts))
-    layers = tuple(_layer_with(layer, calls.places, sums, copies, shareable) for layer in spec.layers)
+    layer_of = layers_of_regions(spec.layers, calls)
+    layers = tuple(
+        _layer_with(layer, index, layer_of, calls.places, sums, copies, shareable)
+        for index, layer in enumerate(spec.layers)
+    )
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
     head = next((path for path, style in cuts.styles.items() if is_head(model.get_submodule(path), style)), None)
     logits = None if head is None or head not in calls.of else calls.of[head][-1].output
@@ -263,25 +261,27 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
 
 
 def _layer_with(
-    layer: LayerSpec, places: TracedPlaces, sums: _Sums, copies: _Sums, shareable: Mapping[str, int]
+    layer: LayerSpec,
+    index: int,
+    layer_of: Mapping[str, int],
+    places: TracedPlaces,
+    sums: _Sums,
+    copies: _Sums,
+    shareable: Mapping[str, int],
 ) -> LayerSpec:
-    def placed(parts: Iterable[tuple[PartialSum, Point]]) -> tuple[PartialSum, ...]:
+    def placed(parts: Iterable[tuple[PartialSum, Point, str]]) -> tuple[PartialSum, ...]:
         """Return those of these sums that are the layer's."""
         return tuple(
             replace(part, place=places.place(point, layer.called))
-            for part, point in parts
-            if _is_within(part.owner, layer)
+            for part, point, region in parts
+            if layer_of.get(region) == index
         )
 
-    points = [point for part, point in sums if _is_within(part.owner, layer)]
-    repeats = bool(points) and places.is_kept_behind(points[-1], layer.called)
-    products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
     forward, backward = placed(sums), placed(reversed(copies))
+    points = [point for part, point, _ in sums if any(is_below(part.owner, root) for root in layer.called)]
+    repeats = bool(forward) and places.is_kept_behind(points[-1], layer.called)
+    products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
     return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
-
-
-def _is_within(path: str, layer: LayerSpec) -> bool:
-    return any(is_below(path, root) for root in layer.modules)
 
 
 def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:

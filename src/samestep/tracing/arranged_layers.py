@@ -18,25 +18,22 @@ A module that `model.stages` names is looked for too, so what is around it is op
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from samestep.building.named_tensors import join_name
 from samestep.errors import ModelError, did_you_mean
-from samestep.models.layer_parts import NOWHERE, ExpertDispatch, PartialSum
 from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.costs import Costs
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.module_inputs import ForwardCalls, ModuleCall
-from samestep.tracing.stage_events import beginnings
+from samestep.tracing.stage_events import layers_of_events
 
 # -- the modules into which a trace looks ----------------------------------------------------------
 
@@ -147,8 +144,7 @@ def _around(name: str, module: nn.Module, containers: Collection[str]) -> Iterat
         if is_block or (path and not _can_be_opened(parts[path])):
             what = "a block" if is_block else type(parts[path]).__name__
             raise ModelError(
-                "stages-unknown",
-                f"model.stages: {name!r} is a part of {what}, which stays whole. Use {path!r}",
+                "stages-unknown", f"model.stages: {name!r} is a part of {what}, which stays whole. Use {path!r}"
             )
         yield path
 
@@ -334,13 +330,12 @@ class UsesOfWeights:
         self._layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
         self._modules = modules
         self._events = dict(flow.uses)
-        begins = beginnings(specs, flow)
-        self._begins = [begin for begin in begins[1:] if begin is not None]
-        self._is_clear = len(self._begins) == len(layers) - 1
+        self._places, num_known = layers_of_events(specs, flow)
+        self._is_clear = num_known == len(layers) or len(layers) == 1
 
     def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:
         """Return the uses of a weight in the order of layers; nothing of one that nothing reads."""
-        read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else None
+        read = {self._places[event] for event in self._events.get(name, ())} if self._is_clear else None
         uses: list[Use] = []
         for path in owners:
             for layer, calls in self._calls(path).items():
@@ -363,34 +358,12 @@ class UsesOfWeights:
         return by_layer
 
 
-_Part = TypeVar("_Part", PartialSum, ExpertDispatch)
-
-
-def spread_over_calls(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with what a block sends in all its calls divided among the layers of these calls.
-
-    It is found by the paths of modules, and so stands with the first call.
-    """
-    places: dict[str, list[int]] = {layer.name: [index] for index, layer in enumerate(spec.layers)}
-    for index, layer in enumerate(spec.layers):
-        if layer.repeats:
-            places[layer.repeats].append(index)
-    layers = list(spec.layers)
-    for indices in places.values():
-        if len(indices) == 1:
-            continue
-        first = layers[indices[0]]
-        forward, dispatches = (
-            _split_by_call(first.forward_sums, len(indices)),
-            _split_by_call(first.dispatches, len(indices)),
-        )
-        backward = _split_by_call(first.backward_sums, len(indices))[::-1]
-        for index, sums, back, sent in zip(indices, forward, backward, dispatches, strict=True):
-            repeats = bool(sums) and first.repeats_last_sum
-            layers[index] = replace(
-                layers[index], forward_sums=sums, backward_sums=back, dispatches=sent, repeats_last_sum=repeats
-            )
-    return replace(spec, layers=tuple(layers))
+def layers_of_regions(layers: Sequence[LayerSpec], calls: ForwardCalls) -> dict[str, int]:
+    """Return the index of the layer to which each region of a forward belongs, where that calls the modules of the trace."""
+    indices = (index for index, layer in enumerate(layers) for _ in range(layer.calls))
+    regions = [region for region in calls.order if region in calls.regions]
+    pairs = zip(regions, indices, strict=False)
+    return {region: index for region, index in pairs if calls.regions[region] in layers[index].called}
 
 
 def with_loss(spec: ModelSpec) -> ModelSpec:
@@ -407,12 +380,3 @@ def with_loss(spec: ModelSpec) -> ModelSpec:
         moved=last.moved.plus(moved, moved if spec.logit_rows else 0, kernels=3),
     )
     return replace(spec, layers=(*others, last))
-
-
-def _split_by_call(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ...]]:
-    """Return equal runs of parts, one for each call; all in the first if the calls are not alike."""
-    each = len(parts) // count
-    runs = [parts[number * each : (number + 1) * each] for number in range(count)]
-    alike = [[replace(part, place=NOWHERE) for part in run] for run in runs]
-    is_alike = len(parts) == each * count and all(run == alike[0] for run in alike)
-    return runs if is_alike else [parts, *[()] * (count - 1)]

@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,10 +33,11 @@ from samestep.building.families import (
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.layer_parts import ExpertDispatch, OtherWork
-from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ExpertModules, ModelSpec, is_below, owner_of
+from samestep.models.spec import ExpertModules, ModelSpec, owner_of
+from samestep.tracing.arranged_layers import layers_of_regions
 from samestep.tracing.checkpointed import Point, TracedPlaces
+from samestep.tracing.module_inputs import ForwardCalls
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -178,10 +180,12 @@ def _places(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str, in
     )
 
 
-def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn.Module | None) -> ModelSpec:
+def with_experts(
+    spec: ModelSpec, dispatches: list[ExpertDispatch], calls: ForwardCalls, balanced: nn.Module | None
+) -> ModelSpec:
     """Return the spec with its experts' weights marked, and the dispatches of each layer.
 
-    `balanced` is the model, where its configuration may ask for a loss that balances experts; None where the loss is
+    `calls` are those of the forward that has made them. `balanced` is the model, where its configuration may ask for a loss that balances experts; None where the loss is
     the user's own.
     """
     if not dispatches:
@@ -191,20 +195,23 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
     def param_with(param: ParamSpec) -> ParamSpec:
         return replace(param, experts=sizes.get(owner_of(param.name), 0))
 
-    def layer_with(layer: LayerSpec) -> LayerSpec:
-        exchanges = [
-            exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)
-        ]
-        if not exchanges:
-            return layer
-        # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
-        return replace(layer, dispatches=tuple(exchanges), fusible=OtherWork())
-
+    layer_of, again = layers_of_regions(spec.layers, calls), Counter[str]()
+    exchanges: dict[int | None, tuple[ExpertDispatch, ...]] = {}
+    for dispatch in dispatches:
+        index = layer_of.get(calls.of[dispatch.owner][again[dispatch.owner]].region)
+        exchanges[index] = (*exchanges.get(index, ()), dispatch)
+        again[dispatch.owner] += 1
+    layers = list(spec.layers)
+    for index, layer in enumerate(spec.layers):
+        if (
+            index in exchanges
+        ):  # a compiler leaves experts out of its graphs, and what is fused of the rest is not counted
+            layers[index] = replace(layer, dispatches=exchanges[index], fusible=OtherWork())
     asks = balanced is not None and balance_of(balanced)
     return replace(
         spec,
         params=tuple(map(param_with, spec.params)),
-        layers=tuple(map(layer_with, spec.layers)),
+        layers=tuple(layers),
         balanced_experts=max(sizes.values(), default=0) if asks else 0,
     )
 
@@ -271,12 +278,7 @@ def check_experts(path: str, module: nn.Module, call: tuple[Any, Any], value_of:
 
 
 def _real(
-    path: str,
-    module: nn.Module,
-    count: int,
-    some: int,
-    value_of: Callable[[str], Tensor],
-    drawn: Callable[..., Tensor],
+    path: str, module: nn.Module, count: int, some: int, value_of: Callable[[str], Tensor], drawn: Callable[..., Tensor]
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
     copied = copy_module(module).eval()

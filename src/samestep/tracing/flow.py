@@ -157,7 +157,7 @@ class Event:
     """The value of a call's first argument, if it is one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flow:
     """The events of one forward in order, their values, and the values that the model's outputs hold."""
 
@@ -186,13 +186,6 @@ class Flow:
         """The values that are no weights, by number."""
         weights = {number for _, number in self.weights}
         return {number: value for number, value in enumerate(self.values) if number not in weights}
-
-    def crossing(self, boundary: int) -> tuple[int, ...]:
-        """Return the values that are computed before an event and read by it or later; a weight is held where it is
-        read."""
-        return tuple(
-            number for number, value in self.passed.items() if value.event < boundary <= self.last_reads[number]
-        )
 
     def uses_within(self, name: str, events: Collection[int]) -> bool:
         """Return whether one of some events uses a weight."""
@@ -232,10 +225,7 @@ def takes_statistics(module: nn.Module) -> bool:
 
 def tensors_made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
     """Return the tensors that a call returns, and those that it puts into its arguments."""
-    return [
-        *tensors_in(outcome),
-        *(tensor for change in changes for tensor in tensors_in(change.items)),
-    ]
+    return [*tensors_in(outcome), *(tensor for change in changes for tensor in tensors_in(change.items))]
 
 
 def name_of(function: Any) -> str:

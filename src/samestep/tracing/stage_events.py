@@ -1,8 +1,9 @@
 """The events of a flow that a stage carries out, and the tensors that cross the boundaries of stages (`tracing/flow.py`).
 
-Most often a stage is a range of events. A forward that takes the items of a batch one by one calls all layers for the first
-item before it comes to the second one. Then an event belongs to the layer of its module, or of the latest layer whose values
-it reads, and a stage carries out the events of its layers, wherever they are:
+An event belongs to the layer of its call, or a function to the layer of the call before it, and a stage carries out the events of its
+layers, which most often stand side by side. A forward that takes the items of a batch one by one calls all layers for the first item
+before it comes to the second one. Then a function belongs to the latest layer whose values it reads, or to an earlier one than that of
+the call before it, which needs its result for the next item:
 
 ```
 for item in batch: ...      a1  b1  a2  b2  a3  b3  stack
@@ -14,7 +15,7 @@ So the values of one kind pass as one message, as they do where the forward take
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from samestep.models.layer_parts import Crossing
 from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
-from samestep.tracing.flow import CannotPassError, Event, Flow
+from samestep.tracing.flow import CannotPassError, Event, Flow, Value
 
 Passed = tuple[tuple[int, ...], ...]
 """The values that cross a boundary, by message: one value each, or one for each item."""
@@ -45,15 +46,8 @@ class StageEvents:
             CannotPassError: no stage can begin or end there in this flow.
         """
         incoming, outgoing = (passed_before(layers, index, flow) for index in (chunk.start, chunk.stop))
-        end, is_last = len(flow.events), chunk.stop == len(layers)
-        if not _is_item_by_item(layers, flow):
-            start = boundary_before(layers, chunk.start, flow) if chunk.start else 0
-            return cls(
-                range(start, end + 1 if is_last else boundary_before(layers, chunk.stop, flow)), incoming, outgoing
-            )
-        places = _layers_of_events(layers, flow)
-        numbers = {number for number, place in enumerate(places) if place in chunk}
-        return cls(frozenset(numbers | {end} if is_last else numbers), incoming, outgoing)
+        places, _ = layers_of_events(layers, flow)
+        return cls(frozenset(at for at, place in enumerate(places) if place in chunk), incoming, outgoing)
 
     @property
     def start(self) -> int:
@@ -74,47 +68,26 @@ def passed_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> Passed
     """
     if index in (0, len(layers)):
         return ()
-    if not _is_item_by_item(layers, flow):
-        return tuple((value,) for value in flow.crossing(boundary_before(layers, index, flow)))
-    places = _layers_of_events(layers, flow)
-    end = len(places)
-    flow.check_passed(lambda event: event < 0 or (event < end and places[event] < index))
-    furthest: dict[int, int] = {}
-    for place, event in zip(places, flow.events, strict=True):
-        for value in event.reads:
-            furthest[value] = max(place, furthest.get(value, 0))
-    groups: dict[object, list[int]] = {}
-    for number, passed in flow.passed.items():
-        is_read = flow.last_reads[number] == end or furthest.get(number, -1) >= index
-        if is_read and places[passed.event] < index:
-            groups.setdefault((passed.maker, passed.dtype, passed.takes_gradient), []).append(number)
+    places, num_known = layers_of_events(layers, flow)
+    if index >= num_known:
+        raise CannotPassError("the calls of the model's modules are others than in the trace")
+    flow.check_passed(lambda event: event < 0 or (event < len(places) and places[event] < index))
+    by_items, groups = _is_item_by_item(layers, flow), dict[object, list[int]]()
+    for number in _crossing(flow, places, index):
+        passed = flow.values[number]
+        groups.setdefault((passed.maker, passed.dtype, passed.takes_gradient) if by_items else number, []).append(
+            number
+        )
     return tuple(map(tuple, groups.values()))
 
 
-def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
-    """Return the event before which a stage begins with a layer.
-
-    Raises:
-        CannotPassError: none can.
-    """
-    begin = beginnings(layers, flow)[index]
-    if begin is None:
-        raise CannotPassError("the calls of the model's modules are others than in the trace")
-    flow.check_passed(lambda event: event < begin)
-    return begin
-
-
-def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
-    """Return the event at which each layer begins; None after a call that differs from the trace."""
-    calls = flow.calls
-    begins: list[int | None] = []
-    count, is_known = 0, True
-    for layer in layers:
-        names = [flow.events[call].name for call in calls[count : count + layer.calls]]
-        is_known = is_known and len(names) == layer.calls and {*names} <= {*layer.called}
-        begins.append(calls[count] if is_known and layer.calls else None)
-        count += layer.calls
-    return tuple(begins)
+def _crossing(flow: Flow, places: Sequence[int], index: int) -> list[int]:
+    """Return the values that are computed before a layer and read by it or later; a weight is held where it is read."""
+    furthest = {number: places[-1] + 1 for number, last in enumerate(flow.last_reads) if last == len(flow.events)}
+    for place, event in zip(places, flow.events, strict=False):
+        furthest.update((value, max(place, furthest.get(value, 0))) for value in event.reads)
+    passed = flow.passed.items()
+    return [number for number, value in passed if places[value.event] < index <= furthest.get(number, -1)]
 
 
 def _is_item_by_item(layers: Sequence[LayerSpec], flow: Flow) -> bool:
@@ -122,46 +95,55 @@ def _is_item_by_item(layers: Sequence[LayerSpec], flow: Flow) -> bool:
     return len(flow.calls) > sum(layer.calls for layer in layers)
 
 
-def _layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int, ...]:
-    """Return the index of the layer to which each event belongs.
+def _layers_of_calls(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int], int]:
+    """Return the index of the layer to which each call belongs, and the number of layers up to the first with other calls than in the trace.
 
     Raises:
-        CannotPassError: a layer needs what a later one has computed, or more than one calls a module.
+        CannotPassError: more than one layer calls a module for each of several items.
     """
-    of_modules: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        for path in layer.called:
-            if of_modules.setdefault(path, index) != index:
-                raise CannotPassError(f"the forward calls {path} several times for each item of a batch")
-    layer_of = {value: 0 for _, value in flow.weights}
-    earliest = _earliest_readers(flow, of_modules)
-    places: list[int] = []
-    called = 0
-    for event, first_reader in zip(flow.events, earliest, strict=True):
+    names = [flow.events[call].name for call in flow.calls]
+    if _is_item_by_item(layers, flow):
+        of_modules: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            for path in layer.called:
+                if of_modules.setdefault(path, index) != index:
+                    raise CannotPassError(f"the forward calls {path} several times for each item of a batch")
+        return [of_modules.get(name, -1) for name in names], len(layers)
+    places = list[int]()
+    for index, layer in enumerate(layers):  # samples may pass over a layer, or over some of its calls
+        left = names[len(places) : len(places) + layer.calls]
+        places += [index] * [*(name in layer.called for name in left), False].index(False)
+    is_known = len(places) == len(names)
+    num_known = len(layers) if is_known else places[-1] + 1 if places else 0
+    return [*places, *[len(layers) - 1] * (len(names) - len(places))], num_known
+
+
+def layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int], int]:
+    """Return the index of the layer to which each event belongs, and the end of the forward; and the number of layers whose calls are known.
+
+    Raises:
+        CannotPassError: a layer needs what a later one has computed, or more than one calls a module for each item.
+    """
+    of_calls, num_known = _layers_of_calls(layers, flow)
+    place_of_call = dict(zip(flow.calls, of_calls, strict=True))
+    made_by = [(*event.makes, *(value for _, value in event.writes)) for event in flow.events]
+    needed, first_readers = dict[int | None, int](), dict[int, int]()
+    for number, event in reversed([*enumerate(flow.events)]):
+        readers = (needed[value] for value in made_by[number] if value in needed)
+        first_readers[number] = min(readers, default=len(layers))
+        by = place_of_call.get(number, first_readers[number])
+        needed.update((value, min(by, needed.get(value, by))) for value in event.reads)
+    layer_of: dict[int | None, int] = {value: 0 for _, value in flow.weights}
+    places, called = list[int](), 0
+    for number, event in enumerate(flow.events):
         latest = max((layer_of[value] for value in event.reads), default=0)
-        # A function stays behind the call before it, as it does for one item, unless an earlier layer of the next item needs it.
-        place = of_modules.get(event.name, -1) if event.is_call else max(latest, min(called, first_reader))
-        called = place if event.is_call else called
+        called = place_of_call.get(number, called)
+        place = called if event.is_call else max(latest, min(called, first_readers[number]))
         if place < latest:
             raise CannotPassError(f"{event.name} reads a result of a later layer for another item of the batch")
         places.append(place)
-        values = (*event.makes, *(value for _, value in event.writes))
-        layer_of.update({value: place for value in values if value is not None and value not in layer_of})
-    return tuple(places)
-
-
-def _earliest_readers(flow: Flow, of_modules: Mapping[str, int]) -> list[int]:
-    """Return for each event the first layer that needs its results, directly or through functions."""
-    needed: dict[int, int] = {}
-    readers: list[int] = []
-    for event in reversed(flow.events):
-        values = (*event.makes, *(value for _, value in event.writes))
-        first = min((needed[value] for value in values if value in needed), default=len(of_modules))
-        readers.append(first)
-        by = of_modules.get(event.name, -1) if event.is_call else first
-        for value in event.reads:
-            needed[value] = min(by, needed.get(value, by))
-    return readers[::-1]
+        layer_of.update((value, place) for value in made_by[number] if value not in layer_of)
+    return [*places, len(layers) - 1], num_known
 
 
 Sized = tuple[Flow, int]
@@ -191,9 +173,9 @@ def with_exact_crossings(
 
 def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
     """Return layers with the maker of what a tensor cut leaves in parts where it crosses a boundary; `cut` are such values."""
-    specs = []
-    for layer, begin in zip(layers, beginnings(layers, flow), strict=True):
-        crossing = flow.crossing(begin) if begin is not None and layer.is_beginning else ()
+    specs, (places, num_known) = [], layers_of_events(layers, flow)
+    for index, layer in enumerate(layers):
+        crossing = _crossing(flow, places, index) if index < num_known and layer.is_beginning else []
         maker = next((flow.values[value].maker for value in crossing if value in cut), "")
         specs.append(replace(layer, cut_crossing=maker))
     return tuple(specs)
@@ -278,7 +260,7 @@ def _crossings(
         fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     crossings = []
     for number, value in enumerate(values):
-        name = previous if len(values) == 1 else f"{previous}+{value.maker.rpartition(' ')[2]}.{number}"
+        name = previous if len(values) == 1 else f"{previous}+{_word_of(value)}.{number}"
         dtype = "" if compute in (None, value.dtype) else str(value.dtype).removeprefix("torch.")
         if dtype and dtype not in BYTES_OF:
             raise CannotPassError(f"{value.maker} makes a tensor of {dtype}, which is read there or later")
@@ -289,6 +271,15 @@ def _crossings(
             )
         )  # fmt: skip
     return tuple(crossings)
+
+
+def is_of_maker(crossing: Crossing, value: Value) -> bool:
+    """Return whether a value is made by what makes one of several crossings."""
+    return crossing.owner.rpartition("+")[2].rpartition(".")[0] == _word_of(value)
+
+
+def _word_of(value: Value) -> str:
+    return value.maker.rpartition(" ")[2]
 
 
 def _numel(flow: Flow, values: Sequence[int]) -> int:
@@ -359,12 +350,12 @@ def _can_be_left_out(event: Event, flow: Flow) -> bool:
 def _passes_one(layers: Sequence[LayerSpec], index: int, flow: Flow, dtype: torch.dtype | None) -> bool:
     """Return whether the only tensor that crosses the boundary before a layer goes from one module to the next."""
     try:
-        boundary = boundary_before(layers, index, flow)
+        values = [value for message in passed_before(layers, index, flow) for value in message]
     except CannotPassError:
         return False
-    values = flow.crossing(boundary)
     maker = flow.events[flow.values[values[0]].event] if len(values) == 1 else None
-    begins = flow.events[boundary]
+    places, _ = layers_of_events(layers, flow)
+    begins = next(event for place, event in zip(places, flow.events, strict=False) if place >= index)
     return (
         maker is not None
         and maker.is_call
