@@ -92,7 +92,7 @@ def pretrained_source(
     if tokens is None:
         return PretrainedModel(folder, config, task, adaptation)
     if size is None or families.VOCABULARY_FIELD in fields:
-        both = "model.config says it too. Use model.resize_embeddings alone"
+        both = "model.config sets it too. Use model.resize_embeddings alone"
         raise ModelError(
             "resize-embeddings",
             f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}",

@@ -178,8 +178,8 @@ class Run(RunInParts):
         if torch.is_autocast_enabled(self.place.device.type):
             raise ModelError(
                 "run-call-time",
-                f"run.{method} within torch.autocast, which would compute otherwise than the job's numerics.precision = "
-                f'"{self.job.numerics.precision}" says. Use "bf16" or "fp16" there, without it',
+                f"run.{method} within torch.autocast, which would compute in another precision than numerics.precision = "
+                f'"{self.job.numerics.precision}" of the job. Use "bf16" or "fp16" there, without it',
             )
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
         read = self.batch_of(batch, f"run.{method}", local=local, step=step)

@@ -84,7 +84,7 @@ class OpenCheckpoint:
             if sorted(file.keys()) != sorted(part["tensors"]):
                 raise CheckpointError(
                     "checkpoint-damaged",
-                    f"{folder / part['file']} holds other tensors than the manifest beside it says",
+                    f"{folder / part['file']} holds other tensors than the manifest beside it lists",
                 )
             for name in part["tensors"]:
                 stored._add(name, file)

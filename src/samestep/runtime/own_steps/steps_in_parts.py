@@ -237,7 +237,7 @@ class RunInParts(SavedRun):
         if not is_one or of.waits:
             norm = self._norm_of(of.names if is_one else names) * waiting.factor
             numbers = replace(numbers, norm=norm if not read.note else math.inf, norms=[norm])
-        note = read.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
+        note = read.note or ("" if numbers.are_finite else "the accumulated gradients are not finite")
         return replace(read, numbers=replace(numbers, scales=[waiting.factor]), note=note)
 
     def call(self, name: str | int | None, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -303,7 +303,7 @@ def read_run(run: Path, asked: range | None = None) -> tuple[Path, dict[int, Ran
         if record.head.rank in records:
             raise RecordError(
                 "record-ranks",
-                f"{record.path} and {records[record.head.rank].path} both say that they are of rank {record.head.rank}",
+                f"{record.path} and {records[record.head.rank].path} are both of rank {record.head.rank}",
             )
         records[record.head.rank] = record
     return folder, dict(sorted(records.items())), others

@@ -308,7 +308,7 @@ def _other_form(path: Path) -> str:
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS: `git lfs pull` fetches the image itself"
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
-        return "a HEIC image, whatever its name says. Save it as JPEG or PNG"
+        return "a HEIC image, whatever its name is. Save it as JPEG or PNG"
     is_page = head.lstrip()[:1] == b"<"
     return "a page of HTML, an SVG, or other text, and no image of pixels. Copy it again, or save it as PNG" * is_page
 

@@ -290,7 +290,7 @@ def _follow(address: tuple[str, int], at: Rendezvous, facts: Mapping[str, str], 
     answer = channel.next(timeout_s + _LEADER_GRACE_S)
     if answer is not None and "agreed" in answer:
         return Meeting(address_here, leader=channel)
-    lost = channel.lost or f"it did not say within {timeout_s:g} s that all hosts have come"
+    lost = channel.lost or f"it did not report within {timeout_s:g} s that all hosts have come"
     channel.close()
     if answer is None:
         raise WorkerError("rank-lost", f"the leading host at {at} is gone: {lost}")

@@ -186,7 +186,7 @@ def _body(facts: RecipeFacts, settings: Mapping[str, Any], data: list[str], is_d
 def _accumulate(facts: RecipeFacts, settings: Mapping[str, Any], is_ddp: bool) -> Iterable[str]:
     """Yield the function that runs the micro-batches of a step: torch reduces gradients in its last one, or in each."""
     yield "def accumulate(model: nn.Module, microbatches: Sequence, backward: Callable) -> None:"
-    yield '    """Call `backward(model, microbatch)` for each micro-batch of a step; gradients are reduced as the layout says."""'
+    yield '    """Call `backward(model, microbatch)` for each micro-batch of a step; gradients are reduced as in the layout."""'
     yield "    for index, microbatch in enumerate(microbatches):"
     if is_ddp and facts.layout.dp > 1:
         yield "        model.require_backward_grad_sync = index == len(microbatches) - 1"
