@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -16,7 +16,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import memory_use
 from samestep.models.spec import ModelSpec
-from samestep.program.ops import BYTES_OF, UPDATE_BODY, BodyKey, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, COPIES, UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder
@@ -247,6 +247,33 @@ class TimedStep:
             steps = [programs for programs in (self.programs, self.longer) if programs]
             self.scores[key] = tuple(clock.Score(programs, machine) for programs in steps)
         return self.scores[key]
+
+
+PARTS = ("compute", "within layers", "between stages", "between replicas", "update", "host")
+"""Parts of a step: communication of tp, cp and ep is within layers; copies between host and device are the host's."""
+
+
+def busy_parts(step: TimedStep, machine: Hardware) -> list[float]:
+    """Return for how much of a step each of its `PARTS` is busy on the first stage, alone on its queue: parts overlap, and stages wait."""
+    short, *longer = (_busy_s(programs[0], machine) for programs in (step.programs, step.longer) if programs)
+    step_s = step.step_s(machine)
+    if not longer:
+        return [short[part] / step_s for part in PARTS]
+    return [(longer[0][part] + step.more * (longer[0][part] - short[part])) / step_s for part in PARTS]
+
+
+def _busy_s(program: Program, machine: Hardware) -> dict[str, float]:
+    times, busy_s = Counter(task.body for task in program.tasks), defaultdict[str, float](float)
+    for body, ops in program.bodies.items():
+        for op in ops if times[body] else ():
+            busy_s[_part_of(op)] += times[body] * cost.seconds(op, program, machine)
+    return busy_s
+
+
+def _part_of(op: Op) -> str:
+    if op.axis is not None:
+        return {"tp": PARTS[1], "cp": PARTS[1], "ep": PARTS[1], "pp": PARTS[2]}.get(op.axis, PARTS[3])
+    return PARTS[4] if op.kind is OpKind.UPDATE else PARTS[5] if op.kind in COPIES else PARTS[0]
 
 
 def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:

@@ -106,7 +106,7 @@ from typing import Any
 
 import numpy as np
 from cells import Row, whole
-from forecast import UNREADABLE, TimedStep, known, rounded
+from forecast import PARTS, UNREADABLE, TimedStep, busy_parts, known, rounded
 from foresight_parts import work_of
 from foresight_workers import Workers
 from published import Case, case_of
@@ -252,7 +252,18 @@ class Fits:
 
     def labels(self, source: str) -> list[tuple[str, int, str]]:
         """Return the class of machine, the number of devices and the kind of work of a source's rows."""
-        [found] = self._workers.each(_labels, [(source, (self._runs[source],))])
+        return [label for label, _ in self._described(source)]
+
+    def busy(self, source: str) -> dict[str, float]:
+        """Return for how much of a step each of its parts is busy, the mean over a source's rows in per cent."""
+        parts = [part for _, part in self._described(source)]
+        return {
+            name: rounded(100 * statistics.fmean(alike))
+            for name, alike in zip(PARTS, zip(*parts, strict=True), strict=True)
+        }
+
+    def _described(self, source: str) -> list[Described]:
+        [found] = self._workers.each(_describe, [(source, (self._runs[source],))])
         return found
 
     def expected(self, without: Container[str]) -> Setting:
@@ -298,13 +309,18 @@ def _ratios(runs: Sequence[tuple[str, Sequence[Row]]], settings: Sequence[Settin
     return [[one.ratio(setting) for one in prepared] for setting in settings]
 
 
-def _labels(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[tuple[str, int, str]]:
-    groups = []
+Described = tuple[tuple[str, int, str], list[float]]
+"""The labels of a row, and for how much of its step each part is busy."""
+
+
+def _describe(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[Described]:
+    groups: list[Described] = []
     for prepared in prepare(runs):
         if prepared is not None:
             words = prepared.case.words
             count = math.prod(int(words.get(word, 1)) for word in ("tp", "pp", "dp_replicate", "dp_shard"))
-            groups.append((class_of(prepared.case.machine, count), count, prepared.work))
+            label = class_of(prepared.case.machine, count), count, prepared.work
+            groups.append((label, busy_parts(prepared.step, prepared.case.machine)))
     return groups
 
 
@@ -329,6 +345,7 @@ def _left_out(fits: Fits, source: str, without: Container[str]) -> dict[str, Any
     mine = [100 * min(abs(math.expm1(ratio)), MOST_OFF) for ratio in fits.ratios(setting, source)]
     return {
         "each": [(*label, rounded(off)) for label, off in zip(fits.labels(source), mine, strict=True)],
+        "busy": fits.busy(source),
         "rows": len(mine),
         "mape": rounded(statistics.fmean(mine)),
         "median_ape": rounded(statistics.median(mine)),

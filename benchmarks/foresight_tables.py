@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from forecast import PARTS
 from foresight_fits import CONSTANTS, PER_SOURCE
 from foresight_parts import KINDS, left_out_groups, over_sources
 
@@ -47,6 +48,7 @@ def tables_of(record: dict[str, Any]) -> list[Table]:
     tables += [kinds_table(record), parts_table(record), factors_table(record)]
     if "cross_validated" in record:
         tables.insert(0, left_out_table(record["cross_validated"]))
+        tables.insert(1, busy_table(record["cross_validated"]))
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if "calibrated" in record:
         tables.append(calibrated_table(record["calibrated"]))
@@ -91,6 +93,17 @@ def kinds_table(record: dict[str, Any]) -> Table:
         "by rows",
     )
     return head, lines
+
+
+def busy_table(fitted: dict[str, Any]) -> Table:
+    """Return the table of the parts of the predicted step of each source that is off by more than `OFF`."""
+    off = sorted((name for name in fitted if fitted[name]["mape"] > OFF), key=lambda name: -fitted[name]["mape"])
+    lines = [[name, fitted[name]["mape"], *fitted[name]["busy"].values()] for name in off]
+    return ("busy for per cent of the step", "left out, mape", *PARTS), lines
+
+
+OFF = 15
+"""Per cent by which a source that is left out may be off before the parts of its steps are shown."""
 
 
 def worst_sources(fitted: dict[str, Any], most: int = 5) -> str:
@@ -204,9 +217,9 @@ measurements. Each one is predicted from its configuration only. [Accuracy of pr
 - `tau` and `regret` cover groups of rows that differ only in their layout. `tau` (Kendall) is 1 if the predicted order is right. `regret` is the extra time of
   the layout with the best prediction.{composed}
 {honest}
-With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of
-layouts the order has tau {tau}; in {groups_apart} of them two layouts differ by more than 3 %, than the source says that its results vary, and than it measured the
-same layout, and over such pairs tau is {tau_apart}. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
+With the shipped profiles and constants, the error of the step time is **{mape} %** on average, with a median of {median_ape} %. In {groups} groups of layouts the order has tau {tau}. In {groups_apart}
+of them there are layouts that the source itself tells apart: they differ by more than 3 %, than its stated spread, and than its repeated runs. Over such pairs
+tau is {tau_apart}. The chosen layout is {regret} % slower than the best one. The error of the peak memory, over {memory_rows} rows, is {memory_mape} % on
 average, with a median of {memory_median} %.
 """
 
@@ -216,8 +229,8 @@ the covered rows of each source, in per cent, by intervals from the other source
 """
 
 
-_INVERTED = """Pairs of layouts in the wrong order, of the groups of three layouts and more: the faster one, the slower one, and how many times as long that
-took and was predicted to take. Pairs that differ by less than 3 %, or by less than the source's own results of one layout, are left out:
+_INVERTED = """These pairs of layouts are in the wrong order, in groups of three layouts and more. A row has the faster one, the slower one, and how many times as long the slower
+one took and was predicted to take. Pairs that differ by less than 3 %, or by less than the source's own results of one layout, are left out:
 """
 
 

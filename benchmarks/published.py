@@ -22,7 +22,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | dtype of reduced gradients  | float32; that of the weights in NVIDIA's recipes from H100 on (`grad_reduce_in_fp32 = False` in Megatron-Bridge's) |
 | virtual stages              | one; in MLPerf's rounds of late, as in those before, two blocks each                     |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
-| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
+| rows that go to experts     | to a node once, or within one to a rank (DeepEP, HybridEP), with fewer copies, in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
@@ -70,6 +70,7 @@ from published_memory import (
     is_titan,
     memory_bytes,
     states_per_param,
+    step_s,
     with_its_logits,
     with_its_loss,
 )
@@ -250,9 +251,7 @@ def case_of(row: Row) -> Case:
         products=products,
         wide_layers=wide_layers(row, model),
         global_batch=global_batch * cp,
-        step_s=_step_s(
-            row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
-        ),
+        step_s=step_s(row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, bool(printed_batch)),
         memory_bytes=memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
         is_reserved=is_reserved(row),
         out_of_memory=is_out_of_memory(row),
@@ -480,36 +479,3 @@ def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tok
         said += (row.get("id") or "",)
     precision = (row.get("precision") or "").upper()
     return (row.get("source") or "", name, *said, machine.name, str(devices), str(batch), str(tokens), precision)
-
-
-def _step_s(
-    row: Row, machine: Hardware, model: ModelSpec, decoder: Decoder | None, tokens: int, devices: int, samples: int,
-    precision: str, has_batch: bool,
-) -> float | None:  # fmt: skip
-    """Turn what was measured into seconds a step; FLOPs a second by the definition the row names (see below).
-
-    Where the row does not say how many samples a step takes, a rate says more than the seconds. Most count three forwards with attention unmasked; `recompute` in the notes beside `include`, `count` or a factor of
-    8 makes it four.
-    """
-    rate = number(row, "metric_tokens_per_s_per_gpu")
-    if number(row, "metric_step_time_s") and (has_batch or not rate):
-        return number(row, "metric_step_time_s")
-    if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (
-        decoder.sequence if decoder else 1
-    ) > max(machine.flops_per_s.values()):
-        rate /= devices  # more than the device can: the rate of all of them
-    if rate:
-        return tokens / (rate * devices)
-    flops_per_s = (number(row, "metric_tflops_per_gpu") or 0) * 1e12
-    if not flops_per_s:
-        share = number(row, "metric_mfu")
-        peak = machine.flops_per_s.get("bfloat16") or machine.flops_per_s["float16"]
-        flops_per_s = peak * (share / 100 if share and share > 1 else share or 0)
-    if not flops_per_s:
-        return None
-    notes = joined(row, "notes").lower()
-    again = "full" in (row.get("recompute") or "") and re.search(
-        r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes
-    )
-    flops = sum(product.flops for layer in model.layers for product in layer.products)
-    return flops * samples * (4 if again else 3) / (flops_per_s * devices)

@@ -1,4 +1,4 @@
-"""What a published row says of memory, and what the loss of its library keeps.
+"""What a published row says was measured, of time and of memory, and what the loss of its library keeps.
 
 allocated   bytes that tensors had at most: Megatron-LM's golden values, and all others that do not say
 reserved    bytes that the allocator took from the device: torchtitan's log prints them (`max_reserved`, components/metrics.py)
@@ -13,6 +13,8 @@ from cells import Row, SkippedError, joined, number
 from published_loops import bits_of_states, holds_sixteen_bits
 from published_models import Recipe, is_compiled
 
+from samestep.hardware import Hardware
+from samestep.models.decoder import Decoder
 from samestep.models.layer_parts import WorkingSet
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
@@ -144,3 +146,35 @@ def _packed(model: ModelSpec) -> ModelSpec:
         return replace(param, shape=(round(param.shape[0] * QUANTIZED / 2), *param.shape[1:])) if is_product else param
 
     return replace(model, params=tuple(map(packed, model.params)))
+
+
+def step_s(
+    row: Row, machine: Hardware, model: ModelSpec, decoder: Decoder | None, tokens: int, devices: int, samples: int, has_batch: bool
+) -> float | None:  # fmt: skip
+    """Turn what was measured into seconds a step; FLOPs a second by the definition the row names (see below).
+
+    Where the row does not say how many samples a step takes, a rate says more than the seconds. Most count three forwards with attention
+    unmasked; `recompute` in the notes beside `include`, `count` or a factor of 8 makes it four.
+    """
+    rate = number(row, "metric_tokens_per_s_per_gpu")
+    if number(row, "metric_step_time_s") and (has_batch or not rate):
+        return number(row, "metric_step_time_s")
+    if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (
+        decoder.sequence if decoder else 1
+    ) > max(machine.flops_per_s.values()):
+        rate /= devices  # more than the device can: the rate of all of them
+    if rate:
+        return tokens / (rate * devices)
+    flops_per_s = (number(row, "metric_tflops_per_gpu") or 0) * 1e12
+    if not flops_per_s:
+        share = number(row, "metric_mfu")
+        peak = machine.flops_per_s.get("bfloat16") or machine.flops_per_s["float16"]
+        flops_per_s = peak * (share / 100 if share and share > 1 else share or 0)
+    if not flops_per_s:
+        return None
+    notes = joined(row, "notes").lower()
+    again = "full" in (row.get("recompute") or "") and re.search(
+        r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes
+    )
+    flops = sum(product.flops for layer in model.layers for product in layer.products)
+    return flops * samples * (4 if again else 3) / (flops_per_s * devices)

@@ -150,7 +150,7 @@ def _op(name: str, value: Any) -> None:
 def _main(name: str, value: Any) -> None:
     if not callable(value):
         others = (
-            "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script of an engine"
+            "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script for a scheduler"
         )
         _refuse(name, value, f"a function, which every rank calls; {others}")
 

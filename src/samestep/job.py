@@ -243,7 +243,7 @@ def _replicas(job: _Tables) -> JobError | None:
     if kind == "none" and every == 1 and replicas > 1:
         return JobError(
             "replicas-unused",
-            f"numerics.replicas = {replicas} says how many gradients are compressed, and none is. Set replicas = 1, "
+            f"numerics.replicas = {replicas} sets how many gradients are compressed, and none is. Set replicas = 1, "
             'or numerics.compression = "int8", or numerics.exchange_every = 20',
         )
     if every > 1 and replicas == 1:
@@ -266,7 +266,7 @@ def _replicas(job: _Tables) -> JobError | None:
     if replicas > 1 and numerics.batch_norm_group is not None:
         return JobError(
             "job-keys-conflict",
-            f"numerics.batch_norm_group = {numerics.batch_norm_group} and numerics.replicas = {replicas} both say which "
+            f"numerics.batch_norm_group = {numerics.batch_norm_group} and numerics.replicas = {replicas} both set which "
             "samples belong together. Use one of them alone",
         )
     if batch % replicas:

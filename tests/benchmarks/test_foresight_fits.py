@@ -13,6 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import forecast  # noqa: E402
 import foresight_fits as fits  # noqa: E402
 import published  # noqa: E402
 import published_mixers  # noqa: E402
@@ -141,3 +142,27 @@ def test_states_of_a_scan_are_moved_and_cut() -> None:
     block = case.model.layers[1]
     assert block.moved.cut_elements - attending.moved.cut_elements > published_mixers.STATE_ELEMENTS * states
     assert all(p.cut_by(8).flops * 8 == p.flops for p in block.products if p.factors == "pair")
+
+
+@pytest.mark.parametrize(
+    ("cells", "busy"),
+    [
+        ({"n_gpus": "1", "global_batch": "1"}, {"compute", "update"}),
+        ({"dp_replicate": "8"}, {"compute", "update", "between replicas"}),
+        ({"tp": "4", "dp_replicate": "2"}, {"compute", "update", "within layers", "between replicas"}),
+        (
+            {"pp": "2", "dp_replicate": "4", "global_batch": "64"},
+            {"compute", "update", "between stages", "between replicas"},
+        ),
+    ],
+)
+def test_parts_of_a_step_are_busy_where_a_layout_has_them(cells: dict[str, str], busy: set[str]) -> None:
+    row = {**LARGE[0], "metric_step_time_s": "1", "file": "a", "source": "own", "n_layers": "4", **cells}
+    parts = fits.Fits([("a", [row])], Workers([row])).busy("a")
+    assert {name for name, share in parts.items() if share > 0} == busy
+    assert 50 < parts["compute"] <= 100
+    whole, few = (
+        forecast.busy_parts(forecast.known(case)[1], case.machine)[0]
+        for case in (published.case_of({**row, "global_batch": str(batch)}) for batch in (512, 8))
+    )
+    assert few <= whole + 1e-9, "more micro-batches leave less to update, to reduce and to wait for"

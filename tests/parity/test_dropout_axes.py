@@ -104,7 +104,7 @@ MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded,
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("fused", "tp=2", r"blocks.0.drop draws a dropout mask of shape .1, 12, 24. .* cannot be told"),
+        ("fused", "tp=2", r"blocks.0.drop draws a dropout mask of shape .1, 12, 24. .* is not known"),
         ("folded", "tp=2", r"blocks.0.inner draws a dropout mask of shape .1, 288. .* or tp=1"),
     ],
 )

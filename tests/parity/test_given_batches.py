@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         x = getattr(x, "inputs", x)
-        x = torch.stack([one["points"] for one in x]) if isinstance(x, list) else x
+        x = torch.stack([one["points"] for one in x]) if isinstance(x, list | tuple) else x
         x = x["points"] if isinstance(x, dict) else x
         for block in self.blocks:
             x = block(x)
@@ -107,6 +107,18 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
     "arrays": (lambda x, y: {"x": x.numpy(), "labels": y.numpy()}, lambda out, batch: _loss(out, batch["labels"])),
     "targets": (
         lambda x, y: {"x": x, "labels": [{"label": one} for one in y]},
+        lambda out, batch: _loss(out, torch.stack([one["label"] for one in batch["labels"]])),
+    ),
+    "zipped": (
+        lambda x, y: tuple(zip(*[({"points": one}, {"label": other}) for one, other in zip(x, y, strict=True)], strict=True)),
+        lambda out, batch: _loss(out, torch.stack([one["label"] for one in batch[1]])),
+    ),
+    "zipped numbers": (
+        lambda x, y: [*zip(*[({"points": one}, int(other)) for one, other in zip(x, y, strict=True)], strict=True)],
+        lambda out, batch: _loss(out, torch.tensor(batch[1])),
+    ),
+    "a tuple of targets": (
+        lambda x, y: {"x": x, "labels": tuple({"label": one} for one in y)},
         lambda out, batch: _loss(out, torch.stack([one["label"] for one in batch["labels"]])),
     ),
     "record": (Record, lambda out, batch: _loss(out, batch.labels)),
@@ -177,6 +189,10 @@ CASES = [
     ("dp=2", "parts", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 microbatch=1", "listed", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 zero=3", "targets", "all", (8, 8, 3, 8, 8), False),
+    ("dp=2 microbatch=2", "zipped", "rank 0", (8, 6, 7, 5, 12), False),
+    ("pp=2 microbatch=4", "zipped", "all", (8, 8, 6, 8, 8), False),
+    ("dp=2 zero=3", "zipped numbers", "rank 0", (8, 8, 8, 5, 8), False),
+    ("pp=2 microbatch=4", "a tuple of targets", "all", (8, 8, 6, 8, 8), False),
     ("dp=2 zero=3 microbatch=1", "dict", "own", (8, 7, 9, 8, 8), False),
     ("dp=2", "dict", "own", (8, 6, 7, 5, 8), True),
     ("dp=2 zero=3", "dict", "all", (8, 6, 7, 5, 8), True),

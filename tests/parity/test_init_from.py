@@ -87,7 +87,7 @@ def test_weights_of_another_model_are_refused_by_name(old: Path, exported: Path)
     shallower = new_job(config={**SIZES, "num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.q_proj.weight \[16, 16\], here missing"):
         FirstWeights.of(old, shallower)
-    with pytest.raises(CheckpointError, match=r"does not fit hf:llama: .* makes .* \[16, 40\], and model.config says"):
+    with pytest.raises(CheckpointError, match=r"does not fit hf:llama: .* makes .* \[16, 40\], and model.config makes"):
         FirstWeights.of(exported, new_job(config={**SIZES, "intermediate_size": 44}))
 
 

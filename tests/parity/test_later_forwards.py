@@ -51,7 +51,7 @@ class Later(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).tanh()
-        return self.last(CHANGES[self.change](h) if self._begins(x) else h)
+        return self.last((CHANGES if self._begins(x) else BEFORE).get(self.change, lambda h: h)(h))
 
 
 class Attentive(nn.Module):
@@ -97,7 +97,23 @@ CHANGES = {
     "tokens summed up": lambda h: h.detach().cumsum(1) + h,
     "the token before": lambda h: h + F.pad(h[:, :-1], (0, 0, 1, 0)),
 }
+BEFORE = {
+    "shares of samples": lambda h: h.softmax(-1),
+    "added up over samples": lambda h: h.cumsum(1),
+    "another function": lambda h: h.tanh(),
+    "shares instead": lambda h: h.tanh(),
+}
+"""What a forward does until then with as many operations; nothing if it is not here."""
+CHANGES |= {
+    "shares of samples": lambda h: h.softmax(0),
+    "added up over samples": lambda h: h.cumsum(0),
+    "another function": lambda h: h.softmax(0),
+    "shares instead": lambda h: h.softmax(-1),
+}
 COUPLED = [
+    ("dp=2", "a flag of the loop", "shares of samples"),
+    ("dp=2 zero=3", "a counter", "added up over samples"),
+    ("dp=1 microbatch=4", "a global", "another function"),
     ("dp=2", "a flag of the loop", "centred"),
     ("dp=2", "a counter", "by its largest"),
     ("dp=2", "an outlier", "mixed"),
@@ -122,6 +138,7 @@ APART = [
     ("pp=2 microbatch=4", "a counter", "of the last"),
     ("cp=2", "a counter", "of features, without a gradient"),
     ("dp=2", "a flag of the loop", "of each"),
+    ("dp=2", "a flag of the loop", "shares instead"),
     ("dp=1 microbatch=4", "a global", "of each"),
     ("dp=2 zero=3", "a counter", "of each"),
     ("tp=2", "a counter", "by element"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+import samestep
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
@@ -29,6 +30,7 @@ from samestep.runtime.run import Run
 from tests import traced
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, run_from
 from tests.models import OwnExperts
+from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
 from tests.pool import pool
 
 WIDTH = 6
@@ -525,6 +527,79 @@ def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passe
 def test_a_vision_language_model_takes_text_alone_on_one_rank(kinds: tuple[int, ...]) -> None:
     """The trace sees the first sample alone: the tower, or no tower."""
     prove(("vision_language", kinds), ["dp=2 zero=3 microbatch=1", "dp=2 zero=2 microbatch=1"])
+
+
+class Captioned(nn.Module):
+    """Blocks over words, of which the first of a sample gives way to its picture, from a tower that a micro-batch of text alone passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.tower = nn.Sequential(nn.Linear(192, 8), nn.GELU(), nn.Linear(8, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        if pixel_values is not None:
+            seen = x.new_zeros(len(x), 8).index_put(
+                ((input_ids == 39).any(1).nonzero()[:, 0],), self.tower(pixel_values.flatten(1))
+            )
+            x = torch.cat([x[:, :1] + seen[:, None], x[:, 1:]], 1)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def captioned() -> nn.Module:
+    torch.manual_seed(5)
+    return Captioned()
+
+
+def _captions(kinds: tuple[int, ...]) -> torch.utils.data.DataLoader[Any]:
+    pictures = Pictures(*kinds)
+    return torch.utils.data.DataLoader(range(24), 4, sampler=range(24), collate_fn=pictures.read)  # type: ignore[arg-type]
+
+
+def _caption_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), (labels >= 0).sum()
+
+
+def _called(model: Any, batch: Any) -> Tensor:
+    return model(
+        batch["input_ids"], batch["pixel_values"].to(model.head.weight.dtype) if "pixel_values" in batch else None
+    )
+
+
+def _captioned_in(rank: int, world: int, layout: str, kinds: tuple[int, ...]) -> Trained:
+    job = Job(train={"global_batch": 4, "steps": 6}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    make = lambda: samestep.parallelize(captioned, _caption_loss, sgd, layout=layout, job=job, forward=_called)  # noqa: E731
+    return train_in_layout(make, lambda first: samestep.batches(_captions(kinds), job, first_step=first))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [
+        ("tp=2 microbatch=1", (0, 1, 1, 0, 0)),
+        ("pp=2 microbatch=1", (0, 1, 1, 0, 0)),
+        ("pp=2", (1, 0, 0, 1, 0)),
+        ("dp=2 pp=2 microbatch=1", (0, 0, 0, 0, 0, 1)),
+    ],
+)
+def test_text_alone_trains_in_parts_of_a_model_whichever_sample_comes_first(
+    layout: str, kinds: tuple[int, ...]
+) -> None:
+    model = captioned().double()
+    batches = [*_captions(kinds)]
+    expected = train_plainly(
+        model, batches, lambda batch: _caption_loss(_called(model, batch), batch), sgd(model.parameters())
+    )
+    assert_trained(pool(Layout(layout).world_size).run(_captioned_in, layout, kinds), expected)
 
 
 ASIDE = {

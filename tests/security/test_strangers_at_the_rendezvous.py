@@ -172,7 +172,7 @@ def test_the_time_limit_holds_against_who_only_says_that_it_is_alive(side: str) 
             listening = socket.create_server(("127.0.0.1", port))
             following = threads.submit(meet, at, MINE, 1.0)
             alive = welcome(listening.accept()[0], TOKEN)
-            with pytest.raises(WorkerError, match="it did not say within 1 s that all hosts have come"):
+            with pytest.raises(WorkerError, match="it did not report within 1 s that all hosts have come"):
                 following.result(timeout=60.0)
             listening.close()
         alive.close()

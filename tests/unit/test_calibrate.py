@@ -105,7 +105,7 @@ def test_the_profile_that_is_written_predicts_what_was_said(tmp_path: Path, caps
         (_row("dp=8 tp=x", step_s="1"), "tp=x is not a whole number"),
         (_row("dp=8", devices=4, step_s="1"), "has 8 ranks"),
         (_row("", step_s="1"), "no layout"),
-        (_row("dp=8", tp=2, step_s="1"), "both say the layout"),
+        (_row("dp=8", tp=2, step_s="1"), "both set the layout"),
         (_row("dp=8", step_s="1", tokens_per_s="9"), "step_s and tokens_per_s"),
         (_row("dp=8", step_time="1"), "no column of a measured speed"),
         (_row("dp=8", step_s="1", global_batsh="9"), "did you mean 'global_batch'"),

@@ -443,7 +443,7 @@ def test_folders_without_records_say_how_to_make_some(tmp_path: Path) -> None:
     write(records(), tmp_path)
     path = tmp_path / "record" / "steps-1-3.rank1.jsonl"
     path.write_text(path.read_text().replace('"rank": 1', '"rank": 0', 1))
-    with pytest.raises(RecordError, match="both say that they are of rank 0"):
+    with pytest.raises(RecordError, match="are both of rank 0"):
         read_run(tmp_path)
     path.write_text(
         path.read_text()

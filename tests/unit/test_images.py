@@ -293,8 +293,8 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
     [
         (b"", "is empty: copy it again"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "is a HEIC image, whatever its name says"),
-        (b"\0\0\0\x18ftypmif1\0\0\0\0", "is a HEIC image, whatever its name says"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "is a HEIC image, whatever its name is"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "is a HEIC image, whatever its name is"),
         (b"<!DOCTYPE html>", "is a page of HTML"),
         (b"<svg/>", "an SVG"),
     ],

@@ -320,7 +320,7 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
         (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 is not a port"),
         (
             HOSTS["Kubernetes"](0, 2, 1) | {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"},
-            "SkyPilot says that this is host 1 of 2, which",
+            "SkyPilot states that this is host 1 of 2, which",
         ),
         ({"SKYPILOT_NODE_RANK": "5", "SKYPILOT_NODE_IPS": "a"}, "SKYPILOT_NODE_RANK=5 is not a rank of"),
         (

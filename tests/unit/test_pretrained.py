@@ -147,7 +147,7 @@ def test_what_cannot_be_resized_is_refused_with_what_works(tmp_path: Path) -> No
     folder = saved(tmp_path / "model", "llama")
     with pytest.raises(ModelError, match=r"model.resize_embeddings = 64 adds entries for new tokens"):
         made(folder, vocab_size=64)
-    with pytest.raises(ModelError, match=r"model.config says it too. Use model.resize_embeddings alone"):
+    with pytest.raises(ModelError, match=r"model.config sets it too. Use model.resize_embeddings alone"):
         blueprint(
             model_source(Job(model={"source": f"hf:{folder}", "resize_embeddings": 64, "config": {"vocab_size": 64}})),
             3,
@@ -234,7 +234,7 @@ def _renamed(folder: Path) -> None:
         (lambda folder: _config(folder, quantization_config={"bits": 4}), {}, r"are quantized, which samestep does not"),
         (lambda _: None, {"trust_remote_code": True}, r"samestep runs no code of a folder"),
         (lambda _: None, {"hiden_size": 8}, r"no such field \(did you mean 'hidden_size'\?\)"),
-        (lambda _: None, {"intermediate_size": 41}, r"makes model.layers.0.mlp.\w+.weight \[.*\], and model.config says"),
+        (lambda _: None, {"intermediate_size": 41}, r"makes model.layers.0.mlp.\w+.weight \[.*\], and model.config makes"),
         (_renamed, {}, r"none of the 21 tensors of the folder, such as other0, belongs to LlamaForCausalLM"),
     ],
 )  # fmt: skip

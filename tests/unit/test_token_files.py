@@ -148,7 +148,7 @@ def test_a_head_of_llm_c_is_no_token(number: int, version: int, dtype: str, tmp_
     assert np.array_equal(read(path), IDS)
     assert np.array_equal(read(tmp_path), IDS)
     for content, text in {
-        whole[:-6]: "says in its head that it has 500 tokens", whole + b"ab": "says in its head that it has 500 tokens",
+        whole[:-6]: "states in its head 500 tokens", whole + b"ab": "states in its head 500 tokens",
         whole[:500]: "ends within its head", head.byteswap().tobytes() + whole[1024:]: "in the other byte order",
         whole[:4] + struct.pack("<i", 3) + whole[8:]: "in version 3, which is not known",
     }.items():  # fmt: skip

@@ -282,8 +282,7 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in known and not _is_read(kind, name):
             raise ModelError(
-                "model-config",
-                f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}",
+                "model-config", f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}"
             )
 
 

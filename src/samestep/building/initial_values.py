@@ -208,8 +208,7 @@ def blueprint(
     if plan is None or (calls and drawn_rows.other_form(plan.module, calls.module)):
         if isinstance(source, PretrainedModel):
             raise ModelError(
-                "build-not-repeatable",
-                f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}",
+                "build-not-repeatable", f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}"
             )
         return _from_calls(calls, failure, seed)
     return _fill_in_constants(plan, calls, hindrance, waived)
@@ -242,8 +241,7 @@ def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
             raise ModelError("build-function", reason) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            "build-function",
-            f"the build function returned a {type(module).__name__}; it must return an nn.Module",
+            "build-function", f"the build function returned a {type(module).__name__}; it must return an nn.Module"
         )
     return _of(module, tape, seed, from_instance=False)
 

@@ -186,7 +186,7 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
         raise JobError(
             "cross-entropy-shapes",
             f"train.loss = 'cross_entropy': classes may be the last or the second dimension of logits {list(shape)}, with labels "
-            f"{list(labels.shape)}. Use a loss of your own that says which, as F.cross_entropy(outputs, labels, reduction='sum') with the "
+            f"{list(labels.shape)}. Use a loss of your own that names it, as F.cross_entropy(outputs, labels, reduction='sum') with the "
             "number of labels, or an output with .logits, with the classes in its last dimension",
         )
     if shape[:-1] == labels.shape:

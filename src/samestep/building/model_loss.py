@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from samestep.building.families import CLASSES_FIELD
 from samestep.building.loss_result import IGNORED_LABEL, LEAST, OF_SLICE, UNNAMED, LossResult, scalar
+from samestep.building.over_samples import num_samples
 from samestep.building.predictions import target_in
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
@@ -131,7 +132,7 @@ class ModelLoss:
             assert labels is not None
             count = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(which.ignored).sum()
         else:
-            count = next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 1)
+            count = num_samples(batch)
         return count.to(device).reshape(()) if isinstance(count, Tensor) else torch.full((), count, device=device)
 
 

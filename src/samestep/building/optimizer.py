@@ -79,10 +79,7 @@ def class_names(optimizer: Optimizer) -> str:
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
-_UNFIT = {
-    "lbfgs": "it evaluates the loss several times per step",
-    "sparseadam": "it needs sparse gradients",
-}
+_UNFIT = {"lbfgs": "it evaluates the loss several times per step", "sparseadam": "it needs sparse gradients"}
 _FUSED = {"cpu": ("adam", "adamw", "sgd", "adagrad"), "cuda": ("adam", "adamw", "sgd")}
 """Classes with a fused update in every torch we run on, by the parameters' device."""
 
@@ -130,8 +127,7 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
                 )
         if decay and "weight_decay" not in arguments:
             raise JobError(
-                "optimizer-refuses",
-                f"{key}.weight_decay: {of_group.__name__} has none. Set weight_decay = 0.0",
+                "optimizer-refuses", f"{key}.weight_decay: {of_group.__name__} has none. Set weight_decay = 0.0"
             )
 
 
@@ -160,8 +156,7 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
     if isinstance(optimizer, Optimizer):
         return optimizer
     raise JobError(
-        "optimizer-refuses",
-        f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer",
+        "optimizer-refuses", f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer"
     )
 
 
@@ -315,8 +310,7 @@ def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps:
     if math.isfinite(value) and value >= 0:
         return value
     raise JobError(
-        "schedule-factor",
-        f"schedule.name: {source} returned {value} for step {step}. Use a finite factor of 0 or more",
+        "schedule-factor", f"schedule.name: {source} returned {value} for step {step}. Use a finite factor of 0 or more"
     )
 
 

@@ -26,6 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from samestep.building.loss_result import Loss
+from samestep.datasets.values import num_samples as num_of_values
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
 from samestep.trees import tensors_in
@@ -322,5 +323,6 @@ def scoped(loss: Loss, job: Job) -> Loss:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the number of samples of a batch, which is the size of its first tensor's first dimension."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+    """Return the number of samples of a batch; of an object that does not show it, the size of its first tensor's first dimension."""
+    shown = num_of_values(batch)
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1) if shown is None else shown

@@ -92,7 +92,7 @@ def pretrained_source(
     if tokens is None:
         return PretrainedModel(folder, config, task, adaptation)
     if size is None or families.VOCABULARY_FIELD in fields:
-        both = "model.config says it too. Use model.resize_embeddings alone"
+        both = "model.config sets it too. Use model.resize_embeddings alone"
         raise ModelError(
             "resize-embeddings",
             f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}",
@@ -136,8 +136,7 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
         raise ModelError(
-            "model-config",
-            f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}",
+            "model-config", f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}"
         )
     values = _merge_fields(stored, fields)
     return families.make_config(f"hf:{folder}", family, values, fields, task)

@@ -145,8 +145,7 @@ class PretrainedForm:
                     settings.save_pretrained(folder)
             except (ValueError, TypeError, OSError) as error:
                 raise ModelError(
-                    "export-form",
-                    f"transformers cannot write the configuration: {' '.join(str(error).split())}",
+                    "export-form", f"transformers cannot write the configuration: {' '.join(str(error).split())}"
                 ) from None
 
 

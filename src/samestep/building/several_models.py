@@ -73,7 +73,7 @@ def as_one(
         if follows:
             raise ModelError(
                 "ema-follows",
-                "ema says that a model follows another one, and one is given. Use a dict of models by name",
+                "ema makes a model follow another one, and one is given. Use a dict of models by name",
             )
         return model if forward is None else _around_one(model, forward)
     if forward is None:
@@ -118,8 +118,7 @@ def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     if not isinstance(model, nn.Module):
         raise ModelError(
-            "build-function",
-            f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module",
+            "build-function", f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module"
         )
     return model
 

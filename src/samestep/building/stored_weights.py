@@ -271,7 +271,7 @@ def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, 
     words, works = setting(module, VOCABULARY_FIELD), "Use the folder's own configuration"
     if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
         works += f"; model.resize_embeddings = {words} adds entries for new tokens"
-    text = f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}. {works}"
+    text = f"model.source: {source} makes {name} {list(stored)}, and model.config makes {list(built)}. {works}"
     return ModelError("model-folder-other-weights", text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from samestep.shares import Shares
 from samestep.trees import tree_leaves
 
 LOOKED_AT = 64
-"""Samples of packed documents among which the example is found."""
+"""Samples among which the example is found."""
 
 
 class FileSamples:
@@ -324,8 +324,7 @@ def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> Non
     """
     if isinstance(dataset, type):
         raise DataError(
-            "argument-type",
-            f"{what} the class {dataset.__name__}. Use a data set, such as {dataset.__name__}()",
+            "argument-type", f"{what} the class {dataset.__name__}. Use a data set, such as {dataset.__name__}()"
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError("data-form", f"{what} a {type(dataset).__name__} without __len__ and __getitem__. {works}")
@@ -436,8 +435,26 @@ class GivenBatch(OfStream):
         return rows_of(self.values, np.asarray(indices) - self._first, self.count)
 
 
+def example_in(batch: Any) -> Any:
+    """Return a batch of one sample of a batch: the first one, or of dicts the first with most of the keys, also of others of its data set.
+
+    A trace shows no tower for pictures where its sample has none.
+    """
+    dataset = getattr(batch, "dataset", None)
+    length = 0 if dataset is None else len(dataset)
+    rows: list[int] = list(batch.shares(0, 1, 1)[0][:LOOKED_AT])
+    others = [*rows[1:], *range(0, length, -(-length // LOOKED_AT) or 1)]
+    return _fullest(batch.samples(rows[:1]), (batch.samples([row]) for row in others))
+
+
+def _fullest(first: Any, others: Iterator[Any]) -> Any:
+    if not isinstance(first, Mapping):
+        return first
+    return max((first, *others), key=lambda sample: sum(part is not None for part in sample.values()))
+
+
 def example_of(dataset: Dataset) -> Any:
-    """Return a batch of one sample: the first, or of packed documents one with about the mean amount of attention.
+    """Return a batch of one sample: as `example_in`, or of packed documents one with about the mean amount of attention.
 
     A trace shows a mask of documents only where the example has several of them.
 
@@ -445,10 +462,11 @@ def example_of(dataset: Dataset) -> Any:
         DataError: the samples cannot be read, or stacked into tensors.
     """
     first = read_samples(dataset, np.arange(1))
+    places = range(1, min(len(dataset), LOOKED_AT))
     positions = first.get("position_ids") if isinstance(first, dict) else None
     if positions is None or positions.dim() != 2:
-        return first
-    index = _usual(torch.cat([_positions(dataset, index) for index in range(min(len(dataset), LOOKED_AT))]))
+        return _fullest(first, (read_samples(dataset, np.array([index])) for index in places))
+    index = _usual(torch.cat([positions, *(_positions(dataset, index) for index in places)]))
     return read_samples(dataset, np.array([index]))
 
 

@@ -287,10 +287,7 @@ def part_of(length: int, held_out: float, split: Split) -> range:
     if split == "train":
         return range(cut)
     if not held_out:
-        raise DataError(
-            "held-out-missing",
-            "data.held_out = 0 leaves no samples to evaluate. Use 0.1",
-        )
+        raise DataError("held-out-missing", "data.held_out = 0 leaves no samples to evaluate. Use 0.1")
     return range(cut, length)
 
 

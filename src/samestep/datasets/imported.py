@@ -101,8 +101,7 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
         raise
     except ModuleNotFoundError as missing:
         raise error(
-            "module-missing",
-            f"{key}: {module_name} needs the module {missing.name}, which is not installed",
+            "module-missing", f"{key}: {module_name} needs the module {missing.name}, which is not installed"
         ) from missing
     except Exception as failed:
         raise error(

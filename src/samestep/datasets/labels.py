@@ -54,8 +54,7 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
     if said is not None:
         if word == "aligned":
             raise DataError(
-                "labels-shift",
-                'this source gives labels of the next token, and data.labels = "aligned". Use "next"',
+                "labels-shift", 'this source gives labels of the next token, and data.labels = "aligned". Use "next"'
             )
         return said
     comparison = _LabelComparison.of_none()

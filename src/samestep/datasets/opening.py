@@ -59,10 +59,7 @@ def batch_to_evaluate(batch: Any, method: str, global_batch: int, trained: Mappi
         return Batch(0, indices, dataset)
     check_map_style(batch, f"{method} was given", _WORKS)
     if not len(batch):
-        raise DataError(
-            "data-empty",
-            f"{method} was given a data set without samples. Use at least one sample",
-        )
+        raise DataError("data-empty", f"{method} was given a data set without samples. Use at least one sample")
     return Batch(0, np.arange(len(batch), dtype=np.int64), batch)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from samestep.datasets.generators import drawing_from, put_all_back, states_of
 from samestep.datasets.order import Integers, draw_key
-from samestep.datasets.values import joined, num_samples, rows_of
+from samestep.datasets.values import joined, num_samples, rows_of, with_items_listed
 from samestep.errors import DataError, failures_of
 from samestep.trees import tree_leaves, tree_map_only
 
@@ -163,7 +163,7 @@ class SampleReader:
         """Return samples collated by the data set's `collate`, or by torch's `default_collate`."""
         collate = getattr(self.dataset, "collate", None)
         if collate is not None:
-            return collate(samples)
+            return with_items_listed(collate(samples))
         try:
             first: Any = samples[0] if samples else None
             for sample in samples if isinstance(first, Mapping) else ():

@@ -269,8 +269,7 @@ def _of_part(job: Job, source: str) -> Job:
     """Return a job that trains on one source of its mixture alone."""
     if source == "mixture":
         raise DataError(
-            "data-source-unknown",
-            "data.mixture: a mixture cannot be a part of itself; its keys are other sources",
+            "data-source-unknown", "data.mixture: a mixture cannot be a part of itself; its keys are other sources"
         )
     return job.model_copy(update={"data": job.data.model_copy(update={"source": source, "mixture": {}})})
 

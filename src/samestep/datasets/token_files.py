@@ -85,16 +85,12 @@ def read_token_file(place: Path, dtype: str) -> Array:
         raise DataError("data-unreadable", f"tokens:{place} cannot be read: {error.strerror}") from None
     if not size_bytes:
         raise DataError(
-            "data-empty",
-            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
+            "data-empty", f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one"
         )
     if place.suffix == ".npy" or head.startswith(_NPY):
         return _read_npy(place)
     if (form := _other_format(head, size_bytes)) != "":
-        raise DataError(
-            "token-file-form",
-            f"tokens:{place} is {form}. Use a file of plain numbers, or a .npy file",
-        )
+        raise DataError("token-file-form", f"tokens:{place} is {form}. Use a file of plain numbers, or a .npy file")
     if _is_headed(head):
         return _read_behind_head(place, size_bytes, head)
     if (width := _unknown_head(head, size_bytes)) != "":
@@ -180,8 +176,7 @@ def _read_npy(place: Path) -> Array:
         )
     if not tokens.size:
         raise DataError(
-            "data-empty",
-            f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one",
+            "data-empty", f"tokens:{place} is empty. Use a file with tokens, or a folder without the empty one"
         )
     if (end := int(tokens.offset) + tokens.nbytes) != place.stat().st_size:
         raise DataError(
@@ -208,7 +203,7 @@ def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
     if count < 1 or size_bytes != _HEAD_BYTES + count * dtype.itemsize:
         raise DataError(
             "token-file-damaged",
-            f"tokens:{place} says in its head that it has {count:,} tokens, which are {_HEAD_BYTES + count * dtype.itemsize:,} bytes, "
+            f"tokens:{place} states in its head {count:,} tokens, which are {_HEAD_BYTES + count * dtype.itemsize:,} bytes, "
             f"and it has {size_bytes:,}: copy it again",
         )
     return np.memmap(place, dtype=dtype, mode="r", offset=_HEAD_BYTES)
@@ -244,7 +239,7 @@ def read_indexed(index: Path) -> Array | Shards:
     if max(ends.max(), pointers.max()) > size_bytes:
         raise DataError(
             "token-file-damaged",
-            f"tokens:{place} has {size_bytes:,} bytes, and its index {index.name} says that a sequence ends at byte "
+            f"tokens:{place} has {size_bytes:,} bytes, and its index {index.name} states that a sequence ends at byte "
             f"{max(ends.max(), pointers.max()):,}: copy both again",
         )
     tokens = np.memmap(place, dtype=dtype, mode="r", shape=(size_bytes // dtype.itemsize,))
@@ -286,7 +281,7 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
     if size_bytes not in (expected, expected + sequences):  # the modes of sequences stand last, where there are any
         raise DataError(
             "token-file-damaged",
-            f"tokens:{index} says that it has {sequences:,} sequences and {documents:,} documents, which are {expected:,} bytes, and it "
+            f"tokens:{index} states {sequences:,} sequences and {documents:,} documents, which are {expected:,} bytes, and it "
             f"has {size_bytes:,}: copy it again",
         )
     lengths = np.fromfile(index, "<i4", sequences, offset=first).astype(np.int64)

@@ -213,8 +213,7 @@ def open_tokenizer(job: Job) -> Tokenizer:
         from tokenizers import Tokenizer as Core  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
         raise DataError(
-            "package-missing",
-            f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'",
+            "package-missing", f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'"
         ) from None
     try:
         core = Core.from_file(str(file))

@@ -3,7 +3,8 @@
     tensor              samples lie along the first dimension
     dict, tuple,        a part for each key, place or field, each with all samples; as torch's loaders yield it, a list of tensors too, and
     dataclass           one of parts of different kinds, such as a dict and a tensor; other mappings are read as dicts are
-    other lists         one item for each sample, of any kind, such as the boxes and labels of an image
+    other lists         one item for each sample, of any kind, such as the boxes and labels of an image; tuples that `zip(*samples)`
+                        makes are read as such lists
     all else            the same for every sample: None, words, numbers, tensors without dimensions
 
 Numpy's arrays are read as tensors. The number of samples is the one that all parts agree on.
@@ -11,7 +12,7 @@ Numpy's arrays are read as tensors. The number of samples is the one that all pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,55 @@ from samestep.trees import keystr, parts_of, tensors_in, tree_flatten_with_path,
 
 
 def tensors_of_arrays(values: Any) -> Any:
-    """Return nested values with a tensor in place of each numpy array of numbers, over the same memory where it is writable."""
+    """Return the values of a batch with a tensor in place of each numpy array of numbers, over the same memory where it is writable, and
+    with a list in place of each tuple of one item for each sample."""
 
     def converted(array: np.ndarray[Any, Any]) -> Any:
         return (
             torch.from_numpy(array if array.flags.writeable else array.copy()) if array.dtype.kind in "biufc" else array
         )
 
-    return tree_map_only(np.ndarray, converted, values)
+    return with_items_listed(tree_map_only(np.ndarray, converted, values))
+
+
+def with_items_listed(values: Any) -> Any:
+    """Return a batch with a list in place of each tuple of one item for each sample, as `zip(*samples)` makes them.
+
+    Tuples of tensors that all have as many rows stay parts of all samples.
+    """
+    parts = parts_of(values)
+    tuples = {key: part for key, part in parts.items() if type(part) is tuple}
+    if not tuples or (type(values) is list and not _are_columns([*parts.values()])):
+        return values
+    others = tuple(part for key, part in parts.items() if key not in tuples)
+    lengths = {len(part) for part in tuples.values()}
+    count = num_samples(others) if others else lengths.pop() if len(lengths) == 1 else None
+    is_zipped = not others and bool(tensors_in(values)) and not _have_rows(tuples.values())
+    items = {
+        key: list(part) if len(part) == count and (is_zipped or _are_items(part, count)) else part
+        for key, part in tuples.items()
+    }
+    return with_parts(tuple(values) if type(values) is list else values, parts | items)
+
+
+def _are_columns(parts: list[Any]) -> bool:
+    """Return whether each tuple of a list holds one kind of items, and they differ in it: each tuple of a list of samples holds several."""
+    kinds = [{_kind_of(item) for item in part} if type(part) is tuple else set() for part in parts]
+    return all(len(some) == 1 for some in kinds) and len({*map(frozenset, kinds)}) > 1
+
+
+def _have_rows(tuples: Iterable[tuple[Any, ...]]) -> bool:
+    """Return whether each of some tuples has tensors, all with as many rows; a single dict is one sample's."""
+    tensors = [[tensor for tensor in tensors_in(part) if tensor.dim()] for part in tuples]
+    sizes = {tensor.shape[0] for some in tensors for tensor in some}
+    return (
+        len(sizes) == 1 and all(tensors) and not any(isinstance(part[0], Mapping) for part in tuples if len(part) == 1)
+    )
+
+
+def _are_items(part: tuple[Any, ...], count: int) -> bool:
+    tensors = tensors_in(part)
+    return bool(tensors) and not (any(tensor.dim() for tensor in tensors) and _fits(part, count))
 
 
 def num_samples(values: Any) -> int | None:
@@ -85,17 +127,12 @@ def _kind_of(part: Any) -> Any:
     return (type(part), *part) if isinstance(part, Mapping) else type(part)
 
 
-def is_by_sample(values: list[Any], count: int) -> bool:
-    """Return whether a list holds one item for each of `count` samples."""
-    return len(values) == count and not _is_container(values, count)
-
-
 def is_of_samples(values: Any) -> bool:
     """Return whether values are a list of one item for each sample, such as a dict of an image and its boxes; a list of tensors is not."""
     if type(values) is not list or not values or isinstance(values[0], Tensor):
         return False
     count = num_samples(values)
-    return count is not None and is_by_sample(values, count) and bool(tensors_in(values))
+    return count is not None and len(values) == count and not _is_container(values, count) and bool(tensors_in(values))
 
 
 def are_by_sample(parts: Sequence[Any], counts: Sequence[int]) -> bool:
@@ -141,16 +178,29 @@ def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:
     """Return the values of some of `count` samples, in the order of `rows`; runs of rows are views."""
     if isinstance(values, Parted):
         return values.rows(rows)
+    return _rows_of(values, rows, count, _has_by_sample(values, count))
+
+
+def _rows_of(values: Any, rows: Integers | Sequence[int], count: int, by_sample: bool) -> Any:
+    """Return rows; with `by_sample` a list of as many tensors as samples holds one for each, whatever their number of rows is."""
     if isinstance(values, Tensor):
         return _rows_of_tensor(values, rows) if values.dim() else values
     if isinstance(values, list):
-        if not _is_container(values, count):
+        if (by_sample and len(values) == count) or not _is_container(values, count):
             return [values[row] for row in rows]
-        return [rows_of(part, rows, count) for part in values]
+        return [_rows_of(part, rows, count, by_sample) for part in values]
     if type(values) is dict:
-        return {key: rows_of(part, rows, count) for key, part in values.items()}
-    parts = parts_of(values)
-    return with_parts(values, {key: rows_of(part, rows, count) for key, part in parts.items()}) if parts else values
+        return {key: _rows_of(part, rows, count, by_sample) for key, part in values.items()}
+    if not (parts := parts_of(values)):
+        return values
+    return with_parts(values, {key: _rows_of(part, rows, count, by_sample) for key, part in parts.items()})
+
+
+def _has_by_sample(values: Any, count: int) -> bool:
+    """Return whether some list holds one item for each of `count` samples, such as dicts, which is no part of all samples."""
+    if isinstance(values, list) and not _is_container(values, count):
+        return len(values) == count
+    return not isinstance(values, Tensor) and any(_has_by_sample(part, count) for part in parts_of(values).values())
 
 
 def _rows_of_tensor(values: Tensor, rows: Integers | Sequence[int]) -> Tensor:

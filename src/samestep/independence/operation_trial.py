@@ -92,10 +92,7 @@ def try_apart(
 
 
 def try_sums(
-    compute: Callable[..., Any],
-    args: tuple[Any, ...],
-    named: tuple[tuple[str, Any], ...],
-    dims: Sequence[int | None],
+    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], dims: Sequence[int | None]
 ) -> Outcome:
     """Return whether the backward of a Function is additive.
 

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
-from samestep.independence.dependence import (
-    Along,
-    Call,
-    Dependence,
-    Dependences,
-    Mixed,
-    nothing_known,
-)
+from samestep.independence.dependence import Along, Call, Dependence, Dependences, Mixed, nothing_known
 from samestep.independence.dimension_maps import FILLS, Map, along_dimension, attention, is_elementwise
 from samestep.independence.linear_hooks import is_linear
 from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums

@@ -31,15 +31,7 @@ from samestep.independence.dependence import (
     map_dependence,
     nothing_known,
 )
-from samestep.independence.dimension_maps import (
-    MAPS,
-    MOVED,
-    Map,
-    Operand,
-    along_dimension,
-    bind_arguments,
-    map_of,
-)
+from samestep.independence.dimension_maps import MAPS, MOVED, Map, Operand, along_dimension, bind_arguments, map_of
 from samestep.tracing.meta_tensors import is_mask
 
 _aten = torch.ops.aten

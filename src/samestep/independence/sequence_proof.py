@@ -324,11 +324,7 @@ def _stands_between(name: str, parts: tuple[str, ...], whole_parts: set[str], st
 
 
 def refuse_slices(
-    module: nn.Module,
-    sample: Any,
-    analysis: ModelAnalysis,
-    degree: int,
-    value_of: ValueOf,
+    module: nn.Module, sample: Any, analysis: ModelAnalysis, degree: int, value_of: ValueOf
 ) -> tuple[str, list[str]]:
     """Return why a rank may not work on one of `degree` slices of the tokens between the cut parts, empty if it may, and
     what was tried.

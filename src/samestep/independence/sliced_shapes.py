@@ -140,11 +140,7 @@ class Reshaping(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        length: int,
-        size: int,
-        has_begun: Callable[[], bool],
-        slice_of: Callable[[Tensor], Tensor] | None = None,
+        self, length: int, size: int, has_begun: Callable[[], bool], slice_of: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         super().__init__()
         self._length, self._size, self._has_begun = length, size, has_begun

@@ -108,8 +108,7 @@ def cuts_of(model: nn.Module) -> Cuts | None:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(
-                "tensor-plan",
-                f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}",
+                "tensor-plan", f"tensor_plan: {pattern!r} is {style!r}. Use {', '.join(STYLES[:-1])} and {STYLES[-1]}"
             )
         matches = fnmatch.filter(paths, pattern)
         parts = [part for path in matches for part in cuts_of_parts(model, path, style)]
@@ -125,12 +124,7 @@ def cuts_of(model: nn.Module) -> Cuts | None:
 
 
 def proof_of(
-    spec: ModelSpec,
-    model: nn.Module,
-    cuts: Cuts,
-    shareable: Mapping[str, int],
-    recorder: Recorder,
-    cuts_logits: bool,
+    spec: ModelSpec, model: nn.Module, cuts: Cuts, shareable: Mapping[str, int], recorder: Recorder, cuts_logits: bool
 ) -> CutProof:
     """Return what a recorded forward of the whole model proves of a plan, with the logits of its head cut by vocabulary or gathered."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""

@@ -295,7 +295,7 @@ def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int
             shape[dim] = sum(lengths)
         if not tensor.is_floating_point():
             if dim is None:
-                raise ValueError("numbers that may say where something of the whole sequence is")
+                raise ValueError("numbers that may show where something of the whole sequence is")
             numbers = torch.randint(2, shape, generator=source).to(tensor.dtype)
             # As between two documents.
             numbers.select(dim, lengths[0]).copy_(1 - numbers.select(dim, lengths[0] - 1).int())

@@ -17,22 +17,8 @@ import torch
 
 from samestep.independence import dimension_maps
 from samestep.independence.dependence import Rows
-from samestep.independence.dimension_maps import (
-    MOVED,
-    SUMMED,
-    Blocks,
-    Operand,
-    Target,
-    operands_of,
-)
-from samestep.independence.feature_units import (
-    MixesError,
-    UnitDim,
-    UnitFlow,
-    cut_weights_of,
-    describe_sources,
-    place,
-)
+from samestep.independence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, operands_of
+from samestep.independence.feature_units import MixesError, UnitDim, UnitFlow, cut_weights_of, describe_sources, place
 from samestep.independence.operation_trial import Given, RowsAlong, try_apart
 from samestep.models.spec import is_below
 from samestep.tracing.operations import LOOKED, Operation, View
@@ -265,10 +251,7 @@ def _outputs(flow: UnitFlow, op: Operation) -> None:
     of_prediction = None if prediction is None else flow.along(prediction, op)
     if of_prediction is not None and (of_prediction.dim, of_prediction.outer) == (len(prediction.shape) - 1, 1):
         flow.logits_of = of_prediction.sources
-    unit_dims = {
-        -1: of_prediction,
-        **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction},
-    }
+    unit_dims = {-1: of_prediction, **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction}}
     flow.cut_outputs = {index: units.sources for index, units in unit_dims.items() if units is not None}
 
 

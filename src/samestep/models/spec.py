@@ -163,7 +163,7 @@ class ModelSpec:
     """Whether the forward puts hooks on gradients that make something else of larger ones than something larger, as a limit does."""
     differentiates_at: str = ""
     """Path of a module whose code takes gradients within the forward; empty if none."""
-    cut_refusal: str = "no plan says where its weights may be cut"
+    cut_refusal: str = "no plan shows where its weights may be cut"
     """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, if the head is cut by vocabulary."""
@@ -174,7 +174,7 @@ class ModelSpec:
     one sample; empty for the cross entropy."""
     sequence: int = 0
     """Tokens of one sample between blocks, if they can be cut."""
-    sequence_refusal: str = "nothing says where its sequence may be cut"
+    sequence_refusal: str = "nothing shows where its sequence may be cut"
     """Why sequence parallelism cannot be used between the model's tensor-cut parts; empty if it can."""
     balanced_experts: int = 0
     """Number of experts of a layer that the loss balances; 0 if it does not."""

@@ -109,7 +109,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     if lost := next((name for name in files if name not in stored_tensors), ""):
         raise ModelError(
             "model-folder-damaged",
-            f"model.source: {index} says that {files[lost]} holds {lost}, and it does not",
+            f"model.source: {index} states that {files[lost]} holds {lost}, and it does not",
         )
     return {name: stored_tensors[name] for name in files}
 

@@ -116,7 +116,7 @@ class MaskSlice:
         raise LayoutError(
             "random-numbers",
             f"{owner} draws {what} of shape {list(shape)} for a sample, and "
-            f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank. Use a "
+            f"on one device of {list(whole)}: it is not known which heads or neurons of it {layout} leaves a rank. Use a "
             f"tensor where they have a dimension of their own, or {waiver}",
         )
 

@@ -87,11 +87,7 @@ _GAVE_UP = "\0"
 
 
 def _totals(
-    assembly: Assembly,
-    batch: StepBatch,
-    seed: int,
-    names: Sequence[str],
-    used: Measure | None,
+    assembly: Assembly, batch: StepBatch, seed: int, names: Sequence[str], used: Measure | None
 ) -> dict[str, Tensor]:
     """Return this rank's sums and counts by name, and the number of forwards that it has given up (float64 [2] each).
 

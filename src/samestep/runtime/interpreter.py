@@ -123,7 +123,7 @@ class Interpreter:
         with self._forward_modes(microbatches, task.microbatch):
             began = autograd_sequence_number()
             outputs = self._outputs(task, samples)
-            self.guards.note_forward(task, autograd_sequence_number() - began)
+            self.guards.note_forward(task, autograd_sequence_number() - began, outputs)
             self.assembly.model.replaced.note()
             if not parallel.stage.is_last(task.chunk):
                 return None

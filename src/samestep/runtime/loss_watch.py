@@ -57,7 +57,7 @@ class LossWatch(TorchFunctionMode):
         self.agreed: dict[str, float] = {}
         """The same, as all ranks have exchanged it."""
         self.pairs: set[Any] = set()
-        """The functions that were called, each with the one before it and with whether it was given a zero."""
+        """The functions that were called, each with the one before it and with a zero or negative number that it was given."""
         self.tried: set[Any] = set()
         """Those of them that were called when the loss was tried."""
         self._last: Any = None
@@ -147,10 +147,11 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a function, and note it."""
-        has_zero = False
-        for item in args:  # a loop, since each step comes by here
-            has_zero |= item.__class__ in _NUMBERS and not item
-        self.pairs.add((self._last, func, has_zero))
+        dim = None  # a zero or a negative number, which may be the dimension of samples
+        for item in (*args, *kwargs.values()) if kwargs else args:  # a loop, since each step comes by here
+            if (item.__class__ in _NUMBERS and not item) or (item.__class__ is int and item < 0):
+                dim = item
+        self.pairs.add((self._last, func, dim))
         self._last, name = func, getattr(func, "__name__", "")
         if name == "ctc_loss":
             _check_labels_of_ctc(args, kwargs or {})

@@ -40,7 +40,7 @@ from samestep.building.loss import loss_from
 from samestep.building.over_samples import IGNORING, scoped
 from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
-from samestep.datasets.batch import ONE_LOOP, Dataset
+from samestep.datasets.batch import ONE_LOOP, Dataset, example_in
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.errors import DataError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
@@ -178,8 +178,8 @@ class Run(RunInParts):
         if torch.is_autocast_enabled(self.place.device.type):
             raise ModelError(
                 "run-call-time",
-                f"run.{method} within torch.autocast, which would compute otherwise than the job's numerics.precision = "
-                f'"{self.job.numerics.precision}" says. Use "bf16" or "fp16" there, without it',
+                f"run.{method} within torch.autocast, which would compute in another precision than numerics.precision = "
+                f'"{self.job.numerics.precision}" of the job. Use "bf16" or "fp16" there, without it',
             )
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
         read = self.batch_of(batch, f"run.{method}", local=local, step=step)
@@ -244,7 +244,7 @@ class Run(RunInParts):
             DataError: the samples of a causal model do not show which token their labels are, or contradict `data.labels`.
         """
         if not self._own.is_prepared:
-            self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+            self.prepare(example_in(batch))
         return self._batches.labelled(batch)
 
     def record(self, steps: int | str, folder: str | Path | None = None) -> Path:

@@ -32,12 +32,7 @@ from samestep.building.model import BatchDim
 from samestep.building.model_loss import ModelLoss, moves_labels
 from samestep.datasets import stamps
 from samestep.datasets.batch import GivenBatch
-from samestep.datasets.labels import (
-    LOOKED_AT,
-    LabelBatch,
-    convention_of,
-    convention_of_samples,
-)
+from samestep.datasets.labels import LOOKED_AT, LabelBatch, convention_of, convention_of_samples
 from samestep.datasets.opening import check_batch
 from samestep.datasets.values import Parted, dims_of, num_samples, tensors_of_arrays, together
 from samestep.errors import CheckpointError, DataError, ModelError
@@ -468,8 +463,7 @@ class RunBatches:
         reason = next((reason for reason, _, _ in everyone if reason), "")
         if reason or not any(count for _, count, _ in everyone):
             raise DataError(
-                "batch-values",
-                reason or f"{method} was given no samples on any rank. Use at least one sample",
+                "batch-values", reason or f"{method} was given no samples on any rank. Use at least one sample"
             )
         data_ranks = [ranks.coordinate(rank, "dp") for rank in range(self._place.world_size)]
         leaders = [data_ranks.index(index) for index in range(layout.dp)]

@@ -144,8 +144,7 @@ def _around(name: str, module: nn.Module, containers: Collection[str]) -> Iterat
         if is_block or (path and not _can_be_opened(parts[path])):
             what = "a block" if is_block else type(parts[path]).__name__
             raise ModelError(
-                "stages-unknown",
-                f"model.stages: {name!r} is a part of {what}, which stays whole. Use {path!r}",
+                "stages-unknown", f"model.stages: {name!r} is a part of {what}, which stays whole. Use {path!r}"
             )
         yield path
 

@@ -54,14 +54,7 @@ def factors_of(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def product_of(
-    func: Any,
-    args: tuple[Any, ...],
-    outcome: Tensor,
-    flops: int,
-    *,
-    factors: Factors,
-    cut: Cutting,
-    owner: str,
+    func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int, *, factors: Factors, cut: Cutting, owner: str
 ) -> Product:
     """Return a product with its sizes; one of another kind has its FLOPs alone."""
     product = functools.partial(Product, factors=factors, cut=cut, owner=owner)

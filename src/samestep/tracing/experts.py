@@ -278,12 +278,7 @@ def check_experts(path: str, module: nn.Module, call: tuple[Any, Any], value_of:
 
 
 def _real(
-    path: str,
-    module: nn.Module,
-    count: int,
-    some: int,
-    value_of: Callable[[str], Tensor],
-    drawn: Callable[..., Tensor],
+    path: str, module: nn.Module, count: int, some: int, value_of: Callable[[str], Tensor], drawn: Callable[..., Tensor]
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
     copied = copy_module(module).eval()

@@ -225,10 +225,7 @@ def takes_statistics(module: nn.Module) -> bool:
 
 def tensors_made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
     """Return the tensors that a call returns, and those that it puts into its arguments."""
-    return [
-        *tensors_in(outcome),
-        *(tensor for change in changes for tensor in tensors_in(change.items)),
-    ]
+    return [*tensors_in(outcome), *(tensor for change in changes for tensor in tensors_in(change.items))]
 
 
 def name_of(function: Any) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.models.layer_parts import Crossing
 from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
-from samestep.tracing.flow import CannotPassError, Event, Flow
+from samestep.tracing.flow import CannotPassError, Event, Flow, Value
 
 Passed = tuple[tuple[int, ...], ...]
 """The values that cross a boundary, by message: one value each, or one for each item."""
@@ -109,11 +109,13 @@ def _layers_of_calls(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int]
                 if of_modules.setdefault(path, index) != index:
                     raise CannotPassError(f"the forward calls {path} several times for each item of a batch")
         return [of_modules.get(name, -1) for name in names], len(layers)
-    expected = [index for index, layer in enumerate(layers) for _ in range(layer.calls)]
-    differ = (index for at, index in enumerate(expected) if {*layers[index].called}.isdisjoint(names[at : at + 1]))
-    num_known = next(differ, len(layers))
-    last = len(layers) - 1
-    return [index if index < num_known else last for index, _ in zip(expected, names, strict=False)], num_known
+    places = list[int]()
+    for index, layer in enumerate(layers):  # samples may pass over a layer, or over some of its calls
+        left = names[len(places) : len(places) + layer.calls]
+        places += [index] * [*(name in layer.called for name in left), False].index(False)
+    is_known = len(places) == len(names)
+    num_known = len(layers) if is_known else places[-1] + 1 if places else 0
+    return [*places, *[len(layers) - 1] * (len(names) - len(places))], num_known
 
 
 def layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int], int]:
@@ -258,7 +260,7 @@ def _crossings(
         fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     crossings = []
     for number, value in enumerate(values):
-        name = previous if len(values) == 1 else f"{previous}+{value.maker.rpartition(' ')[2]}.{number}"
+        name = previous if len(values) == 1 else f"{previous}+{_word_of(value)}.{number}"
         dtype = "" if compute in (None, value.dtype) else str(value.dtype).removeprefix("torch.")
         if dtype and dtype not in BYTES_OF:
             raise CannotPassError(f"{value.maker} makes a tensor of {dtype}, which is read there or later")
@@ -269,6 +271,15 @@ def _crossings(
             )
         )  # fmt: skip
     return tuple(crossings)
+
+
+def is_of_maker(crossing: Crossing, value: Value) -> bool:
+    """Return whether a value is made by what makes one of several crossings."""
+    return crossing.owner.rpartition("+")[2].rpartition(".")[0] == _word_of(value)
+
+
+def _word_of(value: Value) -> str:
+    return value.maker.rpartition(" ")[2]
 
 
 def _numel(flow: Flow, values: Sequence[int]) -> int:

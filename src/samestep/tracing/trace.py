@@ -36,13 +36,7 @@ from samestep.building.model_changes import held_as
 from samestep.building.several_models import followed_weight
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_parts import (
-    Exchange,
-    HeadSpec,
-    KeptBuffer,
-    Product,
-    WorkingSet,
-)
+from samestep.models.layer_parts import Exchange, HeadSpec, KeptBuffer, Product, WorkingSet
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, owner_of

@@ -15,12 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from samestep import errors, hardware, wings
-from samestep.errors import (
-    CheckpointError,
-    JobError,
-    LayoutError,
-    SamestepError,
-)
+from samestep.errors import CheckpointError, JobError, LayoutError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout, layout_from
 from samestep.memory.memory_use import MemoryUse, at_rest
@@ -164,8 +159,7 @@ def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
     if ranks % num_hosts:
         near = max(1, ranks // num_hosts) * num_hosts
         raise LayoutError(
-            "ranks-indivisible",
-            f"{num_hosts} hosts cannot share {ranks} ranks equally. Use {near} ranks",
+            "ranks-indivisible", f"{num_hosts} hosts cannot share {ranks} ranks equally. Use {near} ranks"
         )
     return (ranks // num_hosts,) * num_hosts
 
@@ -305,7 +299,7 @@ class DryRun:
         lines = [self.why] if self.why else []
         lines += [
             f'layout "{self.layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
-            f"of at most {size} sample{'s' * (size > 1)}",
+            f"of at most {size} sample{'s' * (size > 1)}"
         ]
         lines += [
             f"rank {rank}: weights {share.memory.weights:,} B, gradients {share.memory.gradients:,} B, optimizer "

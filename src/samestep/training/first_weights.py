@@ -100,8 +100,7 @@ class FirstWeights:
         if strange := [*files.missing, *files.unread]:
             whose = "lacks" if files.missing else "has besides"
             raise CheckpointError(
-                "checkpoint-other-model",
-                f"--init-from {path} holds another model's weights: it {whose} {strange[0]}",
+                "checkpoint-other-model", f"--init-from {path} holds another model's weights: it {whose} {strange[0]}"
             )
         tensors = bare.module.state_dict()
         names = _match_names(blueprint_of(job), tensors, dict(bare.module.named_parameters()), path)
@@ -197,8 +196,7 @@ def _match_names(
         adapted = any(name_without_adapters(name) is None for name in weights)
         works = ". Use a folder that samestep export --merge has made" if adapted else ""
         raise CheckpointError(
-            "checkpoint-other-model",
-            f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}",
+            "checkpoint-other-model", f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}"
         )
     return {name: base for name, base in names.items() if base in tensors and tensors[base].shape == state[name].shape}
 

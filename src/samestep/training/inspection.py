@@ -194,14 +194,7 @@ class Inspection:
         yield from (f"skipped check: {text}" for text in self.waived)
 
 
-_LAYER_HEAD = (
-    "layers",
-    "number",
-    "weights",
-    "FLOPs",
-    "saved elements",
-    "received per sample if a stage begins here",
-)
+_LAYER_HEAD = ("layers", "number", "weights", "FLOPs", "saved elements", "received per sample if a stage begins here")
 _WEIGHT_HEAD = ("weight", "shape", "number", "under tp")
 
 

@@ -63,8 +63,7 @@ def launch(
         raise InputError("command-options", text)
     if where is not None and ranks not in (None, where.world_size):
         raise InputError(
-            "command-options",
-            f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}. Use one of them",
+            "command-options", f"layout {str(where)!r} has {where.world_size} ranks, and ranks={ranks}. Use one of them"
         )
     count = ranks if where is None else where.world_size
     work = (main, args, "" if where is None else str(where))
@@ -129,13 +128,13 @@ def write_submission(
         ranks_per_node: the ranks on each node; by default the ranks of the layout, divided equally.
         layout: the layout; by default the job's own.
         out: the run folder.
-        site: a TOML file with the settings of the site (`wings/cluster/engines/launch_request.py`).
+        site: a TOML file with the settings of the cluster (`wings/cluster/engines/launch_request.py`).
         path: the file to write the script to.
-        submit: hand the script to the engine.
+        submit: hand the script to the scheduler.
 
     Raises:
-        InputError: the job, the engine or the settings do not fit each other.
-        RunError: the command of the engine failed.
+        InputError: the job, the scheduler or the settings do not fit each other.
+        RunError: the command of the scheduler failed.
     """
     if not isinstance(job, Job | str | os.PathLike):
         text = f"job is a {type(job).__name__}. Use a samestep.Job, or the path of a job file"

@@ -82,8 +82,7 @@ def refuse_used(folder: Path) -> None:
     """
     if any((folder / name).exists() for name in (JOB, LOG, CHECKPOINTS)):
         raise JobError(
-            "run-folder-taken",
-            f"{folder} holds a run already: --resume resumes it, another --out starts a new one",
+            "run-folder-taken", f"{folder} holds a run already: --resume resumes it, another --out starts a new one"
         )
 
 

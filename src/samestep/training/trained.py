@@ -123,8 +123,7 @@ class StoredRun:
         )
         if path is None:
             raise CheckpointError(
-                "run-folder-missing",
-                f"{folder} holds no checkpoint. Use a run folder, or a checkpoint in it",
+                "run-folder-missing", f"{folder} holds no checkpoint. Use a run folder, or a checkpoint in it"
             )
         manifest = manifests.read_manifest(path)
         job = Job(lambda key: str(path), **manifest["job"])

@@ -31,8 +31,7 @@ def required(wing: str, module: str) -> Any:
     if loaded is None:
         folder = missing.removeprefix("samestep.").replace(".", "/")
         raise InputError(
-            "wing-missing",
-            f"this installation of samestep has no folder {folder}: install the whole package to use it",
+            "wing-missing", f"this installation of samestep has no folder {folder}: install the whole package to use it"
         )
     return loaded
 

@@ -4,10 +4,4 @@ from samestep.building.attention.attention_spec import AttentionSpec, DroppedWei
 from samestep.building.attention.carriers import AttentionCall, multi_head_attention
 from samestep.building.attention.document_mask import DocumentMask
 
-__all__ = [
-    "AttentionCall",
-    "AttentionSpec",
-    "DocumentMask",
-    "DroppedWeights",
-    "multi_head_attention",
-]
+__all__ = ["AttentionCall", "AttentionSpec", "DocumentMask", "DroppedWeights", "multi_head_attention"]

@@ -24,15 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.attention.head_products import (
-    WIDE,
-    by_features,
-    by_keys,
-    by_queries,
-    nothing,
-    wide,
-    widen,
-)
+from samestep.building.attention.head_products import WIDE, by_features, by_keys, by_queries, nothing, wide, widen
 from samestep.building.torch_seams import disable_current_modes, num_dispatch_modes
 
 BLOCK_ELEMENTS = 2**24

@@ -29,9 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-)
+from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import fused
 from samestep.building.attention.formula import BLOCK_ELEMENTS
@@ -69,13 +67,7 @@ _CHANGES = 8
 class CompiledBlocks:
     """The blocks of this rank that run as graphs, and the results of their compilation."""
 
-    def __init__(
-        self,
-        backend: str = "",
-        mode: CompileMode = "default",
-        *,
-        in_graph: InGraph | None = None,
-    ) -> None:
+    def __init__(self, backend: str = "", mode: CompileMode = "default", *, in_graph: InGraph | None = None) -> None:
         self._as_in_graph: InGraph = in_graph or (lambda path, forward: forward)
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
@@ -417,12 +409,7 @@ def _paths_of_blocks(program: Program) -> Iterator[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(hooks)
 
 

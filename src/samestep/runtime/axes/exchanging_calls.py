@@ -96,8 +96,7 @@ class JoinedExchanges:
         tensors = _with_gradients(outputs)
         if reason and not tensors:
             raise LayoutError(
-                "zero-call-order",
-                f"{path} ran without gradients in the forward of a micro-batch, and {reason}",
+                "zero-call-order", f"{path} ran without gradients in the forward of a micro-batch, and {reason}"
             )
         self._marks += map(_mark, tensors)
         for tensor in tensors if reason and self._before is not None else ():

@@ -110,7 +110,7 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
 
 
 _WRITES_NONE = (
-    "a forward that writes none: it computes with weight * mask, say, or the weight has a parametrization "
+    "a forward that writes none: it computes with weight * mask, for example, or the weight has a parametrization "
     "(torch.nn.utils.parametrize), or a loop writes it in run.model after each step"
 )
 

@@ -273,8 +273,7 @@ def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
         except Exception as error:  # of the user's own code, which may raise anything
             words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     raise ModelError(
-        "lanes",
-        f"the forward fails on {number} lanes without a state ({words}): carried is None in the first step",
+        "lanes", f"the forward fails on {number} lanes without a state ({words}): carried is None in the first step"
     )
 
 

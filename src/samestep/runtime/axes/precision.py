@@ -170,8 +170,7 @@ def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
             dtype = str(param.dtype).removeprefix("torch.")
             works = "view_as_complex of a real parameter" if param.is_complex() else "a buffer"
             raise ModelError(
-                "tensor-form",
-                f"parameter {name} is {dtype}; parameters are floating-point numbers. Use {works}",
+                "tensor-form", f"parameter {name} is {dtype}; parameters are floating-point numbers. Use {works}"
             )
     step = program.step
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]

@@ -23,13 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.families import is_transposed
-from samestep.building.loss import (
-    IGNORED_LABEL,
-    RunFunction,
-    class_numbers,
-    cross_entropy,
-    run_uncompiled,
-)
+from samestep.building.loss import IGNORED_LABEL, RunFunction, class_numbers, cross_entropy, run_uncompiled
 from samestep.building.loss_result import Loss
 from samestep.building.predictions import at_least_float32, prediction_of, target_of, with_prediction
 from samestep.building.torch_seams import num_dispatch_modes

@@ -281,8 +281,7 @@ def find_checkpoint(folder: Path) -> Path:
     path = folder if (folder / manifests.NAME).exists() else latest(folder)
     if path is None:
         raise CheckpointError(
-            "checkpoint-missing",
-            f"{folder} holds no checkpoint. Use a folder that run.save was given, or one in it",
+            "checkpoint-missing", f"{folder} holds no checkpoint. Use a folder that run.save was given, or one in it"
         )
     return path
 

@@ -84,7 +84,7 @@ class OpenCheckpoint:
             if sorted(file.keys()) != sorted(part["tensors"]):
                 raise CheckpointError(
                     "checkpoint-damaged",
-                    f"{folder / part['file']} holds other tensors than the manifest beside it says",
+                    f"{folder / part['file']} holds other tensors than the manifest beside it lists",
                 )
             for name in part["tensors"]:
                 stored._add(name, file)
@@ -98,8 +98,7 @@ class OpenCheckpoint:
             runs.sort(key=lambda run: (run.part, run.start))
         if averaged and not stored.averages:
             raise CheckpointError(
-                "no-averages",
-                f"{folder} holds no averages of weights, which train.ema = 0.999 makes. Leave out --ema",
+                "no-averages", f"{folder} holds no averages of weights, which train.ema = 0.999 makes. Leave out --ema"
             )
         stored.values |= stored.averages if averaged else {}
         return stored

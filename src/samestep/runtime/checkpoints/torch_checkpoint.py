@@ -138,8 +138,7 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[
             )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                "checkpoint-other-model",
-                f"{folder} holds {name} in a transformed form. Use one that is saved without",
+                "checkpoint-other-model", f"{folder} holds {name} in a transformed form. Use one that is saved without"
             )
         start, size = _sizes((place.offset, place.length))
         if start + size > path.stat().st_size:
@@ -332,8 +331,7 @@ def _metadata(folder: Path) -> Any:
             return _Unpickler(file).load()
     except Exception as error:  # of bytes that anybody has written
         raise CheckpointError(
-            "checkpoint-damaged",
-            f"{path} is not metadata of torch.distributed.checkpoint: {_line(error)}",
+            "checkpoint-damaged", f"{path} is not metadata of torch.distributed.checkpoint: {_line(error)}"
         ) from None
 
 

@@ -244,8 +244,7 @@ def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
         is_wrapped = bool(prefix) and all(name.removeprefix(prefix) in firsts for name in strange)
         works = f"Use the names without {prefix!r}" if is_wrapped else "Use the model's own state_dict()"
         raise ModelError(
-            "state-dict-form",
-            f"run.load_state_dict: the dict {', and '.join(texts)}. {works}, or run.state_dict()",
+            "state-dict-form", f"run.load_state_dict: the dict {', and '.join(texts)}. {works}, or run.state_dict()"
         )
 
 
@@ -260,8 +259,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any]) -> None:
     except RuntimeError as error:
         faults = "; ".join(line.strip() for line in str(error).splitlines()[1:])
         raise ModelError(
-            "state-dict-form",
-            f"run.load_state_dict: {faults}. Use the model's own state_dict()",
+            "state-dict-form", f"run.load_state_dict: {faults}. Use the model's own state_dict()"
         ) from None
 
 

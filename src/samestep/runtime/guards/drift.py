@@ -164,8 +164,7 @@ class DriftMonitor:
         else:
             who = f"ranks {', '.join(map(str, holders))} against each other"
         raise DriftError(
-            "ranks-drift",
-            f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause",
+            "ranks-drift", f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause"
         )
 
 

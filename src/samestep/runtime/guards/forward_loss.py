@@ -41,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.loss_result import LEAST, UNNAMED
 from samestep.building.model import loss_within
 from samestep.building.model_loss import Labels, ModelLoss, Rule, labels_of, moves_labels, name_in, returned_loss
+from samestep.datasets.values import rows_of
 from samestep.independence.roundings import limit_of_values
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
@@ -77,7 +78,7 @@ class _Variant(NamedTuple):
     def rows(self, rows: slice) -> Any:
         """Return some of the samples."""
         number = len(self.indices)
-        return map_tensors(self.samples, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == number else leaf)
+        return rows_of(self.samples, range(number)[rows], number)
 
 
 class _Shown(NamedTuple):

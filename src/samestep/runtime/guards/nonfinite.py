@@ -41,9 +41,7 @@ _GROWN = 1e6
 
 
 def first_nonfinite(
-    run_forward_backward: Callable[[], Tensor | None],
-    model: nn.Module,
-    masters: Mapping[str, float] | None = None,
+    run_forward_backward: Callable[[], Tensor | None], model: nn.Module, masters: Mapping[str, float] | None = None
 ) -> str | None:
     """Run a micro-batch again; return which module first computed a non-finite value, and how, or None if none did.
 

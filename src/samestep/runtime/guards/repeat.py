@@ -29,13 +29,7 @@ from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
-from samestep.independence.roundings import (
-    LEAST_MEAN,
-    LIMITS_OF_SUMS,
-    NUM_PERTURBED,
-    allowance,
-    nudge_outputs,
-)
+from samestep.independence.roundings import LEAST_MEAN, LIMITS_OF_SUMS, NUM_PERTURBED, allowance, nudge_outputs
 from samestep.independence.sliced_shapes import tokens_of
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout

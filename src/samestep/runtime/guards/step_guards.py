@@ -57,13 +57,15 @@ from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
 from samestep.state.writes import Marks
+from samestep.trees import tensors_in
 
 _MOST_GRAPHS = 8
 """So many graphs of one rank are tried: of the first few alone, where the data decide."""
 
 
 class ForwardGraphs:
-    """The graphs that the forwards of a rank have built, by their number of nodes, which costs nothing to know.
+    """The graphs that the forwards of a rank have built, by their number of nodes, which costs nothing to know, and in the first
+    micro-batch also by their operations and the dimensions of these.
 
     A forward that a flag, a counter or a global lets take another branch builds another graph. Its samples may influence each other from
     then on, so it is tried as in a watched step, before the update (`canary.py`); and it may combine parts of several ranks
@@ -78,18 +80,38 @@ class ForwardGraphs:
         """Whether samples are divided, and tried apart."""
         self.tries_parts = is_one and (layout.model_ranks > 1 or layout.cp > 1 or layout.pp > 1) and not spec.looks
         """Whether ranks have parts of a model; code that looks at values runs other operations with each batch."""
-        self._sizes: set[tuple[int, int]] = set()
+        self._graphs: set[tuple[int, int, int]] = set()
 
-    def is_new(self, chunk: int, num_nodes: int) -> bool:
-        """Return whether a chunk has not built a graph of this size before, if that is tried."""
-        if (
-            not (self.tries_samples or self.tries_parts)
-            or (chunk, num_nodes) in self._sizes
-            or len(self._sizes) >= _MOST_GRAPHS
-        ):
+    def is_new(self, task: Task, num_nodes: int, outputs: Any) -> bool:
+        """Return whether a chunk has not built such a graph before, if that is tried."""
+        if not (self.tries_samples or self.tries_parts) or len(self._graphs) >= _MOST_GRAPHS:
             return False
-        self._sizes.add((chunk, num_nodes))
-        return True
+        graph = task.chunk, num_nodes, 0 if task.microbatch else _operations_of(outputs)
+        is_new = graph not in self._graphs
+        self._graphs.add(graph)
+        return is_new
+
+
+def _operations_of(outputs: Any) -> int:
+    """Return a number for the operations that have made outputs, and for the dimensions along which they compute."""
+    todo: list[Any] = [node for tensor in tensors_in(outputs) if (node := tensor.grad_fn) is not None]
+    known, number = {*todo}, 0
+    while todo:
+        node = todo.pop()
+        kind: Any = type(node)
+        place = _dim_of(kind)
+        number = hash((number, kind, getattr(node, place) if place else None))
+        for other, _ in node.next_functions:
+            if other is not None and other not in known:
+                known.add(other)
+                todo.append(other)
+    return number
+
+
+@functools.cache
+def _dim_of(kind: Any) -> str:
+    """Return the name under which nodes of a kind keep the dimension of their operation; empty if they keep none."""
+    return next((name for name in ("_saved_dim", "_saved_dims") if hasattr(kind, name)), "")
 
 
 class StepGuards:
@@ -198,9 +220,9 @@ class StepGuards:
         if isinstance(loss, ModelLoss) and loss.rule is None:
             self.trials.find_rule(Repeat(assembly, batch, loss, self._seed))
 
-    def note_forward(self, task: Task, num_nodes: int) -> None:
+    def note_forward(self, task: Task, num_nodes: int, outputs: Any) -> None:
         """Ask for a trial of a forward that has built another graph than before, unless the step is watched; and if its operations are compared."""
-        is_new = self._graphs.is_new(task.chunk, num_nodes) and self._again is None
+        is_new = self._graphs.is_new(task, num_nodes, outputs) and self._again is None
         if self.num_taken > 1 and (is_new or self._compares_operations):
             share, _ = self._own.current.parallel.mesh.data_share
             self.refusals.new_forward = share, task.microbatch

@@ -103,8 +103,5 @@ class SkippedSteps:
         if math.isfinite(numbers.loss) and is_scaled:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if self._policy == "stop":
-            raise NonFiniteError(
-                "non-finite",
-                f"step {step}: {note}; numerics.on_nonfinite = 'skip' would continue",
-            )
+            raise NonFiniteError("non-finite", f"step {step}: {note}; numerics.on_nonfinite = 'skip' would continue")
         return self._policy == "skip"

@@ -237,7 +237,7 @@ class RunInParts(SavedRun):
         if not is_one or of.waits:
             norm = self._norm_of(of.names if is_one else names) * waiting.factor
             numbers = replace(numbers, norm=norm if not read.note else math.inf, norms=[norm])
-        note = read.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
+        note = read.note or ("" if numbers.are_finite else "the accumulated gradients are not finite")
         return replace(read, numbers=replace(numbers, scales=[waiting.factor]), note=note)
 
     def call(self, name: str | int | None, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -396,8 +396,7 @@ class RunInParts(SavedRun):
             waiting.names & weights or any(entry.read.note and entry.names & weights for entry in self._entries)
         ):
             raise ModelError(
-                "run-call-time",
-                f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it",
+                "run-call-time", f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it"
             )
         self._left.refuse_changes(method)
         return waiting, waiting.names & weights

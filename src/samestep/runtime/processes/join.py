@@ -392,8 +392,7 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only one GPU
     if index >= gpus:
         raise JobError(
-            "device-missing",
-            f"local rank {index} has no GPU: {gpus} on this machine. Use at most {gpus} ranks on it",
+            "device-missing", f"local rank {index} has no GPU: {gpus} on this machine. Use at most {gpus} ranks on it"
         )
     device = torch.device("cuda", index)
     try:
@@ -486,7 +485,6 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
     if world_size % ranks_per_node:
         works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise JobError(
-            "ranks-indivisible",
-            f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks. Use {works}",
+            "ranks-indivisible", f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks. Use {works}"
         )
     return ranks_per_node

@@ -117,7 +117,7 @@ def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str], others: Sequen
             if (other.host_index, other.num_hosts) != (launch_info.host_index, launch_info.num_hosts):
                 raise JobError(
                     "launcher-variables",
-                    f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
+                    f"{engine.name} states that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
                     f"which sets {launch_info.host_index} of {launch_info.num_hosts}. Use the variables of one of both",
                 )
 

@@ -166,8 +166,7 @@ def check(spec: ModelSpec, layout: Layout, job: Job, *, several_hosts: bool = Fa
         named = f" ({everyone[apart[0]][what]!r} and {everyone[0][what]!r})" if what == "layout" else ""
         works = ". Use a forward that runs the same operations on every rank" if what == "traced model" else ""
         raise LayoutError(
-            "hosts-differ",
-            f"{who} another {what} than rank 0{named}; ranks of one run need the same one{works}",
+            "hosts-differ", f"{who} another {what} than rank 0{named}; ranks of one run need the same one{works}"
         )
     _compare_code([sources for _, _, sources in heard])
 
@@ -184,8 +183,7 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
             other, digest_there = first.setdefault(name, (rank, digest))
             if digest_there != digest:
                 raise LayoutError(
-                    "hosts-differ",
-                    f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts",
+                    "hosts-differ", f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts"
                 )
 
 

@@ -267,8 +267,7 @@ class HostLauncher(Launcher):
         index = number(env, both[0])
         if len(both) == 2 and number(env, both[1]) != index:
             raise JobError(
-                "launcher-variables",
-                f"{both[0]}={index} contradicts {both[1]}={env[both[1]]}. Use one of both",
+                "launcher-variables", f"{both[0]}={index} contradicts {both[1]}={env[both[1]]}. Use one of both"
             )
         addresses = env[self.address].split()
         if len(addresses) not in (1, count):

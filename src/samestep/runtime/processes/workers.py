@@ -217,8 +217,7 @@ def check_gpus(device_type: str, ranks: int) -> None:
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise JobError(
-            "device-missing",
-            f"{ranks} ranks on {gpus} GPUs: each rank needs its own. Use ranks={gpus} or device=cpu",
+            "device-missing", f"{ranks} ranks on {gpus} GPUs: each rank needs its own. Use ranks={gpus} or device=cpu"
         )
 
 

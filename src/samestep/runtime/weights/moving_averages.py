@@ -112,8 +112,7 @@ class ModelAverages:
             if weight is None or average.shape != weight.shape:
                 shape = [] if weight is None else list(weight.shape)
                 raise LayoutError(
-                    "ema-layout",
-                    f"ema: a rank holds {list(average.shape)} of {name} and {shape} of {source}. Use tp=1",
+                    "ema-layout", f"ema: a rank holds {list(average.shape)} of {name} and {shape} of {source}. Use tp=1"
                 )
             average.lerp_(weight.to(average.device), moved[prefix])  # the average may be on the host
 

@@ -71,8 +71,7 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
             if not any(is_called(path, name) for path in paths):
                 near = did_you_mean(name, dict.fromkeys(path.rpartition(".")[2] for path in paths))
                 raise JobError(
-                    "lora-targets",
-                    f"model.lora.{key}: no module of {type(model).__name__} is called {name!r}{near}",
+                    "lora-targets", f"model.lora.{key}: no module of {type(model).__name__} is called {name!r}{near}"
                 )
     for path in paths:
         part = model.get_submodule(path)
@@ -312,8 +311,7 @@ def merged(adapted: Blueprint, job: Job) -> Merged:
     lora = job.model.lora
     if lora is None:
         raise JobError(
-            "merge-adapters",
-            "--merge adds adapters into weights, and the run has none (model.lora). Leave out --merge",
+            "merge-adapters", "--merge adds adapters into weights, and the run has none (model.lora). Leave out --merge"
         )
     bare = without_adaptation(job)
     plan = blueprint_of(bare)

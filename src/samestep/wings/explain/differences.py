@@ -139,8 +139,7 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
     words = (one, other)
     if words == (SIMULATION, SIMULATION):
         raise InputError(
-            "command-options",
-            "explain simulation simulation: one of the two must be a run folder or a layout",
+            "command-options", "explain simulation simulation: one of the two must be a run folder or a layout"
         )
     run = next((Path(word) for word in words if Path(word).is_dir() and not is_foreign(Path(word))), None)
     measured = None if run is None else explain(run, hardware=hardware)

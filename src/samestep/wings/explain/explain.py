@@ -244,10 +244,7 @@ def _as_process(trace: dict[str, Any], name: str, pid: int) -> list[dict[str, An
 
 @calls.checked
 def explain(
-    run: str | Path | None = None,
-    *,
-    step: int | str | None = None,
-    hardware: Hardware | str | Path | None = None,
+    run: str | Path | None = None, *, step: int | str | None = None, hardware: Hardware | str | Path | None = None
 ) -> Explained:
     """Return the time of a run's recorded steps by category.
 
@@ -269,12 +266,7 @@ def explain(
     parts, _ = parts_of(measured, measured.busiest, predicted)
     tries = _tries(*said) if said else []
     return Explained(
-        folder,
-        measured,
-        predicted,
-        verdict_of(measured, parts, tries),
-        (*measured.missing, *_cut_off(records)),
-        others,
+        folder, measured, predicted, verdict_of(measured, parts, tries), (*measured.missing, *_cut_off(records)), others
     )
 
 
@@ -311,7 +303,7 @@ def read_run(run: Path, asked: range | None = None) -> tuple[Path, dict[int, Ran
         if record.head.rank in records:
             raise RecordError(
                 "record-ranks",
-                f"{record.path} and {records[record.head.rank].path} both say that they are of rank {record.head.rank}",
+                f"{record.path} and {records[record.head.rank].path} are both of rank {record.head.rank}",
             )
         records[record.head.rank] = record
     return folder, dict(sorted(records.items())), others

@@ -42,8 +42,7 @@ def _without_records(words: Namespace, run: Path) -> Result:
 
     if words.trace or (len(words.run) == 2 and words.step):
         raise InputError(
-            "command-options",
-            "--trace is of one run with records, and --step is of one run: leave them out",
+            "command-options", "--trace is of one run with records, and --step is of one run: leave them out"
         )
     result: differences.Differences | foreign_traces.ForeignSteps
     if len(words.run) == 2:

@@ -196,7 +196,7 @@ def _missing(traces: Mapping[int, RankTrace], steps: list[int]) -> Iterator[str]
     world = max((trace.world_size or 0 for trace in traces.values()), default=0)
     absent = [rank for rank in range(world) if rank not in traces]
     if len(traces) == 1 and world != 1:
-        yield "the traces of other ranks: who was waited for cannot be said"
+        yield "the traces of other ranks: the rank that was waited for is not known"
     elif absent:
         yield f"the trace{'s' * (len(absent) > 1)} of rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}: their waits and lateness"
     if len(steps) == 1 and 0 not in steps:

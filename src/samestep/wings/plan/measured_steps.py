@@ -211,14 +211,14 @@ def _refuse_unsaid(cells: Mapping[str, str], job: Job | None) -> None:
         if _SHORT[column] not in names and (job is None or key not in getattr(job, table).model_fields_set):
             raise InputError(
                 "measured-steps",
-                f"no {column}. Use a column `{column}`, or a job (--job, --set) that says {_SHORT[column]}",
+                f"no {column}. Use a column `{column}`, or a job (--job, --set) with {_SHORT[column]}",
             )
 
 
 def _layout_of(cells: Mapping[str, str]) -> Layout:
     words = {name: cells[name] for name in _WORDS if name in cells}
     if "layout" in cells and words:
-        raise InputError("command-options", f"layout and {next(iter(words))} both say the layout. Use one of them")
+        raise InputError("command-options", f"layout and {next(iter(words))} both set the layout. Use one of them")
     if "layout" in cells:
         return Layout(cells["layout"])
     if not words:

@@ -139,8 +139,7 @@ def _case(words: Namespace) -> Result:
     wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag) and (flag != "json" or is_file)]
     if wanted and words.case not in cases.RUNS:
         raise InputError(
-            "command-options",
-            f"--{wanted[0]} writes one step, and only the cases {', '.join(cases.RUNS)} are one step",
+            "command-options", f"--{wanted[0]} writes one step, and only the cases {', '.join(cases.RUNS)} are one step"
         )
     lines = cases.lines_of(words.case)
     if words.case not in cases.RUNS:

@@ -16,12 +16,7 @@ from samestep.wings.plan.simulation.accuracy import describe_accuracy
 from samestep.wings.plan.simulation.simulate import Prediction, binds, predict, unpriced
 
 _HEAD = ("", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s")
-_OUTCOMES = {
-    "refused": "not supported",
-    "memory": "out of memory",
-    "slower": "slower",
-    "unplayed": "not simulated",
-}
+_OUTCOMES = {"refused": "not supported", "memory": "out of memory", "slower": "slower", "unplayed": "not simulated"}
 """The words for each rule by which a layout is left out."""
 
 

@@ -118,10 +118,7 @@ def opening(message: str, tokenizer: Tokenizer) -> list[int]:
 def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokenizer: Tokenizer) -> Counted:
     """Return the runs of the first messages in the format that the head of this file shows."""
     if unsaid := [key for key in ("tools", "documents") if key in conversation.settings]:
-        raise DataError(
-            "chat-template",
-            f"{unsaid[0]!r} is written by a chat template alone. Use a tokenizer with one",
-        )
+        raise DataError("chat-template", f"{unsaid[0]!r} is written by a chat template alone. Use a tokenizer with one")
     newline = tokenizer.encode("\n")
     closing = newline if tokenizer.end_id is None else [tokenizer.end_id]
     runs: Counted = [(list(tokenizer.begin_ids), False)]

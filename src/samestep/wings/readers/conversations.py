@@ -101,8 +101,7 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
     """
     if not isinstance(row, Mapping):
         raise DataError(
-            "conversation-form",
-            f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}',
+            "conversation-form", f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}'
         )
     text = value_at(row, text_field)
     values = {key: value for key, value in row.items() if value is not None}
@@ -216,8 +215,7 @@ def _message(number: int, turn_value: Any) -> Message:
         )
     if not isinstance(content, list):
         raise DataError(
-            "conversation-form",
-            f"the content of message {number} is {type(content).__name__}, not text. {right}",
+            "conversation-form", f"the content of message {number} is {type(content).__name__}, not text. {right}"
         )
     return {**message, "content": [_part(number, part) for part in content]}
 
@@ -312,8 +310,7 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
     if first.get("content") == content:
         return messages
     raise DataError(
-        "conversation-form",
-        "the row has a 'system', and its messages begin with another one. Use one of them",
+        "conversation-form", "the row has a 'system', and its messages begin with another one. Use one of them"
     )
 
 
@@ -329,8 +326,7 @@ def _parse_messages(value: Any, name: str) -> list[Any]:
     if isinstance(messages, list) and (messages or name == "history"):
         return messages
     raise DataError(
-        "conversation-form",
-        f'{name} is not a list of messages; a list of {{"role": "user", "content". Use "text"}}',
+        "conversation-form", f'{name} is not a list of messages; a list of {{"role": "user", "content". Use "text"}}'
     )
 
 

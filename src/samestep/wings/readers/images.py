@@ -132,8 +132,7 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
         raise DataError("data-missing", f"{source} is a file. Use a folder with one folder per class")
     if not files:
         raise DataError(
-            "data-missing",
-            f"{source} has no images in folders. Use one folder a class, as {root}/cat/1.png",
+            "data-missing", f"{source} has no images in folders. Use one folder a class, as {root}/cat/1.png"
         )
     if strange := next((file for file, number in files if number < 0), None):
         name = strange.relative_to(root).parts[0]
@@ -177,10 +176,7 @@ def _class_folders(path: str) -> dict[str, Path]:
         entries = sorted(path for path in root.iterdir() if not _is_hidden(path)) if root.is_dir() else []
         class_folders = {entry.name: entry for entry in entries if entry.is_dir()}
         if lost := next((entry for entry in entries if entry.is_symlink() and not entry.exists()), None):
-            raise DataError(
-                "data-missing",
-                f"{lost} is a broken link. Create its folder, or remove the link",
-            )
+            raise DataError("data-missing", f"{lost} is a broken link. Create its folder, or remove the link")
         _refuse_parts(path, root, class_folders)
     except OSError as error:
         raise DataError("data-unreadable", f"images:{path} cannot be read: {error.strerror}") from None
@@ -253,8 +249,7 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]
             elif entry.suffix.lower() in _SUFFIXES:
                 if entry.is_symlink() and not entry.exists():
                     raise DataError(
-                        "data-missing",
-                        f"{entry} is a link to a missing file. Create the file, or remove the link",
+                        "data-missing", f"{entry} is a link to a missing file. Create the file, or remove the link"
                     )
                 if entry.is_file():
                     images.append(entry)
@@ -313,7 +308,7 @@ def _other_form(path: Path) -> str:
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS: `git lfs pull` fetches the image itself"
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
-        return "a HEIC image, whatever its name says. Save it as JPEG or PNG"
+        return "a HEIC image, whatever its name is. Save it as JPEG or PNG"
     is_page = head.lstrip()[:1] == b"<"
     return "a page of HTML, an SVG, or other text, and no image of pixels. Copy it again, or save it as PNG" * is_page
 

@@ -69,11 +69,7 @@ class _Exchanges:
     """DiLoCo exchanges between replicas."""
 
     def __init__(
-        self,
-        job: Job,
-        outer: Params,
-        replicas: Sequence[Params],
-        contributions: PlainContributions | None,
+        self, job: Job, outer: Params, replicas: Sequence[Params], contributions: PlainContributions | None
     ) -> None:
         self._every, self._last = job.numerics.exchange_every, job.train.steps
         self._outer, self._replicas, self._contributions = outer, replicas, contributions

@@ -159,11 +159,7 @@ def ring_forward(how: RingForm, operands: _Given) -> tuple[Tensor, Tensor]:
 
 
 def ring_backward(
-    how: RingForm,
-    gradient: Tensor,
-    tensors: _Given,
-    result: tuple[Tensor, Tensor],
-    needs: tuple[bool, bool],
+    how: RingForm, gradient: Tensor, tensors: _Given, result: tuple[Tensor, Tensor], needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of queries, keys, values and mask, given that of the output and the `result` of the forward.
 

@@ -19,12 +19,7 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.precision import DTYPES
 from samestep.tracing.flow import Flow
-from samestep.tracing.stage_events import (
-    passes_one_tensor,
-    with_crossings,
-    with_exact_crossings,
-    with_slices_of,
-)
+from samestep.tracing.stage_events import passes_one_tensor, with_crossings, with_exact_crossings, with_slices_of
 from samestep.tracing.trace import samples_traced
 from samestep.trees import map_tensors, tensors_in
 

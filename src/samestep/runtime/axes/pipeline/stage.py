@@ -28,6 +28,7 @@ from samestep.building.model import call_model
 from samestep.building.torch_seams import distributions_unchecked
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
+from samestep.models.layer_parts import Crossing
 from samestep.program.program import Program
 from samestep.randomness import mode as dropout
 from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
@@ -45,9 +46,9 @@ from samestep.runtime.step_observer import StepBatch
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.custom_functions import seen_by
-from samestep.tracing.flow import CannotPassError, Flow
+from samestep.tracing.flow import CannotPassError, Flow, Value
 from samestep.tracing.module_inputs import with_first
-from samestep.tracing.stage_events import StageEvents, passed_before
+from samestep.tracing.stage_events import StageEvents, is_of_maker, passed_before
 
 
 class Stage(PartOfStep):
@@ -137,7 +138,7 @@ class Stage(PartOfStep):
             if loss.requires_grad:
                 loss.backward()
         elif awaited := self._gradients_awaited(action):
-            outputs = self._taking_gradient(layers.stop, self._outputs[microbatch, chunk])
+            outputs = self._taking_gradient(microbatch, layers.stop, self._outputs[microbatch, chunk])
             gradients = self._received(action, awaited)
             del self._outputs[microbatch, chunk]
             taken = [index for index, output in enumerate(outputs) if output.requires_grad]
@@ -149,11 +150,11 @@ class Stage(PartOfStep):
             del self._outputs[microbatch, chunk]
         inputs = self._inputs.pop((microbatch, chunk), None)
         if inputs is not None:
-            self._check_idle(layers.start, inputs)
-            inputs = self._taking_gradient(layers.start, inputs)
+            self._check_idle(microbatch, layers.start, inputs)
+            inputs = self._taking_gradient(microbatch, layers.start, inputs)
         if inputs:
             gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
-            self._messages.send(action, gradients, self._awaited(layers.start, inputs, backward=True))
+            self._messages.send(action, gradients, self._awaited(microbatch, layers.start, inputs, backward=True))
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute the weight gradients that the backward of a micro-batch has postponed."""
@@ -226,23 +227,41 @@ class Stage(PartOfStep):
         """Return the tensors that cross the boundary before a layer."""
         if boundary in (0, len(self._layers)):
             return []
-        with _or_refuse(self._layers[boundary].name):
-            values = [[flow.values[value] for value in values] for values in self._passed_before(boundary, flow)]
-        crossings = self._crossings[boundary]
-        if len(values) != len(crossings):
-            raise LayoutError(
-                "pp-shapes-vary",
-                f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
-                f"{len(crossings)} for the traced one. Use pp=1",
-            )
         return [
             Awaited(
                 c.owner,
                 (sum(torch.Size(value.shape).numel() for value in (first, *more)),) if more else first.shape,
                 first.dtype,
             )
-            for (first, *more), c in zip(values, crossings, strict=True)
+            for c, (first, *more) in self._values_of(flow, boundary)
         ]
+
+    def _values_of(self, flow: Flow, boundary: int) -> list[tuple[Crossing, list[Value]]]:
+        """Return the crossings before a layer with their values in a flow; without those that a part makes which the samples pass over.
+
+        Raises:
+            LayoutError: other values cross there.
+        """
+        with _or_refuse(self._layers[boundary].name):
+            values = [[flow.values[value] for value in values] for values in self._passed_before(boundary, flow)]
+        crossings = self._crossings[boundary]
+        left = iter(crossings)
+        if len(values) < len(crossings):
+            crossings = tuple(
+                c for first, *_ in values if (c := next((c for c in left if is_of_maker(c, first)), None))
+            )
+        if len(values) != len(crossings):
+            raise LayoutError(
+                "pp-shapes-vary",
+                f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
+                f"{len(crossings)} for the traced one. Use pp=1",
+            )
+        return list(zip(crossings, values, strict=True))
+
+    def _crossings_in(self, microbatch: int, boundary: int) -> Sequence[Crossing]:
+        """Return what crosses the boundary before a layer in a micro-batch."""
+        flow = None if self._flows is None else self._flows.known(self._shapes_of(microbatch))
+        return self._crossings[boundary] if flow is None else [c for c, _ in self._values_of(flow, boundary)]
 
     # -- one tensor --------------------------------------------------------------------------------
 
@@ -317,7 +336,7 @@ class Stage(PartOfStep):
                 f"{self._layers[boundary - 1].name} is given a tensor of shape {tuple(args[0].shape)} and returns one of "
                 f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape. Use pp=1",
             )
-        self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
+        self._messages.send(action, [output.detach()], self._awaited(action.microbatch, boundary, [output]))
         layout = self._program.step.layout
         if not layout.sequence_parallel:
             return None
@@ -373,17 +392,19 @@ class Stage(PartOfStep):
         return (
             None
             if outputs is None
-            else self._awaited(boundary, self._taking_gradient(boundary, outputs), backward=True)
+            else self._awaited(
+                action.microbatch, boundary, self._taking_gradient(action.microbatch, boundary, outputs), backward=True
+            )
         )
 
-    def _taking_gradient(self, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _taking_gradient(self, microbatch: int, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the tensors that cross a boundary of which a gradient is sent back."""
-        crossings = self._crossings[boundary]
+        crossings = self._crossings_in(microbatch, boundary)
         return [tensor for tensor, crossing in zip(tensors, crossings, strict=True) if crossing.takes_gradient]
 
-    def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
+    def _check_idle(self, microbatch: int, boundary: int, tensors: Sequence[Tensor]) -> None:
         """Check that the loss has no gradient for tensors on which it did not depend in the trace."""
-        crossings = self._crossings[boundary]
+        crossings = self._crossings_in(microbatch, boundary)
         for tensor, crossing in zip(tensors, crossings, strict=True):
             # FSDP2 fills in gradients of zeros.
             if not crossing.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
@@ -393,10 +414,12 @@ class Stage(PartOfStep):
                     "model was traced, and it does now. Use pp=1, or to add 0 * tensor.sum() to the output",
                 )
 
-    def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
+    def _awaited(
+        self, microbatch: int, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False
+    ) -> list[Awaited]:
         """Describe the tensors that cross a boundary, or the gradients that do."""
         compute = self._program.step.compute_dtype
-        crossings = [c for c in self._crossings[boundary] if c.takes_gradient or not backward]
+        crossings = [c for c in self._crossings_in(microbatch, boundary) if c.takes_gradient or not backward]
         pairs = zip(tensors, crossings, strict=True)
         return [Awaited(c.owner, tuple(tensor.shape), DTYPES[c.dtype or compute]) for tensor, c in pairs]
 

@@ -174,11 +174,7 @@ def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
             problems.setdefault((target, *problem), []).append(place)
     for (target, about, text, fix), places in problems.items():
         yield ReportLine(
-            "fault",
-            about,
-            f"{text}, from {_some([heard.name(place) for place in places])}",
-            fix,
-            (heard.name(target),),
+            "fault", about, f"{text}, from {_some([heard.name(place) for place in places])}", fix, (heard.name(target),)
         )
     if pairs and not problems:
         yield ReportLine("ok", "ports", f"every host reaches every other: {pairs} ways, at free ports")

@@ -62,7 +62,7 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLi
             "fault",
             "bandwidth",
             f"nothing could be measured to {heard.name(end)}: {failure.error}",
-            "the lines above say why",
+            "the lines above give the reason",
             (heard.name(start),),
         )
     measured = {pair: rate for pair, rate in links.items() if not rate.error}

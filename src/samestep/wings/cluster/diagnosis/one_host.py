@@ -173,12 +173,7 @@ def _shm_line(limits: Limits, gpus: Gpus | None) -> Parts:
 
 def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
     if gpus.error:
-        return (
-            "fault",
-            "driver",
-            gpus.error,
-            "Use a driver and tools of one version; a container needs both mounted",
-        )
+        return ("fault", "driver", gpus.error, "Use a driver and tools of one version; a container needs both mounted")
     if not gpus.names:
         return "ok", "driver", "no GPU"
     shown = f"{len(gpus.names)} of {gpus.names[0]}, driver {gpus.driver}"

@@ -149,8 +149,7 @@ def _share(layout: Layout | None, nodes: int) -> int:
     """
     if layout is None:
         raise InputError(
-            "launch-nodes",
-            "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs",
+            "launch-nodes", "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs"
         )
     if layout.world_size % nodes:
         near = max(1, layout.world_size // nodes) * nodes

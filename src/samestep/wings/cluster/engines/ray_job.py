@@ -54,8 +54,7 @@ def ray_worker(
     def train_loop_per_worker(_config: dict[str, Any] | None = None) -> None:
         if not dist.is_initialized():
             raise InputError(
-                "ray-worker",
-                "ray_worker is a function for ray.train.torch.TorchTrainer, which makes the process group",
+                "ray-worker", "ray_worker is a function for ray.train.torch.TorchTrainer, which makes the process group"
             )
         where = fitted_layout(layout or job.layout or None, dist.get_world_size())
         train(job, layout=where, out=out, steps=steps, auto_resume=True, on_step=_Reporter(job, Path(out)))

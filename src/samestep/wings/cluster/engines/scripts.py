@@ -37,8 +37,7 @@ def _kubernetes(request: LaunchRequest) -> str:
     site = request.site.kubernetes
     if not site.image:
         raise InputError(
-            "launch-nodes",
-            '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --site',
+            "launch-nodes", '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --site'
         )
     is_train_job = site.kind == "TrainJob"
     # The Trainer gives its pods the variables of their rendezvous; the pods of a Job have the same ones from here.
@@ -264,8 +263,7 @@ def submit_script(on: str, file: Path) -> None:
         status = subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise InputError(
-            "submit-failed",
-            f"submit runs {words[0]}, which is not on this machine: copy {file} to one that has it",
+            "submit-failed", f"submit runs {words[0]}, which is not on this machine: copy {file} to one that has it"
         ) from None
     if status:
         raise RunError("submit-failed", f"{' '.join(words)} ended with status {status}")

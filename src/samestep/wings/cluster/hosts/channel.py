@@ -99,8 +99,7 @@ class Channel:
         text = json.dumps(message).encode()
         if len(text) >= _MOST_BYTES:
             raise WorkerError(
-                "value-out-of-range",
-                f"a message of {len(text)} bytes to {self.peer}. Use less than {_MOST_BYTES}",
+                "value-out-of-range", f"a message of {len(text)} bytes to {self.peer}. Use less than {_MOST_BYTES}"
             )
         with self._lock:
             seal = _seal(self._key, self._names[0], self._num_sent, text)

@@ -62,8 +62,7 @@ class Rendezvous:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise JobError(
-                "rendezvous-address",
-                f"--rendezvous {address} is not an address: HOST:PORT is, such as 10.0.0.1:29400",
+                "rendezvous-address", f"--rendezvous {address} is not an address: HOST:PORT is, such as 10.0.0.1:29400"
             )
         if len(token) < _LEAST_TOKEN_BYTES or len({*token}) < _LEAST_TOKEN_SYMBOLS:
             raise JobError(
@@ -89,8 +88,7 @@ def read_token(path: Path) -> bytes:
             mode, token = os.fstat(file.fileno()).st_mode, file.read(4096).strip()
     except OSError as error:
         raise JobError(
-            "token-file",
-            f"--token-file {path}: {error.strerror}. Use a file with a secret of your own",
+            "token-file", f"--token-file {path}: {error.strerror}. Use a file with a secret of your own"
         ) from None
     if stat.S_ISREG(mode) and mode & 0o077:
         raise JobError("token-file", f"--token-file {path} can be read by other users. Use chmod 600 {path}")
@@ -285,15 +283,14 @@ def _follow(address: tuple[str, int], at: Rendezvous, facts: Mapping[str, str], 
         if not isinstance(error, TokenError):
             return str(error)
         raise JobError(
-            "token-file",
-            f"--rendezvous {at}: {error}. Use the token file of the host that listens there",
+            "token-file", f"--rendezvous {at}: {error}. Use the token file of the host that listens there"
         ) from None
     address_here: str = connected.getsockname()[0]
     channel.send(facts)
     answer = channel.next(timeout_s + _LEADER_GRACE_S)
     if answer is not None and "agreed" in answer:
         return Meeting(address_here, leader=channel)
-    lost = channel.lost or f"it did not say within {timeout_s:g} s that all hosts have come"
+    lost = channel.lost or f"it did not report within {timeout_s:g} s that all hosts have come"
     channel.close()
     if answer is None:
         raise WorkerError("rank-lost", f"the leading host at {at} is gone: {lost}")

@@ -109,8 +109,7 @@ def follow(
         layout, until, folder = order.layout, order.until, Path(order.folder)
         if run_folder.lock_of(folder) != order.lock:
             raise JobError(
-                "host-lost",
-                f"--out {folder} is not the leading host's folder. Use one that all hosts share",
+                "host-lost", f"--out {folder} is not the leading host's folder. Use one that all hosts share"
             )
         if layout not in known:
             size: dict[str, Any] = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}

@@ -51,8 +51,7 @@ def start(
     """
     if shutil.which("ssh") is None:
         raise InputError(
-            "launch-nodes",
-            "--nodes H1,H2 needs ssh. Use --nodes N --rendezvous HOST:PORT --token-file F on each host",
+            "launch-nodes", "--nodes H1,H2 needs ssh. Use --nodes N --rendezvous HOST:PORT --token-file F on each host"
         )
     if len({*hosts}) < len(hosts) or len(hosts) < 2 or not all(hosts):
         raise InputError(

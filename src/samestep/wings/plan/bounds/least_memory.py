@@ -144,11 +144,7 @@ class Needs:
         """Return the sizes of each stage that is unlike the others, in any split of the data axis."""
         step = smallest(step)
         return tuple(
-            StageHeld(
-                self.prices.stage_sizes(step, stage),
-                self._activations(step, stage),
-                _adds_up_all(step, stage),
-            )
+            StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage), _adds_up_all(step, stage))
             for stage in self._unlike(step)
         )
 

@@ -42,19 +42,11 @@ from samestep.tracing.trace import trace
 from samestep.wings.plan.simulation.cost import BACKWARD_KERNELS
 from samestep.wings.plan.simulation.kernel_rates import BACKWARD
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """The sizes x of the products of x^3 multiplications."""
 COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
-MESSAGES = {
-    "cpu": (2**10, 2**14, 2**18, 2**21, 2**24, 2**26),
-    "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28),
-}
+MESSAGES = {"cpu": (2**10, 2**14, 2**18, 2**21, 2**24, 2**26), "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28)}
 """The sizes in bytes of the buffers of collectives."""
 TURNS = {"cpu": 4, "cuda": 1}
 """The number of times that all figures are measured, one after the other."""

@@ -226,7 +226,7 @@ def _machine(device: Device, figures: Figures, ranks: int) -> tuple[dict[str, An
     }
     if on_gpu:
         table |= {"num_units": device.num_units, "kernel_s": _round_digits(figures.kernel_s)}
-        sources["num_units"] = f"measured: as the driver says of {device.name}"
+        sources["num_units"] = f"measured: from the driver, of {device.name}"
         sources["kernel_s"] = "measured: kernels on one element after a long matmul"
     else:
         elementwise = min(1.0, figures.elementwise_bytes_per_s / figures.copied_bytes_per_s)

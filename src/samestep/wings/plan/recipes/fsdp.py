@@ -50,10 +50,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             if clip_norm is None
             else f"torch.nn.utils.clip_grad_norm_(model.parameters(), {clip_norm}) before each update"
         ),
-        "recompute": Said(
-            {"recompute": True},
-            lacks=_not_repeated(layout.recompute),
-        ),
+        "recompute": Said({"recompute": True}, lacks=_not_repeated(layout.recompute)),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said({"accumulate": True}),
         "offload": Said(lacks="offload: CPUOffloadPolicy moves the weights to CPU memory too; it is left out"),
@@ -189,7 +186,7 @@ def _body(facts: RecipeFacts, settings: Mapping[str, Any], data: list[str], is_d
 def _accumulate(facts: RecipeFacts, settings: Mapping[str, Any], is_ddp: bool) -> Iterable[str]:
     """Yield the function that runs the micro-batches of a step: torch reduces gradients in its last one, or in each."""
     yield "def accumulate(model: nn.Module, microbatches: Sequence, backward: Callable) -> None:"
-    yield '    """Call `backward(model, microbatch)` for each micro-batch of a step; gradients are reduced as the layout says."""'
+    yield '    """Call `backward(model, microbatch)` for each micro-batch of a step; gradients are reduced as in the layout."""'
     yield "    for index, microbatch in enumerate(microbatches):"
     if is_ddp and facts.layout.dp > 1:
         yield "        model.require_backward_grad_sync = index == len(microbatches) - 1"

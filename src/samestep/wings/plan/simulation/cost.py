@@ -82,6 +82,8 @@ one half of the published sources, confirmed on the other."""
 BLOCK_ELEMENTS_PER_S = 512 * 4 / 600e-9
 """Elements that one block of threads reads or writes a second: 512 threads (aten/src/ATen/native/cuda/Normalization.cuh) have four elements
 on their way each, for the 600 ns that device memory takes to answer. Batch norms with channels first have one block for each channel."""
+AT_ONCE = 1e30
+"""Bytes a second of a memory for which nothing waits."""
 SHARPNESS = 8
 """Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
 BACKWARD_MOVES = 1.75
@@ -276,7 +278,8 @@ def _elementwise_s(elements: float, dtype: str, hardware: Hardware, channel_elem
     if hardware.library == "gloo" or "float32" not in hardware.flops_per_s:
         return moved_s
     issued_s = elements * ISSUED * 2 / hardware.flops_per_s["float32"]
-    return math.hypot(moved_s, issued_s, channel_elements / BLOCK_ELEMENTS_PER_S)
+    waited_s = channel_elements / BLOCK_ELEMENTS_PER_S if hardware.memory_bytes_per_s < AT_ONCE else 0.0
+    return math.hypot(moved_s, issued_s, waited_s)
 
 
 def _collectives(kind: OpKind, layer: LayerSpec, layout: Layout) -> int:

@@ -37,8 +37,6 @@ from samestep.wings.plan.simulation.timeline import Timeline
 WORTH = 0.03
 """Part of a step from which on a row is worth a word."""
 MOST_REASONS = 3
-_AT_ONCE = 1e30
-"""Bytes a second of a memory that takes no time."""
 _WORDS = {
     BUBBLE: "the schedule leaves a stage idle",
     IMBALANCE: "another stage computes longer",
@@ -330,7 +328,7 @@ def reasons(prediction: Prediction) -> list[str]:
 def _fractions(prediction: Prediction) -> tuple[float, float]:
     """Return the fractions of compute that are launches, shortest kernels and the host's work, and that are reads and writes of memory."""
     at_once = replace(prediction.hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
-    in_place = replace(at_once, memory_bytes_per_s=_AT_ONCE)
+    in_place = replace(at_once, memory_bytes_per_s=cost.AT_ONCE)
     spent_s = work_s = arithmetic_s = 0.0
     for program in prediction.programs:
         for body, times in Counter(task.body for task in program.tasks).items():
