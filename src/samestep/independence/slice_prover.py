@@ -258,7 +258,8 @@ class SliceProver(Prover):
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
         super().applied(function, args, named, outcome)
-        what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
+        numbers = (leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, bool | int | float | complex | str))
+        what = function.__self__, tuple(map(repr, numbers))
         self._add_to_numbers(operands(outcome), "function", *what)
 
     def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
@@ -409,7 +410,3 @@ def compare_forwards(
 
 def _fits(shape: torch.Size, length: int) -> bool:
     return len(shape) >= 2 and shape[-1] == length and shape[-2] in (1, length)
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | str)
