@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -441,12 +440,11 @@ def example_in(batch: Any) -> Any:
 
     A trace shows no tower for pictures where its sample has none.
     """
-    rows = batch.shares(0, 1, 1)[0][:LOOKED_AT]
     dataset = getattr(batch, "dataset", None)
     length = 0 if dataset is None else len(dataset)
-    more = range(0, length, -(-length // LOOKED_AT) or 1)
-    others = (batch.samples(rows[place : place + 1]) for place in range(1, len(rows)))
-    return _fullest(batch.samples(rows[:1]), itertools.chain(others, (read_samples(dataset, [row]) for row in more)))
+    rows: list[int] = list(batch.shares(0, 1, 1)[0][:LOOKED_AT])
+    others = [*rows[1:], *range(0, length, -(-length // LOOKED_AT) or 1)]
+    return _fullest(batch.samples(rows[:1]), (batch.samples([row]) for row in others))
 
 
 def _fullest(first: Any, others: Iterator[Any]) -> Any:
