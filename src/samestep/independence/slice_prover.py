@@ -367,7 +367,8 @@ class SliceProver(Prover):
         wide = next((start for start in starts if isinstance(start, Wide)), None)
         if wide is None or is_elementwise(call.func):
             super()._follow(call)
-        for result in call.results if wide is not None and not is_elementwise(call.func) else ():
+            return
+        for result in call.results:
             self.learn(result, Mixed(wide.where, shown=True))
 
     def refuse_gradient(self, where: str) -> None:
