@@ -361,8 +361,7 @@ class SliceProver(Prover):
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
 
     def _follow(self, call: Call) -> None:
-        """Set the dependences of the results of an operation; one by elements alone keeps rows of neighbours, since what ranks of `tp` would
-        send of the results of others has more rows than tokens."""
+        """Set the dependences of results; by elements alone, rows of neighbours stay: of others `tp` would send more rows than tokens."""
         starts = [known.start for tensor in call.given if isinstance(known := self.known.of(tensor), Along)]
         wide = next((start for start in starts if isinstance(start, Wide)), None)
         if wide is None or is_elementwise(call.func):
