@@ -67,8 +67,6 @@ _APART: list[tuple[str, tuple[str, ...], str, tuple[str, ...]]] = [
     ("tied", ("called twice",), "layout", ("dp=2 zero=3",)),  # weights-order
     ("unused", ("head",), "loop", ("clips",)),  # another-stage, under pp
     ("norm", ("batch",), "loss", ("of the model",)),  # what a norm couples is no sum over samples
-    ("embedding", ("bag",), "norm", ("batch",)),  # the samples of what a bag returns are not known
-    ("embedding", ("bag",), "dropout", ("module", "function", "noise")),
     ("output", tuple(FACTORS["output"][1:]), "loss", ("of the model",)),  # nothing reads them
 ]
 APART = {
@@ -79,6 +77,7 @@ APART = {
 }
 """Pairs that no row has."""
 TOGETHER: tuple[Row, ...] = (
+    {"parametrization": "weight norm", "tied": "head", "unused": "at times", "layout": "tp=2"},  # tp-uncuttable
     {"norm": "batch", "tied": "called twice", "layout": "pp=2"},  # one stage keeps the statistics of both calls
     {
         "parametrization": "weight norm",

@@ -168,7 +168,7 @@ def test_a_state_dict_with_something_else_than_tensors_is_refused(tmp_path: Path
 
 def test_a_model_of_your_own_has_no_form_of_transformers() -> None:
     job = Job(model={"source": "tests.models:plain"})
-    with pytest.raises(ModelError, match=r"tests.models:plain is a Plain: samestep export RUN"):
+    with pytest.raises(ModelError, match=r"tests.models:plain is a Plain. Use samestep export RUN"):
         PretrainedForm.of(blueprint(model_source(job), 0), job)
 
 

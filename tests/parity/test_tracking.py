@@ -344,7 +344,7 @@ def test_autocast_around_a_step_is_refused_and_within_a_forward_it_is_not() -> N
     run = samestep.parallelize(Cast(2, 2), "cross_entropy", torch.optim.SGD, layout="")
     batch = torch.ones(4, 2), torch.arange(4) % 2
     run.step(batch)
-    says = r"run.step within torch.autocast, .* numerics.precision = .float32. says"
+    says = r"run.step within torch.autocast, .* numerics.precision = .float32. of the job"
     with pytest.raises(ModelError, match=says), torch.autocast("cpu", torch.bfloat16):
         run.step(batch)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):

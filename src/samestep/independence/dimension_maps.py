@@ -183,6 +183,16 @@ def _embedding(call: Computation) -> Iterator[list[Operand]]:
     yield [(indices, range(size)), (table, [SUMMED, size])]
 
 
+def _bags(call: Computation) -> Iterator[list[Operand]]:
+    """Map of embedding bags [B, D] of N items, N / B in each; bags of other sizes are those of offsets that depend on the samples."""
+    table, items, offsets, *factors = call.given
+    of_items = len(items.shape) == 1 and items.shape[0] % max(call.results[0].shape[0], 1) == 0
+    target = [Blocks(0, items.shape[0] // call.results[0].shape[0], 1) if of_items else SUMMED]
+    yield [(table, [SUMMED, 1]), (offsets, [SUMMED]), *((each, target) for each in (items, *factors))]
+    for _ in call.results[1:]:  # what a backward keeps
+        yield [(items, [SUMMED]), (offsets, [SUMMED])]
+
+
 # -- norms of channels -----------------------------------------------------------------------------
 
 
@@ -414,6 +424,7 @@ MAPS: dict[Any, Map] = {
     **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), _likelihood),
     _aten.convolution: _convolution,
     _aten.embedding: _embedding,
+    _aten._embedding_bag: _bags,
     **dict.fromkeys((*BATCH_NORMS, _aten.batch_norm_stats), _by_channel),
     _aten.native_group_norm: _by_group,
     **dict.fromkeys(

@@ -191,6 +191,9 @@ class CarriedLanes:
 class LaneBatch:
     """A batch whose samples come with the state of their lanes."""
 
+    dataset = None
+    """Samples of other steps have no state yet."""
+
     def __init__(self, batch: Any, lanes: CarriedLanes) -> None:
         self._batch, self._lanes = batch, lanes
         self._places = {int(index): place for place, index in enumerate(batch.shares(0, 1, 1)[0])}
