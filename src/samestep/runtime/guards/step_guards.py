@@ -98,8 +98,7 @@ def _operations_of(outputs: Any) -> int:
     known, number = {*todo}, 0
     while todo:
         node = todo.pop()
-        kind: Any = type(node)
-        place = _dim_of(kind)
+        kind, place = _kind_of(type(node))
         number = hash((number, kind, getattr(node, place) if place else None))
         for other, _ in node.next_functions:
             if other is not None and other not in known:
@@ -108,10 +107,16 @@ def _operations_of(outputs: Any) -> int:
     return number
 
 
+_RESHAPED = ("ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0")
+"""What a reshape leaves, by the strides that its operand happens to have."""
+
+
 @functools.cache
-def _dim_of(kind: Any) -> str:
-    """Return the name under which nodes of a kind keep the dimension of their operation; empty if they keep none."""
-    return next((name for name in ("_saved_dim", "_saved_dims") if hasattr(kind, name)), "")
+def _kind_of(node: type) -> tuple[str, str]:
+    """Return the operation of a class of nodes, and the name under which these keep its dimension; empty if they keep none."""
+    name = node.__name__
+    dims = (place for place in ("_saved_dim", "_saved_dims") if hasattr(node, place))
+    return _RESHAPED[0] if name in _RESHAPED else name, next(dims, "")
 
 
 class StepGuards:
