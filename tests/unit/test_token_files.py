@@ -119,7 +119,7 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
         "length": (index[:34] + struct.pack("<i", -5) + index[38:], "is damaged: it has a sequence of -5 tokens"),
         "pointer": (
             index[:pointers] + struct.pack("<q", 2**62) + index[pointers + 8 :],
-            "says that a sequence ends at byte",
+            "states that a sequence ends at byte",
         ),
         "documents": (index[:-8] + struct.pack("<q", 99), "its documents do not divide its"),
         "old": (b"TNTIDX\x00\x00" + index, "an index of an older form"),
