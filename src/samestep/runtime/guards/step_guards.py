@@ -98,7 +98,8 @@ def _operations_of(outputs: Any) -> int:
     known, number = {*todo}, 0
     while todo:
         node = todo.pop()
-        kind, place = _kind_of(type(node))
+        of_node: Any = type(node)
+        kind, place = _kind_of(of_node)
         number = hash((number, kind, getattr(node, place) if place else None))
         for other, _ in node.next_functions:
             if other is not None and other not in known:
