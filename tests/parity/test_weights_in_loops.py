@@ -149,7 +149,10 @@ def refused(rank: int, world: int, layout: str, kinds: dict[str, str], names: tu
 
 
 OF_WEIGHTS = dict.fromkeys(WHOLE, r"under tp=2 a rank has a part .*run\.gathered\(\) as model")
-OF_GRADIENTS = {f"gradient: {kind}": r"Use run.gradients\(\) between .*report.grad_norm and optimizer.clip_norm" for kind in GRADIENTS}
+OF_GRADIENTS = {
+    f"gradient: {kind}": r"Use run.gradients\(\) between .*report.grad_norm and optimizer.clip_norm"
+    for kind in GRADIENTS
+}
 
 
 @pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp=2 zero=3 tp=2", marks=pytest.mark.nightly)])
