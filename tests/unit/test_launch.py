@@ -324,6 +324,19 @@ def _own_listening_sockets(place: RankInfo) -> list[str]:
     return mine + ["elsewhere"] * int(elsewhere.item())
 
 
+def _handles_ends(place: RankInfo) -> bool:
+    return signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
+
+
+def test_the_handler_of_a_parents_loader_speaks_for_no_worker() -> None:
+    """It would raise where reader processes of a rank end with the rank."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        assert not run_workers(_handles_ends, ranks=2, timeout_s=60)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_workers_listen_on_loopback_only() -> None:
     listening = run_workers(_own_listening_sockets, ranks=2, timeout_s=60)
     assert listening
