@@ -115,9 +115,7 @@ def run_worker(
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
     die_with_parent(options.parent_pid)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # the handler of a DataLoader of the parent would raise where its kind of worker ends
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that of a DataLoader of the parent raises errors of its workers
     if rank or options.quiet:
         _write_to_files(options.folder, rank)
     elif os.isatty(0):
