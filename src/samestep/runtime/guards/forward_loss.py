@@ -296,7 +296,11 @@ def _fitting(variants: Sequence[Sequence[_Part]], trial: _Trial, num_samples: in
 def _error(divisor: _Divisor, parts: Sequence[_Part]) -> float:
     """Return by how much the forwards of A, B and both miss a rule, relative to what they return."""
     rule, (a, b, both) = divisor[0], (part.counts[divisor] for part in parts)
-    if rule is Rule.RETURNED and a + b != both:
+    is_more = rule is Rule.RETURNED and a + b != both
+    is_of_none = rule in (Rule.LABELS, Rule.NEXT_LABELS) and any(
+        part.loss and not part.counts[divisor] for part in parts
+    )
+    if is_more or is_of_none:
         return math.inf
     return _off(*(part.loss * (1 if rule in (Rule.SUM, Rule.RETURNED) else part.counts[divisor]) for part in parts))
 
