@@ -57,6 +57,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "transposed convolution": (aten.convolution.default, x(2, 4, 5), x(4, 6, 3), x(6), *CONVOLVED, True, [0], 1),
     "transposed convolution of groups": (aten.convolution.default, x(2, 4, 5), x(4, 3, 3), x(6), *CONVOLVED, True, [0], 2),
     "embedding": (aten.embedding.default, x(5, 3), PLACES),
+    "bags": (aten._embedding_bag.default, x(5, 3), torch.tensor([2, 0, 1, 4, 3, 2]), torch.tensor([0, 2, 4])),
+    "weighted bags": (aten._embedding_bag.default, x(5, 3), torch.tensor([2, 0, 1, 4]), torch.tensor([0, 2]), False, 0, False, x(4)),
     "batch norm": (aten.native_batch_norm.default, x(2, 3, 4), x(3), x(3), None, None, True, 0.1, 1e-5),
     "batch norm at rest": (aten.native_batch_norm.default, x(2, 3, 4), x(3), x(3), x(3), x(3).exp(), False, 0.1, 1e-5),
     "group norm": (aten.native_group_norm.default, x(2, 4, 3), x(4), x(4), 2, 4, 3, 2, 1e-5),
