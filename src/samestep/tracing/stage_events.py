@@ -133,10 +133,9 @@ def layers_of_events(layers: Sequence[LayerSpec], flow: Flow) -> tuple[list[int]
         first_readers[number] = min(readers, default=len(layers))
         by = place_of_call.get(number, first_readers[number])
         needed.update((value, min(by, needed.get(value, by))) for value in event.reads)
-    layer_of: dict[int | None, int] = {value: 0 for _, value in flow.weights}
-    places, called = list[int](), 0
+    layer_of, places, called = dict[int | None, int](), list[int](), 0
     for number, event in enumerate(flow.events):
-        latest = max((layer_of[value] for value in event.reads), default=0)
+        latest = max((layer_of.get(value, 0) for value in event.reads), default=0)  # no event makes weights
         called = place_of_call.get(number, called)
         place = called if event.is_call else max(latest, min(called, first_readers[number]))
         if place < latest:
