@@ -31,7 +31,7 @@ from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.tracing.costs import Costs
-from samestep.tracing.flow import Flow, makes_event
+from samestep.tracing.flow import CannotPassError, Flow, makes_event
 from samestep.tracing.module_inputs import ForwardCalls, ModuleCall
 from samestep.tracing.stage_events import layers_of_events
 
@@ -330,7 +330,10 @@ class UsesOfWeights:
         self._layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
         self._modules = modules
         self._events = dict(flow.uses)
-        self._places, num_known = layers_of_events(specs, flow)
+        try:
+            self._places, num_known = layers_of_events(specs, flow)
+        except CannotPassError:  # which matters to a pipeline alone
+            self._places, num_known = [0] * len(flow.events), 0
         self._is_clear = num_known == len(layers) or len(layers) == 1
 
     def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:

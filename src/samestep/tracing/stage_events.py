@@ -172,7 +172,11 @@ def with_exact_crossings(
 
 def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
     """Return layers with the maker of what a tensor cut leaves in parts where it crosses a boundary; `cut` are such values."""
-    specs, (places, num_known) = [], layers_of_events(layers, flow)
+    specs = []
+    try:
+        places, num_known = layers_of_events(layers, flow)
+    except CannotPassError:  # no stage can begin anywhere
+        places, num_known = [], 0
     for index, layer in enumerate(layers):
         crossing = _crossing(flow, places, index) if index < num_known and layer.is_beginning else []
         maker = next((flow.values[value].maker for value in crossing if value in cut), "")
