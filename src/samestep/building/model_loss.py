@@ -78,7 +78,7 @@ class ModelLoss:
 
     @property
     def divisor(self) -> str:
-        """What it was found to divide by, in words."""
+        """The number that it was found to divide by, in words."""
         return str(self.rule).replace(str(IGNORED_LABEL), str(self.labels.ignored))
 
     @property

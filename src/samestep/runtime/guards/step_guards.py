@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.building.autograd_graph import nodes_from
 from samestep.building.model import call_model
 from samestep.building.model_loss import ModelLoss
 from samestep.errors import UnprovenError
@@ -94,17 +95,11 @@ class ForwardGraphs:
 
 def _operations_of(outputs: Any) -> int:
     """Return a number for the operations that have made outputs, and for the dimensions along which they compute."""
-    todo: list[Any] = [node for tensor in tensors_in(outputs) if (node := tensor.grad_fn) is not None]
-    known, number = {*todo}, 0
-    while todo:
-        node = todo.pop()
+    number = 0
+    for node in nodes_from(tensor.grad_fn for tensor in tensors_in(outputs)):
         of_node: Any = type(node)
         kind, place = _kind_of(of_node)
         number = hash((number, kind, getattr(node, place) if place else None))
-        for other, _ in node.next_functions:
-            if other is not None and other not in known:
-                known.add(other)
-                todo.append(other)
     return number
 
 
