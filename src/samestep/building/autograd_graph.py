@@ -19,7 +19,9 @@ def nodes_from(begin: Iterable[Node | None], known: Container[Node] = ()) -> dic
         if node in nodes or node in known:
             continue
         nodes[node] = None
-        rest += [after for after, _ in node.next_functions if after is not None]
+        for after, _ in node.next_functions:  # a comprehension would be a call for each node, in every step
+            if after is not None:
+                rest.append(after)
     return nodes
 
 
