@@ -15,8 +15,8 @@ from samestep.layout import Layout
 from tests.plain import assert_trained, train_plainly
 from tests.pool import pool
 
-B, STEPS, LATE = 8, 4, 2
-"""Step 3 is between the steps that are watched: the first, second and fourth."""
+B, STEPS, LATE = 8, 7, 5
+"""Step 6 is between the steps that are watched: the first, second, fourth and eighth."""
 JOB = samestep.Job(train={"global_batch": B, "steps": STEPS}, numerics={"precision": "float64"}, run={"device": "cpu"})
 STEP = [0]
 """The step, counted from 0, as a loop's own flag knows it."""
@@ -287,7 +287,7 @@ class InChunks(nn.Module):
         return self.last(h + torch.cat([self._wide(part)[:, : part.shape[1]] for part in h.split(4, dim=1)], 1))
 
 
-LENGTHS = [4, 8, 6, 9]
+LENGTHS = [4, 8, 6, 9, 8, 3, 10]
 
 
 def learned_lengths(rank: int, world: int, layout: str, late: int) -> tuple[list[float], dict[str, Tensor], str]:
