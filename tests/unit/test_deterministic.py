@@ -132,15 +132,6 @@ def _attending(word: str, **how: Any) -> list[tuple[str, Any, Any]]:
     return seen.calls
 
 
-def test_a_causal_attention_reaches_its_kernel_without_a_mask_and_without_dropout() -> None:
-    calls = _attending("auto", is_causal=True)
-    assert {name.partition(".")[0] for name, *_ in calls} == {
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    }
-    assert [(given, mask) for name, given, mask in calls if "backward" not in name] == [((0.0, True), None)]
-
-
 def test_the_kernel_of_attention_is_chosen_within_a_step_alone() -> None:
     assert {name.partition(".")[0] for name, *_ in _attending("flash")} == {
         name.partition(".")[0] for name, *_ in _attending("auto")

@@ -56,12 +56,13 @@ def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.Captu
     assert "hardware profile cpu-laptop: not measured on this machine" in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "cpu-laptop"
 
-    assert cli.main(["measure", "--device", "cpu"]) == 0
+    assert cli.main(["measure", "--device", "cpu", "--ranks", "2"]) == 0
     said = capfd.readouterr().out
     path = home / ".cache" / "samestep" / "this-machine.toml"
     assert f"written: {path}" in said
     machine = load("this-machine")
     assert f"{machine.memory_bytes_per_s / 1e9:.4g} GB/s" in said
+    assert_every_number_has_its_source(path, ranks=2)
 
     assert cli.main(plan) == 0
     assert "not measured" not in capfd.readouterr().out
@@ -75,20 +76,9 @@ def test_more_ranks_than_this_machine_has_devices_are_named() -> None:
     assert line.startswith("this-machine has 2 devices, so 4 are predicted as several such machines")
 
 
-@pytest.mark.usefixtures("quick", "home")
-def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["measure", "--device", "cpu", "--ranks", "1", "--out", "mine.toml"]) == 0
-    said = capfd.readouterr().out
-    assert said.startswith("1 device of ")
-    assert "no link measured: one device sends nothing" in said
-    assert "a hop" not in said
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.usefixtures("quick")
-def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
-    machine = profile.benchmark_hardware(out=tmp_path / "mine.toml", ranks=ranks, device="cpu")
-    table = tomllib.loads((tmp_path / "mine.toml").read_text())
+def assert_every_number_has_its_source(path: Path, ranks: int) -> None:
+    """Each is measured, or said to be assumed."""
+    machine, table = load(path), tomllib.loads(path.read_text())
     sources = table.pop("sources")
     keys = {
         f"{key}.{part}" if isinstance(value, dict) else key
@@ -107,6 +97,16 @@ def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Pa
         rates = [float(rate) for rate in re.findall(r"\^3 (\S+?)[,;]", sources[f"flops_per_s.{dtype}"])]
         assert len(rates) == 2
         assert machine.flops_per_s[dtype] == pytest.approx(max(rates), rel=0.01)
+
+
+@pytest.mark.usefixtures("quick", "home")
+def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["measure", "--device", "cpu", "--ranks", "1", "--out", "mine.toml"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("1 device of ")
+    assert "no link measured: one device sends nothing" in said
+    assert "a hop" not in said
+    assert_every_number_has_its_source(Path("mine.toml"), ranks=1)
 
 
 def _sent(ranks: int, collective_s: float, latency_s: float, bytes_per_s: float) -> dict[str, dict[int, float]]:
@@ -168,9 +168,7 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
     assert 2 * 4096**2 * 128 * 16 / attended == pytest.approx(2.5e14, rel=0.01)
 
 
-def test_what_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile.workers, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
     assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")

@@ -20,9 +20,7 @@ from samestep.wings.plan.measurement import profile
 from tests import small
 
 
-def test_the_best_are_run_and_the_own_profile_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_are_run_and_the_own_profile_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "_why_kept", lambda _: "")  # how busy the machine is decides otherwise
     shipped = hardware.load("cpu-laptop")
@@ -54,9 +52,7 @@ def test_one_step_refits_nothing(tmp_path: Path) -> None:
     ("load", "cores", "is_busy"),
     [(7.0, 2, True), (1.9, 2, False), (1.2, 1, False), (40.0, 64, True), (20.0, 64, False)],
 )
-def test_a_measurement_on_a_busy_machine_says_so(
-    load: float, cores: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_on_a_busy_machine_says_so(load, cores, is_busy, monkeypatch):
     monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     lines = profile.busy()
