@@ -278,6 +278,12 @@ def test_failures_of_the_users_functions_are_one_line_with_theirs(setting, says,
     assert re.search(says, said[0]), said
 
 
+@pytest.fixture
+def _no_group() -> None:
+    """Leave the group that a run of one rank has made here: workers would start as new processes, of 3 s each."""
+    join.leave()
+
+
 ERRORS = """
 import samestep
 def main(place):
@@ -287,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("_no_group")
 def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(ERRORS)
@@ -298,12 +305,6 @@ def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: P
 
 
 # -- ranks that return early -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def _no_group() -> None:
-    """Leave the group that a run of one rank has made here: workers would start as new processes, of 3 s each."""
-    join.leave()
 
 
 def _early(place: RankInfo) -> None:

@@ -212,13 +212,6 @@ def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
         assert not torch.equal(F.dropout(ones(1, 100)), model(ones(1, 100)))
 
 
-def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
-    keys = mix(torch.arange(3))
-    whole = drop_mask(bits_at(keys, *hash_positions(torch.arange(40), torch.arange(64))), 0.3)
-    rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
-    assert torch.equal(drop_mask(bits_at(keys, *hash_positions(rows, columns)), 0.3), whole[:, rows][:, :, columns])
-
-
 def test_the_hash_is_pinned():
     # A changed hash changes every run that goes on from a checkpoint.
     mask = drop_mask(bits_at(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16))), 0.5)

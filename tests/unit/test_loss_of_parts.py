@@ -248,7 +248,7 @@ def test_a_sum_over_samples_passes(case: str) -> None:
     assert judged(*LEGAL[case], graded=graded) == LossTrial()
 
 
-@pytest.mark.parametrize("case", ["cross entropy", "classes", "dataclass", "own mask", "two views", "module", "mse"])
+@pytest.mark.parametrize("case", ["cross entropy", "classes", "own mask", "two views"])
 def test_a_sum_over_samples_passes_with_two_samples(case: str) -> None:
     assert judged(*LEGAL[case], [3, 5]) == LossTrial()
 
@@ -311,9 +311,8 @@ def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
     assert judge_tokens(mean_of_each, whole, T).reason.startswith("its ")
 
 
-@pytest.mark.parametrize("largest", [1e-6, 1.0, 1e3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-6), (torch.float32, 1e3), (torch.float64, 1.0)])
+@pytest.mark.parametrize("seed", range(3))
 def test_sums_whose_terms_cancel_pass_and_coupled_ones_do_not(seed: int, dtype: torch.dtype, largest: float) -> None:
     """As in the first step of GRPO, where each ratio is 1 and the advantages of a group add up to nothing."""
     drawn = torch.Generator().manual_seed(seed)
@@ -384,7 +383,7 @@ def test_a_loss_that_only_logs_passes_by_name_and_its_log_is_as_before(keep, nam
     assert kept == SimpleNamespace(log=[], seen=0, total=torch.zeros(()), calls=0)
 
 
-@pytest.mark.parametrize("begins", [lambda calls: calls > 20, lambda calls: calls % 50 == 49, lambda calls: calls == 3])
+@pytest.mark.parametrize("begins", [lambda calls: calls % 50 == 49, lambda calls: calls == 3])
 def test_a_loss_that_counts_its_calls_says_so(begins: Callable[[int], bool]) -> None:
     kept = SimpleNamespace(calls=0)
 
@@ -434,8 +433,10 @@ def mean_of(kept: Any) -> Any:
     return sum(kept) / len(kept) if isinstance(kept, list) else kept
 
 
-@pytest.mark.parametrize("read", [*READ, None])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    ("kept", "read"),
+    [*((kept, "a factor") for kept in KEPT), *(("a running mean", read) for read in ("a threshold", "a limit", None))],
+)
 def test_a_loss_that_reads_what_it_keeps_of_other_batches_does_not_pass(kept: str, read: str | None) -> None:
     keep, at_first = KEPT[kept]
 
@@ -489,8 +490,10 @@ def test_a_sum_that_is_rounded_says_so(dtype: torch.dtype) -> None:
     assert reason.endswith(f"for the halves, and it is rounded to {name}. Use a loss that computes it in float32")
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(B), torch.ones(B, 2), torch.ones(2, 3)])
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weight", "precision"),
+    [(torch.zeros(B), torch.bfloat16), (torch.ones(B, 2), torch.float32), (torch.ones(2, 3), torch.float32)],
+)
 def test_a_weight_with_as_many_rows_as_there_are_samples_belongs_to_all(weight: Tensor, precision: torch.dtype) -> None:
     """Weights of two tasks, where no sample has a label of the second one."""
 
@@ -578,8 +581,7 @@ def writing(outputs: Any, batch: Any) -> Any:
     return (each * outputs["weights"]).sum(), (batch["ids"] != -100).sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("graded", [(True, False), (False, False)])
+@pytest.mark.parametrize(("dtype", "graded"), [(torch.float32, (True, False)), (torch.float64, (False, False))])
 def test_what_a_loss_writes_in_place_ends_with_its_call(dtype: torch.dtype, graded: tuple[bool, bool]) -> None:
     """The canary compares the same outputs afterwards."""
     outputs = {"logits": ROWS.to(dtype), "weights": torch.rand(B, generator=_draw, dtype=dtype)}
