@@ -152,7 +152,6 @@ def fed(rank: int, world: int, layout: str, job: Job, folder: str, reads: bool =
 def of_ranks(layout: str, job: Job, folder: Path, reads: bool = False) -> dict[str, Tensor]:
     """Return weights and states of all ranks of a layout, in coordinates of the whole."""
     ranks, found = Layout(layout).world_size, {}
-    opened(0, 1, "dp=1", job)  # which the ranks inherit
     seen = (
         pool(ranks).run(fed, layout, job, str(folder), reads)
         if ranks > 1
@@ -172,7 +171,7 @@ def of_ranks(layout: str, job: Job, folder: Path, reads: bool = False) -> dict[s
 def test_equal_gradients_give_equal_weights_and_states(layouts: list[str], tmp_path: Path) -> None:
     """To the bit, and so are those that one device reads from a layout's checkpoint, or a layout from one device's."""
     job = job_with()
-    alone = of_ranks("dp=1", job, tmp_path)
+    alone = of_ranks("dp=1", job, tmp_path)  # whose trace the ranks inherit
     for layout in layouts:
         assert_equal(of_ranks(layout, job, tmp_path), alone, layout)
         assert_equal(of_ranks("dp=1", job, tmp_path / layout, True), alone, f"{layout}, read on one device")
