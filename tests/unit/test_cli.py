@@ -361,7 +361,7 @@ def _simulate(*words: str) -> subprocess.CompletedProcess[str]:
         "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr); sys.exit(status)"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, "simulate", *small.settings(), *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, "simulate", *small.settings(), *words], capture_output=True, text=True, timeout=500
     )
 
 
@@ -557,7 +557,7 @@ def test_who_stops_reading_stops_the_writing() -> None:
     code = "import samestep.cli as cli; cli._env = lambda _: cli.Result(None, 'x' * 10**6); raise SystemExit(cli.main(['env']))"
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=500)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -567,7 +567,7 @@ def test_who_stops_reading_stops_the_writing() -> None:
 def test_an_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "samestep.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "samestep.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=500
         )
     complaint = "samestep: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, complaint)
