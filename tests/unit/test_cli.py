@@ -21,7 +21,7 @@ from samestep.arguments import spell_out
 from samestep.building.optimizer import optimizer_of
 from samestep.errors import WorkerError
 from samestep.models import catalog
-from samestep.models.spec import from_json, to_json
+from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.program.update_rules import states_per_param
 from samestep.proof import verify as proof
 from samestep.proof.verdict import Verdict
@@ -148,9 +148,8 @@ def test_a_file_may_begin_with_a_byte_order_mark() -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("source", ["text:book.txt", "jsonl:book.jsonl", "tokens:book.bin"])
+@pytest.mark.parametrize("source", ["jsonl:book.jsonl", "tokens:book.bin"])
 def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("book.txt").write_text("It was a dark and stormy night. " * 100)
     Path("book.jsonl").write_text('{"text": "It was a dark and stormy night."}\n' * 100)
     (np.arange(4000) % 300).astype(np.uint16).tofile("book.bin")
     size = 299 if source.startswith("tokens") else 200
@@ -346,6 +345,16 @@ def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, option
 # -- simulate and the catalog ----------------------------------------------------------------------
 
 
+_TRACED: list[ModelSpec] = []
+
+
+def _small_spec(job: samestep.Job) -> ModelSpec:
+    """The trace of the small job, which is traced once."""
+    if not _TRACED:
+        _TRACED.append(workload.trace_job(job).spec)
+    return _TRACED[0]
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "home"
@@ -428,7 +437,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(state, home, monkeypatch, capfd
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return to_json(workload.trace_job(job).spec)
+        return to_json(_small_spec(job))
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -447,7 +456,32 @@ def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert from_json(capsys.readouterr().out).name == "hf:llama"
 
 
-def test_simulate_tells_the_mistake_that_train_would(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+class _Tracing:
+    """A process that traces a model, as a fork of this one: a new one would import torch for 3 s."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.returncode = 0
+
+    def __enter__(self) -> _Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def communicate(self, job: str) -> tuple[str, str]:
+        def trace() -> int:
+            try:
+                workload.write_spec(job)
+            except SystemExit as end:
+                return int(end.code or 0)
+            return 0
+
+        self.returncode = small.status_of(small.forked(trace, Path("traced")), 500.0)
+        return Path("traced/out").read_text(), Path("traced/err").read_text()
+
+
+def test_simulate_tells_the_mistake_that_train_would(home, monkeypatch, capfd):
+    monkeypatch.setattr(catalog.subprocess, "Popen", _Tracing)
     Path("mine.py").write_text("import warnings\nprint('hello')\nwarnings.warn('careful')\ndef build(): return 3\n")
     assert small.main("simulate", *small.settings(model__source="mine:build", model__config={})) == 2
     said = capfd.readouterr().err.splitlines()
@@ -480,7 +514,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_mistakes_of_simulate(words, says, monkeypatch, capfd):
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     assert small.main("simulate", *small.settings(), *words) == 2
     complaint = capfd.readouterr().err
     assert says in complaint
@@ -497,7 +531,7 @@ def test_what_cannot_be_written_is_said_before_any_work(flag, monkeypatch, capsy
 
 
 def test_layouts_writes_its_table_or_says_why_not(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     words = ("layouts", *small.settings(), "--devices", "2", "--json")
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
@@ -514,7 +548,7 @@ def test_layouts_writes_its_table_or_says_why_not(tmp_path, monkeypatch, capfd):
     ],
 )
 def test_layouts_answers_for_one(layout, says, monkeypatch, capfd):
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
     heading, said = capfd.readouterr().out.splitlines()
     assert heading.startswith("job: built-in default, changed by --set: model.config.hidden_size=16, ")
@@ -564,13 +598,15 @@ def test_who_stops_reading_stops_the_writing() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
 @pytest.mark.parametrize("words", [["presets"], ["presets", "--json"]], ids=["text", "json"])
-def test_an_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "samestep.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=500
-        )
+def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: Path) -> None:
+    def command() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        return cli.main(words)
+
+    status = small.status_of(small.forked(command, tmp_path / "said"), 500.0)
     complaint = "samestep: standard output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, complaint)
+    assert (status, (tmp_path / "said" / "err").read_text()) == (1, complaint)
 
 
 def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

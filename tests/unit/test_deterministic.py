@@ -134,7 +134,7 @@ def _attending(word: str, **how: Any) -> list[tuple[str, Any, Any]]:
     return seen.calls
 
 
-@pytest.mark.parametrize("model", ["llama", "deep_gemma", "attentive", "dropping_llama", "dropping_attentive"])
+@pytest.mark.parametrize("model", ["llama", "deep_gemma", "attentive", "dropping_llama"])
 def test_no_dense_mask_and_no_dropout_reach_a_fused_kernel(model: str) -> None:
     """Where causality says what a mask would; dropout is computed by the formula, with masks of our own."""
     run = make_run(0, 1, model, "dp=1", clipped())

@@ -116,6 +116,8 @@ def test_the_last_setting_counts(tmp_path: Path) -> None:
     path = _file(tmp_path, "[train]\nsteps = 9")
     assert load(path).train.steps == 9
     assert load(path, ["train.steps=8", "train.steps=7"]).train.steps == 7
+    below = ["--set train.steps.more=3: steps is a value, not a table"]
+    assert _mistakes(path, "train.steps=3", "train.steps.more=3") == below
 
 
 def test_every_mistake_is_said_at_once_with_file_and_key(tmp_path: Path) -> None:
@@ -259,7 +261,6 @@ def load_text(text: str) -> Job:
         ("", "--set : write key=value, as in --set train.steps=50"),
         ("=3", "--set =3: write key=value, as in --set train.steps=50"),
         ("train..steps=3", "--set train..steps=3: write key=value, as in --set train.steps=50"),
-        ("optimizer.lr.more=3", "--set optimizer.lr.more=3: lr is a value, not a table"),
         ("run.timeout_s=inf", "input should be a finite number, got inf"),
         ("run.timeout_s=1e300", "less than or equal to 100000000, got 1e+300"),
         ("run.threads=100000", "less than or equal to 1024, got 100000"),

@@ -71,11 +71,11 @@ def test_a_simulation_without_a_layout_takes_the_jobs_own_or_replicas() -> None:
 
 
 def test_layouts_are_rows_with_a_reason_where_they_are_refused() -> None:
-    rows = samestep.layouts(GPT2, 8)
+    rows = samestep.layouts(GPT2, 5)
     assert isinstance(rows, tuple)
     assert {bool(row.reason) for row in rows} == {True, False}
     assert all((row.memory is None) == bool(row.reason) for row in rows)
-    assert len(samestep.layouts(GPT2, 8, switches=True)) > len(rows)
+    assert len(samestep.layouts(GPT2, 5, switches=True)) > len(rows)
 
 
 def test_a_plan_keeps_memory_free_and_says_so() -> None:
