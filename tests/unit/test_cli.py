@@ -472,6 +472,7 @@ class _Tracing:
 
     def communicate(self, job: str) -> tuple[str, str]:
         def trace() -> int:
+            warnings.resetwarnings()
             try:
                 workload.write_spec(job)
             except SystemExit as end:
