@@ -17,7 +17,7 @@ TESTS_OF: dict[str, tuple[str, ...]] = {
     "runtime/optimizers": ("parity/test_update_rules.py", "parity/test_several_optimizers.py", "parity/test_combined_optimizers.py"),
     "runtime/checkpoints": ("parity/test_checkpoint.py", "parity/test_torch_checkpoint.py", "parity/test_own_checkpoints.py", "parity/test_resume_any_state.py"),
     "runtime/guards": ("code", "proof/test_reproductions.py", "parity/test_parts_trial.py", "parity/test_silent_errors.py", "parity/test_training_code.py"),
-    "runtime/own_steps": ("parity/test_own_loops.py", "parity/test_steps_in_parts.py"),
+    "runtime/own_steps": ("parity/test_steps_in_parts.py",),
     "runtime/codecs": ("parity/test_compression.py", "parity/test_powersgd_hook.py"),
     "runtime/processes": ("parity/test_ranks_agree.py",),
     "runtime": ("code", "parity/test_products.py"),
