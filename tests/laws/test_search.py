@@ -50,12 +50,14 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
 @pytest.mark.parametrize(
     ("what", "where", "devices"),
     [
+        ("odd", "a100", 4),
         ("experts", "slow", 2),
+        ("vision", "slow", 2),
         ("odd", "uneven", 4),
         ("unfused", "compiled", 4),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
-            for what, where in (("tiny", "slow"), ("odd", "a100"), ("tied", "alone"), ("experts", "slow"), ("vision", "slow"))
+            for what, where in (("tiny", "slow"), ("tied", "alone"), ("tied", "slow"), ("experts", "slow"), ("vision", "slow"))
         ),
     ],
 )  # fmt: skip
