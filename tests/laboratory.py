@@ -328,9 +328,16 @@ def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") 
 
 
 def prove_refused(layout: str, model: str, words: str, error: type[InputError] = LayoutError, waiver: str = "") -> None:
-    """Hold a layout to a refusal of a model, by these words and, if one is given, with this waiver."""
+    """Hold a layout to a refusal of a model, by these words and, if one is given, with this waiver.
+
+    What the program refuses needs no ranks; rows with `zero` run on them.
+    """
+    where, job = Layout(layout), job_for(model)
     with pytest.raises(error, match=words) as refusal:
-        on_ranks(layout, observe, model, job_for(model))
+        found = source_of(model, where, job).prepared
+        if found is not None and not where.zero:
+            program_of(found.spec, job, where)
+        on_ranks(layout, observe, model, job)
     if waiver:
         assert isinstance(refusal.value, UnprovenError)
         assert refusal.value.waiver == waiver
