@@ -130,18 +130,8 @@ LINE_KINDS = (
     "flip", "flip", "flip", "cut", "odd", "odd", "bytes", "surrogate", "deep", "long number", "nan", "missing", "extra", "two",
 )  # fmt: skip
 WHOLE_KINDS = (
-    "utf-16",
-    "utf-32",
-    "mark",
-    "returns",
-    "blank",
-    "gzip",
-    "zstd",
-    "array",
-    "cut gzip",
-    "flipped gzip",
-    "no end",
-)
+    "utf-16", "utf-32", "mark", "returns", "blank", "gzip", "zstd", "array", "cut gzip", "flipped gzip", "no end",
+)  # fmt: skip
 
 
 def _of_lines(  # noqa: C901 - one case for each kind
@@ -409,6 +399,11 @@ def _parquet_texts(path: Path, field: str) -> list[str] | None:
 # -- plain text ------------------------------------------------------------------------------------
 
 
+TEXT_KINDS = (
+    "flip", "bytes", "cut", "utf-16", "utf-32", "gzip", "zstd", "cut gzip", "returns", "zeros", "long", "mark", "pointer",
+)  # fmt: skip
+
+
 def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:  # noqa: C901 - one case for each kind
     """Yield text files that are damaged, packed, or in another encoding."""
     drawn = random.Random(seed)
@@ -417,23 +412,7 @@ def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:  # noqa: C901
         content = "\n".join(lines).encode()
         twin, path = folder / f"twin-{number}.txt", folder / f"damaged-{number}.txt"
         twin.write_bytes(content)
-        kind = drawn.choice(
-            (
-                "flip",
-                "bytes",
-                "cut",
-                "utf-16",
-                "utf-32",
-                "gzip",
-                "zstd",
-                "cut gzip",
-                "returns",
-                "zeros",
-                "long",
-                "mark",
-                "pointer",
-            )
-        )
+        kind = drawn.choice(TEXT_KINDS)
         at = drawn.randrange(len(content))
         row, known = content[:at].count(b"\n") + 1, None
         match kind:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ BOUNDS = {"bf16": 2.0**-8, "int8": 1 / 127}
 """Of an element, or of the largest of its block."""
 SMALLEST = {"bf16": 1e-38, "int8": 2.0**-126}
 """What is smaller is lost: the smallest number or scale."""
+_EXAMPLES = settings(max_examples=25)
 
 
 def there_and_back(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,7 @@ def gradients(draw: st.DrawFn) -> tuple[Tensor, int]:
     return values, block
 
 
+@_EXAMPLES
 @pytest.mark.parametrize("name", BOUNDS)
 @given(gradients())
 def test_an_element_is_as_near_as_its_codec_says(name: str, drawn: tuple[Tensor, int]) -> None:
@@ -91,6 +93,7 @@ def test_what_is_not_finite_shows_and_is_not_fed_back(name: str, bad: float) -> 
         assert rest.isfinite().all()
 
 
+@_EXAMPLES
 @given(gradients(), st.booleans(), st.sampled_from([0.0, math.inf, math.nan]))
 def test_fused_kernels_give_the_same_codes(drawn: tuple[Tensor, int], feeds_back: bool, bad: float) -> None:
     rows = drawn[0].view(-1, drawn[1])
@@ -133,6 +136,7 @@ def _codes_of(kernels: int8.Kernels, rows: Tensor, feeds_back: bool) -> tuple[Te
     return codes, exponents, torch.zeros(0) if lost is None else lost, decoded.nan_to_num(7.0)
 
 
+@_EXAMPLES
 @given(gradients(), st.integers(-20, 20))
 def test_codes_of_twice_a_gradient_are_twice_those_of_it(drawn: tuple[Tensor, int], exponent: int) -> None:
     """So a loss scale, a power of two, changes no code."""
@@ -148,7 +152,7 @@ def test_a_sum_over_steps_loses_nothing() -> None:
     lost, total, sent = torch.zeros(1, 256), torch.zeros(1, 256), torch.zeros(1, 256)
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 256, generator=generator) * torch.logspace(-4, 0, 256)
-    for _ in range(200):
+    for _ in range(50):
         decoded, lost = there_and_back("int8", gradient + lost, 256)
         total, sent = total + gradient, sent + decoded
     assert (total - sent).abs().max() <= (gradient.abs().max() + lost.abs().max()) * BOUNDS["int8"]

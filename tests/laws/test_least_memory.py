@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +49,7 @@ _WORDS = st.sampled_from(sorted(MODELS)), st.sampled_from(["float32", "bf16"]), 
 
 
 @LAW
-@given(*_WORDS, st.lists(layouts(), min_size=8, max_size=24))
+@given(*_WORDS, st.lists(layouts(), min_size=6, max_size=12))
 def test_what_was_bounded_before_does_not_matter(what: str, precision: str, batch: int, every: list[Layout]) -> None:
     """A search bounds many layouts with the sums that it keeps: those of others must not be among them."""
     model, job = MODELS[what], job_of(batch, precision)
@@ -64,23 +63,11 @@ def test_what_was_bounded_before_does_not_matter(what: str, precision: str, batc
                 assert needs.need(step) == alone.need(step), layout
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "batch", "words"),
-    [
-        # Stages keep what they have sent each other.
-        (
-            "deepseek-v3", 4096, 15360,
-            "dp_replicate=16 dp_shard=16 pp=16 ep=8 schedule=interleaved virtual_stages=2 zero=1 microbatch=1 recompute=full",
-        ),
-        (
-            "deepseek-v3", 4096, 15360,
-            "dp_replicate=16 dp_shard=16 pp=16 ep=8 schedule=interleaved virtual_stages=2 zero=2 microbatch=1 recompute=full accumulate=full",
-        ),
-    ],
-)  # fmt: skip
-def test_layouts_that_hardly_fit_are_refused_by_their_bound(name: str, length: int, batch: int, words: str) -> None:
-    model, layout, hardware = preset(name, length), Layout(words), load("h100x8")
-    job = Job(data={"sequence_length": length}, train={"global_batch": batch}, numerics={"precision": "bf16"})
+def test_layouts_that_hardly_fit_are_refused_by_their_bound() -> None:
+    """Stages keep what they have sent each other."""
+    words = "dp_replicate=16 dp_shard=16 pp=16 ep=8 schedule=interleaved virtual_stages=2 zero=2 microbatch=1 recompute=full accumulate=full"
+    model, layout, hardware = preset("deepseek-v3", 4096), Layout(words), load("h100x8")
+    job = Job(data={"sequence_length": 4096}, train={"global_batch": 15360}, numerics={"precision": "bf16"})
     step = StepSpec.of(model, job, layout, hardware.devices_per_node)
     needed = Needs(Prices(model, job, hardware), 2).need(step).total
     programs = programs_of(model, job, layout, hardware.devices_per_node)

@@ -43,25 +43,20 @@ def master_bytes(case: Case) -> int:
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
 
-@LAW
-@given(ZERO_01)
-def test_every_gradient_lies_in_one_bucket(case: Case) -> None:
+def every_gradient_lies_in_one_bucket(case: Case) -> None:
     found = [member.name for bucket in case.program.buckets for member in bucket.members]
-    assert sorted(found) == (sorted(p.name for p in trainable(case)) if case.layout.dp > 1 else [])
+    has_buckets = case.layout.zero == 1 or case.layout.dp > 1 or case.program.step.is_mixed
+    assert sorted(found) == (sorted(p.name for p in trainable(case)) if has_buckets else [])
     assert not case.program.units
 
 
-@LAW
-@given(ZERO_23)
-def test_every_weight_lies_in_one_unit(case: Case) -> None:
+def every_weight_lies_in_one_unit(case: Case) -> None:
     found = [name for unit in case.program.units for name in unit.params]
     assert sorted(found) == sorted(param.name for param in case.model.params)
     assert not case.program.buckets
 
 
-@LAW
-@given(ZERO_01)
-def test_members_lie_side_by_side_and_the_padding_divides(case: Case) -> None:
+def members_lie_side_by_side_and_the_padding_divides(case: Case) -> None:
     """Under zero=1 the weights lie there too, each at a multiple of 16 bytes."""
     numel = {param.name: param.numel for param in case.model.params}
     for bucket in case.program.buckets:
@@ -74,17 +69,13 @@ def test_members_lie_side_by_side_and_the_padding_divides(case: Case) -> None:
         assert 0 <= bucket.padded_numel - end < case.layout.dp
 
 
-@LAW
-@given(ZERO_01)
-def test_a_bucket_has_one_dtype(case: Case) -> None:
+def a_bucket_has_one_dtype(case: Case) -> None:
     params = {param.name: param for param in case.model.params}
     for bucket in case.program.buckets:
         assert {case.program.step.working_dtype(params[m.name]) for m in bucket.members} == {bucket.dtype}
 
 
-@LAW
-@given(ZERO_23)
-def test_units_pad_rows_to_the_ranks(case: Case) -> None:
+def units_pad_rows_to_the_ranks(case: Case) -> None:
     shards = case.layout.dp_shard
     for unit in case.program.units:
         params = [param for param in case.model.params if param.name in unit.params]
@@ -96,17 +87,13 @@ def test_units_pad_rows_to_the_ranks(case: Case) -> None:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-@LAW
-@given(ZERO_01)
-def test_buckets_stand_in_the_order_of_the_backward(case: Case) -> None:
+def buckets_stand_in_the_order_of_the_backward(case: Case) -> None:
     layer = {param.name: param.layer for param in case.model.params}
     order = [layer[member.name] for bucket in case.program.buckets for member in bucket.members]
     assert order == sorted(order, reverse=True)
 
 
-@LAW
-@given(PIPELINES)
-def test_buckets_of_a_stage_stand_in_the_order_of_its_backwards(case: Case) -> None:
+def buckets_of_a_stage_stand_in_the_order_of_its_backwards(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "bucket_bytes", lambda num_shards: 2**12)  # a stage of these small models has several
         programs = programs_of(case.model, case.job, case.layout, case.program.step.ranks_per_node)
@@ -118,9 +105,7 @@ def test_buckets_of_a_stage_stand_in_the_order_of_its_backwards(case: Case) -> N
         assert program.buckets[: len(early)] == tuple(early)
 
 
-@LAW
-@given(PIPELINES)
-def test_stages_come_to_what_they_share_in_one_order(case: Case) -> None:
+def stages_come_to_what_they_share_in_one_order(case: Case) -> None:
     """So that no two wait for each other; and what they reduce together is of one size."""
     shared: dict[str, dict[int, list[tuple[str, int]]]] = {}
     for stage, program in enumerate(case.programs):
@@ -134,9 +119,7 @@ def test_stages_come_to_what_they_share_in_one_order(case: Case) -> None:
         assert len({str(row) for row in rows.values()}) == 1
 
 
-@LAW
-@given(ZERO_01)
-def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None:
+def no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None:
     layer = {param.name: param.layer for param in case.model.params}
     first = {b.name: min(layer[m.name] for m in b.members) for b in case.program.buckets}
     last_microbatch = case.program.step.num_microbatches - 1
@@ -152,8 +135,20 @@ def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None
 
 
 @LAW
-@given(cases() | PIPELINES)
-def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) -> None:
+@given(ZERO_01)
+def test_buckets_of_gradients(case: Case) -> None:
+    """Where they lie, and when they are reduced."""
+    for law in (
+        every_gradient_lies_in_one_bucket,
+        members_lie_side_by_side_and_the_padding_divides,
+        a_bucket_has_one_dtype,
+        buckets_stand_in_the_order_of_the_backward,
+        no_reduction_precedes_the_backward_that_finishes_it,
+    ):
+        law(case)
+
+
+def every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) -> None:
     """On one of the stages, and where the schedule splits the backward, the gradients of weights come behind it."""
     compute = (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.WEIGHT)
     seen: dict[tuple[int, int | None], list[OpKind]] = {}
@@ -174,9 +169,7 @@ def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) 
         assert OpKind.WEIGHT not in kinds or kinds[-1] is OpKind.WEIGHT
 
 
-@LAW
-@given(ZERO_23)
-def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
+def weights_are_gathered_before_they_are_used(case: Case) -> None:
     """Follow what is freed: after the forward unless kept, after the backward, and under zero=2 never in the step."""
     gathered: set[str] = set()
     for _, op in case.program.ops():
@@ -195,9 +188,7 @@ def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
                     gathered.discard(unit.name)
 
 
-@LAW
-@given(ZERO_23)
-def test_what_units_allocate_is_freed_within_the_step(case: Case) -> None:
+def what_units_allocate_is_freed_within_the_step(case: Case) -> None:
     """Under zero=2 all but the gathered weights, which a rank keeps to the end of the step."""
     live: set[str] = set()
     for _, op in case.program.ops():
@@ -208,9 +199,7 @@ def test_what_units_allocate_is_freed_within_the_step(case: Case) -> None:
     assert live == ({unit.name for unit in case.program.units} if case.layout.zero == 2 else set())
 
 
-@LAW
-@given(cases() | PIPELINES)
-def test_an_op_waits_only_for_what_was_issued(case: Case) -> None:
+def an_op_waits_only_for_what_was_issued(case: Case) -> None:
     for program in case.programs:
         issued: set[str] = set()
         for _, op in program.ops():
@@ -218,9 +207,7 @@ def test_an_op_waits_only_for_what_was_issued(case: Case) -> None:
             issued.add(op.name)
 
 
-@LAW
-@given(data_cases())
-def test_compute_waits_for_the_gathers_of_its_layer(case: Case) -> None:
+def compute_waits_for_the_gathers_of_its_layer(case: Case) -> None:
     for body in case.program.bodies.values():
         issued: set[str] = set()
         for op in body:
@@ -265,9 +252,7 @@ def test_the_update_waits_for_every_reduction(layout: str) -> None:
 # -- conservation ------------------------------------------------------------------------------------------------------
 
 
-@LAW
-@given(data_cases())
-def test_flops_are_conserved(case: Case) -> None:
+def flops_are_conserved(case: Case) -> None:
     """Over all ranks that read samples each is computed once, and one of another rank where a micro-batch is empty."""
     step = case.program.step
     each = [layer.forward_flops for layer in case.model.layers if layer.is_block]
@@ -314,18 +299,14 @@ def test_microbatches_hold_every_sample_and_hardly_more(case: Case) -> None:
     assert case.layout.microbatch is None or step.microbatch_samples <= case.layout.microbatch
 
 
-@LAW
-@given(cases() | PIPELINES)
-def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
+def one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
     for program in case.programs:
         found = [op for _, op in program.ops() if op.owner == "scalars"]
         assert len(found) == (case.layout.world_size > 1)
         assert all((op.kind, op.axis, op.dtype) == (OpKind.ALL_REDUCE, "world", "float64") for op in found)
 
 
-@LAW
-@given(cases() | PIPELINES)
-def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it(case: Case) -> None:
+def every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it(case: Case) -> None:
     """On each stage that uses it; in one bucket or unit, never in both."""
     found: Counter[str] = Counter()
     tied: dict[str, int] = {}
@@ -340,9 +321,7 @@ def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_i
         assert {param.name for param in trainable(case)} <= set(found)
 
 
-@LAW
-@given(PIPELINES)
-def test_stages_receive_what_is_sent(case: Case) -> None:
+def stages_receive_what_is_sent(case: Case) -> None:
     """As many bytes on one stage as on the other, forward and backward, for every micro-batch."""
     moved: dict[OpKind, Counter[tuple[str, int]]] = {OpKind.SEND: Counter(), OpKind.RECV: Counter()}
     for program in case.programs:
@@ -351,6 +330,18 @@ def test_stages_receive_what_is_sent(case: Case) -> None:
                 moved[op.kind][op.owner, task.microbatch] += op.size_bytes
     assert moved[OpKind.SEND]
     assert moved[OpKind.SEND] == moved[OpKind.RECV]
+
+
+@LAW
+@given(PIPELINES)
+def test_stages(case: Case) -> None:
+    """What they reduce and send each other."""
+    for law in (
+        buckets_of_a_stage_stand_in_the_order_of_its_backwards,
+        stages_come_to_what_they_share_in_one_order,
+        stages_receive_what_is_sent,
+    ):
+        law(case)
 
 
 @LAW
@@ -419,9 +410,7 @@ def test_zero_1_sends_what_replication_sends(n: int) -> None:
     assert 0 <= more < 2 * 16 * sum(len(bucket.members) for bucket in sharded.buckets)
 
 
-@LAW
-@given(ZERO_23)
-def test_bytes_of_zero_2_and_3(case: Case) -> None:
+def bytes_of_zero_2_and_3(case: Case) -> None:
     """zero=2 gathers once a step. zero=3 twice a micro-batch, but once what the last layer uses or an embedding is."""
     step = case.program.step
     last = case.model.layers[-1]
@@ -440,6 +429,20 @@ def test_bytes_of_zero_2_and_3(case: Case) -> None:
         ("all_reduce", "dp_replicate"): gradients // case.layout.dp_shard if case.layout.dp_replicate > 1 else 0,
     }
     assert sent(case.program) == {key: value for key, value in expected.items() if value}
+
+
+@LAW
+@given(ZERO_23)
+def test_units_of_weights(case: Case) -> None:
+    """What they hold, when they are gathered and freed, and what they send."""
+    for law in (
+        every_weight_lies_in_one_unit,
+        units_pad_rows_to_the_ranks,
+        weights_are_gathered_before_they_are_used,
+        what_units_allocate_is_freed_within_the_step,
+        bytes_of_zero_2_and_3,
+    ):
+        law(case)
 
 
 def test_no_collective_is_empty() -> None:
@@ -462,9 +465,7 @@ def test_a_model_spec_reads_back(case: Case, decoder: ModelSpec) -> None:
         assert from_json(to_json(model)) == model
 
 
-@LAW
-@given(cases() | PIPELINES)
-def test_tasks_of_a_micro_batch_stand_in_order_and_the_update_last(case: Case) -> None:
+def tasks_of_a_micro_batch_stand_in_order_and_the_update_last(case: Case) -> None:
     """In each chunk of each stage: forward, backward, and the gradients of weights where they are split off."""
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if case.program.step.splits_backward else [])]
     for program in case.programs:
@@ -478,9 +479,29 @@ def test_tasks_of_a_micro_batch_stand_in_order_and_the_update_last(case: Case) -
 
 
 @LAW
-@given(data_cases())
-def test_without_stages_tasks_alternate(case: Case) -> None:
+@given(cases() | PIPELINES)
+def test_programs_of_all_stages(case: Case) -> None:
+    """Order, waits and collectives over any axes."""
+    for law in (
+        every_layer_goes_forward_then_backward_in_every_microbatch,
+        an_op_waits_only_for_what_was_issued,
+        one_all_reduce_of_scalars_where_there_are_others,
+        every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it,
+        tasks_of_a_micro_batch_stand_in_order_and_the_update_last,
+    ):
+        law(case)
+
+
+def without_stages_tasks_alternate(case: Case) -> None:
     tasks = case.program.tasks
     for before, after in pairwise(tasks[:-1]):
         assert before.kind is not after.kind
         assert after.microbatch == before.microbatch + (after.kind is TaskKind.FORWARD)
+
+
+@LAW
+@given(data_cases())
+def test_programs_of_data_axes(case: Case) -> None:
+    """Waits, work and order without stages."""
+    for law in (compute_waits_for_the_gathers_of_its_layer, flops_are_conserved, without_stages_tasks_alternate):
+        law(case)

@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.runtime.run import Run
 from tests.parts import Residual
 
-STEPS = 5
+STEPS = 4
 Result = tuple[list[float], dict[str, Tensor]]
 Batches = Iterator[Any]
 
@@ -424,53 +424,6 @@ def _leaking(run: Run, batch: Any, step: int) -> list[float]:
     return losses
 
 
-def _project(mine: list[Tensor], other: list[Tensor]) -> None:
-    """Take from one gradient its part along another that it contradicts (PCGrad)."""
-    dot = sum(float(torch.sum(a * b)) for a, b in zip(mine, other, strict=True))
-    if dot < 0:
-        length = sum(float(torch.sum(b * b)) for b in other)
-        for a, b in zip(mine, other, strict=True):
-            a.sub_(b, alpha=dot / length)
-
-
-def _combined(one: list[Tensor], two: list[Tensor]) -> list[Tensor]:
-    first, second = [g.clone() for g in one], [g.clone() for g in two]
-    _project(first, two)
-    _project(second, one)
-    return [a + b for a, b in zip(first, second, strict=True)]
-
-
-def conflicting(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-    return (outputs[0] + outputs[1] - batch["y"].flip(1)).square().sum() - 2 * outputs[0].sum(), outputs[0].numel()
-
-
-def _plain_pcgrad(plain: Plain, batch: Any, step: int) -> list[float]:
-    found, losses = [], []
-    params = [*plain.model.parameters()]
-    for loss in (both, conflicting):
-        plain.zero_grad()
-        mean = plain.mean(batch, loss)
-        mean.backward()
-        losses.append(mean.item())
-        found.append([p.grad.clone() for p in params if p.grad is not None])
-    for param, gradient in zip(params, _combined(*found), strict=True):
-        param.grad = gradient
-    plain.optimizers[""].step()
-    return losses
-
-
-def _pcgrad(run: Run, batch: Any, step: int) -> list[float]:
-    found, losses = [], []
-    for loss in (both, conflicting):
-        run.zero_grad()
-        losses.append(run.backward(batch, loss).loss)
-        found.append([g.clone() for g in run.gradients().values()])
-    for gradient, new in zip(run.gradients().values(), _combined(*found), strict=True):
-        gradient.copy_(new)
-    run.update()
-    return losses
-
-
 def _clip_in_turn(params: Any, limit: float) -> None:
     """Clip each gradient by value, and scale it by its number, as numbers that are drawn in turn are another one for each."""
     for number, param in enumerate(params):
@@ -695,7 +648,6 @@ LOOPS = {
     ),
     "sophia": Loop(Regression, both, sophia, _plain_sophia, _sophia),
     "sam by hand": Loop(Regression, both, sam, _plain_sam, _sam),
-    "pcgrad": Loop(Regression, both, adam, _plain_pcgrad, _pcgrad),
     "body every other step": Loop(Regression, both, OF_HEADS, _plain_body_every_other, _body_every_other),
     "any order": Loop(Regression, both, OF_HEADS, _plain_any_order, _any_order, clip_norm=0.1),
     "by value": Loop(Regression, both, {"body": adam, "one": momentum, "two": adam}, _plain_by_value, _by_value),

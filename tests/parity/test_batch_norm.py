@@ -221,15 +221,13 @@ EVERY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "coupled", "batch"),
     [
-        ("dp=1", None, 8),
         pytest.param("dp=1 recompute=full", 2, 8, marks=EVERY),
-        ("dp=1 microbatch=2", 2, 8),
         pytest.param("dp=2 zero=1", None, 8, marks=EVERY),
         ("dp=2 zero=2 recompute=full", None, 8),
         ("dp=2 microbatch=2 recompute=selective", 4, 8),
         ("pp=2 microbatch=2", 2, 8),
         pytest.param("pp=2 dp=2 microbatch=1", 2, 8, marks=EVERY),  # one sample a rank, which torch refuses by itself
-        ("dp=4", None, 3),  # a place without samples
+        ("dp=3", None, 2),  # a place without samples
         ("dp=2 zero=3 pp=2 microbatch=2 recompute=full", 4, 8),
         pytest.param("dp=2", None, 8, marks=EVERY),
         pytest.param("dp=2", 2, 8, marks=EVERY),
@@ -450,9 +448,9 @@ def test_running_statistics_that_a_forward_reads_are_those_that_its_norms_have_j
         assert all(torch.allclose(one, kept[name], rtol=1e-9, atol=1e-12) for name, one in buffers.items())
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("affine", "precision", "dtype"), [(True, "bf16", torch.float64), (False, "float32", torch.bfloat16)]
+)
 def test_a_model_in_another_dtype_keeps_statistics_in_float32(affine: bool, precision: str, dtype: torch.dtype) -> None:
     """In that of the model they would be refused by torch, or stay what they were at first."""
     points = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ from tests.plain import Trained, assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
 JOB = Job(
-    train={"global_batch": 4, "steps": 4, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
+    train={"global_batch": 4, "steps": 5, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
 )
 LAYOUTS = ["dp=2", "dp=2 zero=3 microbatch=1", "tp=2", "pp=2 microbatch=2"]
 
@@ -118,54 +118,36 @@ def plain() -> nn.Module:
 # -- means and predictions -------------------------------------------------------------------------
 
 
-def evaluated(rank: int, world: int, layout: str) -> list[dict[str, float]]:
+def measured(rank: int, world: int, layout: str) -> tuple[list[dict[str, float]], Any, list[Any]]:
     run = run_of(rank, world, layout)
-    return [run.evaluate(Points()), run.evaluate(Points(), measure), run.evaluate(Points(), lambda o, b: loss(o, b))]
+    means = [run.evaluate(Points()), run.evaluate(Points(), measure), run.evaluate(Points(), lambda o, b: loss(o, b))]
+    return means, run.predict(Points()), run.predict(Padded()) if layout in OF_LENGTHS else []
+
+
+OF_LENGTHS = ("dp=1", "dp=2 zero=3 microbatch=1")
+"""Layouts in which samples of sizes of their own are predicted too, one by one."""
 
 
 @pytest.mark.parametrize("layout", ["dp=1", *LAYOUTS])
-def test_means_count_each_sample_once(layout: str) -> None:
+def test_means_count_each_sample_once_and_predictions_are_the_outputs_in_order(layout: str) -> None:
     whole: Any = read_samples(Points(), range(13))
     with torch.no_grad():
         outputs = plain()(whole["x"])
+        padded = [plain()(Padded().read([index])["x"])["logits"][0] for index in range(13)]
     pairs = {"loss": loss(outputs, whole), **measure(outputs, whole)}
     wanted = {name: float(total) / float(count) for name, (total, count) in pairs.items()}
-    for alone, measured, named in everywhere(layout, evaluated):
+    for (alone, measures, named), found, each in everywhere(layout, measured):
         assert alone == pytest.approx({"loss": wanted["loss"]}, rel=1e-12)
-        assert measured == pytest.approx(wanted, rel=1e-12)
+        assert measures == pytest.approx(wanted, rel=1e-12)
         assert named == pytest.approx({"loss": wanted["loss"], "measure": wanted["loss"]}, rel=1e-12)
-
-
-def predicted(rank: int, world: int, layout: str) -> Any:
-    return run_of(rank, world, layout).predict(Points())
-
-
-@pytest.mark.parametrize("layout", ["dp=1", *LAYOUTS])
-def test_predictions_are_the_outputs_of_all_samples_in_order(layout: str) -> None:
-    whole: Any = read_samples(Points(), range(13))
-    with torch.no_grad():
-        wanted = plain()(whole["x"])
-    for found in everywhere(layout, predicted):
-        assert list(found) == list(wanted)
+        assert list(found) == list(outputs)
         ours = found["logits"], found["more"][0], found["more"][1][0], found["scale"]
-        theirs = wanted["logits"], wanted["more"][0], wanted["more"][1][0], wanted["scale"]
-        for one, other in zip(ours, theirs, strict=True):
-            assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+        theirs = outputs["logits"], outputs["more"][0], outputs["more"][1][0], outputs["scale"]
+        assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
         assert found["more"][1][1] is None
-
-
-def predicted_each(rank: int, world: int, layout: str) -> Any:
-    return run_of(rank, world, layout).predict(Padded())
-
-
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3 microbatch=1"])
-def test_samples_of_sizes_of_their_own_are_predicted_one_by_one(layout: str) -> None:
-    for found in everywhere(layout, predicted_each):
-        assert [len(one["logits"]) for one in found] == [1 + index % 3 for index in range(13)]
-        for index, one in enumerate(found):
-            with torch.no_grad():
-                wanted = plain()(Padded().read([index])["x"])["logits"][0]
-            assert torch.allclose(one["logits"], wanted, rtol=1e-12, atol=1e-12)
+        assert len(each) == (13 if layout in OF_LENGTHS else 0)
+        for one, other in zip(each, padded, strict=False):
+            torch.testing.assert_close(one["logits"], other, rtol=1e-12, atol=1e-12)
 
 
 def test_an_output_of_the_samples_that_run_together_is_refused() -> None:
@@ -212,16 +194,28 @@ def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: 0.5 * one + 0.01 for name, one in state.items()}
 
 
-State = dict[str, Tensor]
-
-
-def loaded(rank: int, world: int, layout: str, of_rank_0: bool) -> Trained:
-    """Losses before and after a state is loaded amid training, and the weights at the end."""
+def written(rank: int, world: int, layout: str) -> Trained:
+    """Train, with other values for the whole weights in front of each step but the first, set in another way each time."""
     run = run_of(rank, world, layout, Tied)
-    losses = trained(run, 2)
-    state = changed(run.state_dict(on_every_rank=not of_rank_0))
-    run.load_state_dict(state)
-    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
+    losses = trained(run, 1)
+    run.load_state_dict(changed(run.state_dict()))  # on rank 0 alone
+    losses += trained(run, 1, 1)
+    run.load_state_dict(changed(run.state_dict(on_every_rank=True)))
+    losses += trained(run, 1, 2)
+    with run.gathered() as model:  # state dicts of the model and of a part of it, each loaded within and read again
+        state = changed({name: one.detach().clone() for name, one in model.state_dict().items()})
+        model.load_state_dict(state)
+        model.norm.load_state_dict(model.norm.state_dict())
+        assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    losses += trained(run, 1, 3)
+    with run.gathered() as model:  # new tensors in the place of weights and buffers, as pruning puts a new mask
+        for part in list(model.modules()):
+            for held in (part._parameters, part._buffers):
+                for leaf, one in list(held.items()):
+                    if one is not None and leaf != "passing":
+                        new = one.detach() * 0.5 + 0.01
+                        setattr(part, leaf, nn.Parameter(new) if held is part._parameters else new)
+    return losses + trained(run, 1, 4), run.state_dict(on_every_rank=True)
 
 
 @functools.cache
@@ -233,7 +227,7 @@ def plainly() -> Trained:
 
     def of_step(numbered: tuple[int, Any]) -> Any:
         step, samples = numbered
-        if step == 2:
+        if step:
             model.load_state_dict(changed(model.state_dict()))
         return loss(model(samples["x"]), samples)
 
@@ -244,98 +238,26 @@ SETTING = ["dp=1", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "pp=2 mi
 
 
 @pytest.mark.parametrize("layout", SETTING)
-@pytest.mark.parametrize("of_rank_0", [True, False])
-def test_a_state_is_loaded_amid_training(layout: str, of_rank_0: bool) -> None:
-    assert_trained(everywhere(layout, loaded, of_rank_0), plainly(), 1e-9, 1e-9, 1e-9)
+def test_whole_weights_are_set_amid_training(layout: str) -> None:
+    assert_trained(everywhere(layout, written), plainly(), 1e-9, 1e-9, 1e-9)
 
 
-def written_by_dicts(rank: int, world: int, layout: str) -> Trained:
-    """The same by state dicts of the model and of a part of it, each loaded within and read again."""
-    run = run_of(rank, world, layout, Tied)
-    losses = trained(run, 2)
-    with run.gathered() as model:
-        state = {name: one.detach().clone().mul_(0.5).add_(0.01) for name, one in model.state_dict().items()}
-        model.load_state_dict(state)
-        part = model.norm.state_dict()
-        model.norm.load_state_dict(part)
-        assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
-    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
-
-
-@pytest.mark.parametrize("layout", SETTING)
-def test_whole_weights_are_written_by_state_dicts(layout: str) -> None:
-    assert_trained(everywhere(layout, written_by_dicts), plainly(), 1e-9, 1e-9, 1e-9)
-
-
-def replaced(rank: int, world: int, layout: str) -> Trained:
-    """The same by new tensors in the place of weights and buffers, as pruning puts a new mask."""
-    run = run_of(rank, world, layout, Tied)
-    losses = trained(run, 2)
-    with run.gathered() as model:
-        for part in list(model.modules()):
-            for held in (part._parameters, part._buffers):
-                for leaf, one in list(held.items()):
-                    if one is not None and leaf != "passing":
-                        new = one.detach() * 0.5 + 0.01
-                        setattr(part, leaf, nn.Parameter(new) if held is part._parameters else new)
-    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
-
-
-@pytest.mark.parametrize("layout", SETTING)
-def test_tensors_in_the_place_of_whole_weights_are_kept(layout: str) -> None:
-    assert_trained(everywhere(layout, replaced), plainly(), 1e-9, 1e-9, 1e-9)
-
-
-def copied(rank: int, world: int, layout: str) -> list[Any]:
-    """An average and a snapshot of a part, made within, which the loop updates and calls itself; what they compute at the end."""
+def kept(rank: int, world: int, layout: str) -> list[Any]:
+    """An average of the model, copies and files of it and of a part, made within; and what they, the model and its parts compute."""
     run = run_of(rank, world, layout, Tied)
     trained(run, 1)
+    x, before = Points()[0]["x"][None], [id(one) for one in run.model.parameters()]
     with run.gathered() as model:
-        average, norm = (
-            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
-            copy.deepcopy(model.norm),
-        )
-        assert not any(part._forward_hooks or part._forward_pre_hooks for part in average.modules())
-        assert average.module.norm.weight is not model.norm.weight
-    for step in range(1, 3):
-        trained(run, 1, step)
-        with run.gathered() as model:
-            average.update_parameters(model)
-    x = Points()[0]["x"][None]
-    with torch.no_grad():
-        return [average(x)["logits"], norm(x), *average.module.state_dict().values()]
-
-
-def pickled(rank: int, world: int, layout: str) -> list[Any]:
-    """The model and a part of it, written within to files and read again, and what they compute."""
-    run = run_of(rank, world, layout, Tied)
-    trained(run, 1)
-    with run.gathered() as model:
+        assert {name: one.shape for name, one in model.named_parameters()} == SHAPES
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
         file = io.BytesIO()
         torch.save(model, file)
-        whole, norm = (
-            torch.load(io.BytesIO(file.getvalue()), weights_only=False),
-            pickle.loads(pickle.dumps(model.norm)),
-        )
-    assert type(whole) is Tied
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in whole.modules())
-    with torch.no_grad():
-        x = Points()[0]["x"][None]
-        return [whole(x)["logits"], norm(x), *whole.state_dict().values()]
-
-
-@pytest.mark.parametrize("body", [copied, pickled])
-@pytest.mark.parametrize("layout", SETTING)
-def test_copies_of_the_model_are_plain_modules(layout: str, body: Any) -> None:
-    prove_as_alone(layout, body)
-
-
-def called(rank: int, world: int, layout: str) -> list[Any]:
-    """What the model and its parts compute within, in both modes, before and after writes; and what the run has then."""
-    run = run_of(rank, world, layout, Tied)
-    trained(run, 1)
-    x = Points()[0]["x"][None]
-    with run.gathered() as model:
+        whole = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        norms = [copy.deepcopy(model.norm), pickle.loads(pickle.dumps(model.norm))]
+        assert norms[0].weight is not model.norm.weight
+        assert type(whole) is Tied
+        for one in (average, whole):
+            assert not any(part._forward_hooks or part._forward_pre_hooks for part in one.modules())
         found = [model(x)["logits"], model(mask=None, x=x)["logits"], model.norm(x), model.blocks[1](x)]
         model.eval()
         found.append(model(x)["logits"])
@@ -345,7 +267,22 @@ def called(rank: int, world: int, layout: str) -> list[Any]:
             found.append(model(x)["logits"])
             model.norm.bias = nn.Parameter(model.norm.bias + 1)
             found.append(model(x)["logits"])
-    return [*found, *run.state_dict(on_every_rank=True).values(), *map(torch.tensor, trained(run, 1, 1))]
+    assert before == [id(one) for one in run.model.parameters()]
+    for step in range(1, 3):
+        found += map(torch.tensor, trained(run, 1, step))
+        with run.gathered() as model:
+            average.update_parameters(model)
+    with torch.no_grad():
+        found += [average(x)["logits"], whole(x)["logits"], *(norm(x) for norm in norms)]
+    return [
+        *found,
+        *average.module.state_dict().values(),
+        *whole.state_dict().values(),
+        *run.state_dict(on_every_rank=True).values(),
+    ]
+
+
+SHAPES = {name: one.shape for name, one in Tied().named_parameters()}
 
 
 def began(rank: int, world: int, layout: str) -> list[Any]:
@@ -366,9 +303,9 @@ def began(rank: int, world: int, layout: str) -> list[Any]:
     return [*first.values(), *found, *map(torch.tensor, trained(run, 2)), *run.state_dict(on_every_rank=True).values()]
 
 
-@pytest.mark.parametrize("body", [called, began])
-@pytest.mark.parametrize("layout", SETTING)
-def test_a_forward_within_is_that_of_one_device(layout: str, body: Any) -> None:
+@pytest.mark.parametrize("body", [kept, began])
+@pytest.mark.parametrize("layout", SETTING[1:])
+def test_the_model_its_copies_and_its_forwards_within_are_those_of_one_device(layout: str, body: Any) -> None:
     prove_as_alone(layout, body)
 
 
@@ -414,21 +351,17 @@ def generated(rank: int, world: int, layout: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", SETTING)
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2", "pp=2 microbatch=4"])
 def test_transformers_generate_within_what_they_generate_on_one_device(layout: str) -> None:
     prove_as_alone(layout, generated, rtol=1e-9, atol=1e-10)
 
 
 def unequal(rank: int, world: int, layout: str) -> str:
+    """What is said of other values on each rank before the first step."""
     run = fresh_run_of(rank, world, layout, Tied)
     with pytest.raises(ModelError) as error, run.gathered() as model, torch.no_grad():
         model.norm.weight.add_(rank)
     return str(error.value)
-
-
-def test_ranks_that_write_differently_before_the_first_step_are_refused() -> None:
-    for refusal in everywhere("dp=2", unequal):
-        assert refusal.startswith("run.gathered(): ranks have written different values into norm.weight, rank")
 
 
 def misplaced(rank: int, world: int, layout: str) -> list[str]:
@@ -444,9 +377,10 @@ def misplaced(rank: int, world: int, layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3 microbatch=1"])
-def test_what_fits_no_whole_weight_is_refused(layout: str) -> None:
-    for shape, nothing in everywhere(layout, misplaced):
+def test_what_fits_no_whole_weight_is_refused() -> None:
+    for refusal in everywhere("dp=2", unequal):
+        assert refusal.startswith("run.gathered(): ranks have written different values into norm.weight, rank")
+    for shape, nothing in everywhere("dp=2 zero=3 microbatch=1", misplaced):
         assert shape.startswith("run.gathered(): a tensor [3] stands in the place of norm.bias [4]. Use ")
         assert nothing.startswith("run.gathered(): nothing stands in the place of norm.bias [4]. Use ")
 
@@ -455,11 +389,9 @@ def begun(rank: int, world: int, layout: str) -> list[list[float]]:
     """Losses of a run that is given a state before its first step, prepared or not, and of one that has trained up to there."""
     run = run_of(rank, world, layout, Tied)
     trained(run, 2)
-    state = run.state_dict()
-    optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)
-    found = []
+    state, found = run.state_dict(), []
     for is_prepared in (True, False):
-        other = Run(Source(Tied, loss, optimizer), Layout(layout), JOB, run.place)
+        other = fresh_run_of(rank, world, layout, Tied, kind=lambda params: torch.optim.SGD(params, lr=0.1))
         if is_prepared:
             other.prepare(read_samples(Points(), [0]))
         other.load_state_dict(state)
@@ -467,55 +399,30 @@ def begun(rank: int, world: int, layout: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3", "tp=2"])
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
 def test_a_state_is_loaded_before_the_first_step(layout: str) -> None:
     for ready, later in everywhere(layout, begun):
         assert ready == later == pytest.approx(begun(0, 1, "dp=1")[0], abs=1e-9)
 
 
-def seen_whole(rank: int, world: int, layout: str) -> tuple[dict[str, tuple[int, ...]], State, bool]:
-    run = run_of(rank, world, layout, Tied)
-    trained(run, 1)
-    before = [id(one) for one in run.model.parameters()]
-    with run.gathered() as model:
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        state = {name: one.detach().clone() for name, one in model.state_dict().items()}
-    return shapes, state, before == [id(one) for one in run.model.parameters()]
+WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda state: state.pop("norm.bias"), r"the dict lacks norm.bias\. Use .* run.state_dict"),
+    (lambda state: state.update(more=torch.ones(1)), r"the dict also has more\. Use "),
+    (lambda state: state.update({"norm.bias": torch.ones(3)}), r"another shape of norm.bias \[3\], here \[4\]"),
+    (lambda state: state.clear(), r"lacks scale, seen, blocks.0.up.weight and \d+ more"),
+]
 
 
-@pytest.mark.parametrize("layout", SETTING)
-def test_weights_are_whole_within_gathered(layout: str) -> None:
-    ((shapes, state, _),) = everywhere("dp=1", seen_whole)
-    for ours, values, is_as_before in everywhere(layout, seen_whole):
-        assert is_as_before
-        assert ours == shapes
-        for name, one in state.items():
-            assert torch.allclose(values[name], one, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda state: state.pop("norm.bias"), r"the dict lacks norm.bias\. Use .* run.state_dict"),
-        (lambda state: state.update(more=torch.ones(1)), r"the dict also has more\. Use "),
-        (lambda state: state.update({"norm.bias": torch.ones(3)}), r"another shape of norm.bias \[3\], here \[4\]"),
-        (lambda state: state.clear(), r"lacks scale, seen, blocks.0.up.weight and \d+ more"),
-    ],
-)
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_a_state_of_another_model_is_refused(change: Any, says: str, is_prepared: bool) -> None:
+def test_a_state_of_another_model_is_refused() -> None:
     run = run_of(0, 1, "dp=1", Tied)
-    state = run.state_dict()
-    change(state)
-    if not is_prepared:
-        run = Run(
-            Source(Tied, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)),
-            Layout("dp=1"),
-            JOB,
-            run.place,
-        )
-    with pytest.raises(ModelError, match=f"^run.load_state_dict: .*{says}"):
-        (run.load_state_dict(state), trained(run, 1))
+    for change, says in WRONG:
+        state = run.state_dict()
+        change(state)
+        with pytest.raises(ModelError, match=f"^run.load_state_dict: .*{says}"):
+            run.load_state_dict(state)
+        later = fresh_run_of(0, 1, "dp=1", Tied)
+        with pytest.raises(ModelError, match=f"^run.load_state_dict: .*{says}"):
+            (later.load_state_dict(state), trained(later, 1))
 
 
 def test_names_of_a_wrapper_and_other_things_are_refused() -> None:
@@ -544,22 +451,6 @@ def test_writes_that_differ_between_ranks_are_refused() -> None:
         pool(2).run(calls_within, "dp=2 zero=3")
 
 
-def mixed_stages(rank: int, world: int, layout: str) -> None:
-    """A loop that moves a block of each stage towards one of the other."""
-    run = run_of(rank, world, layout)
-    first, last = run.model.get_parameter("blocks.0.up.weight"), run.model.get_parameter("blocks.1.up.weight")
-    with torch.no_grad():
-        for one in run.model.parameters():  # which moves each by itself, as in a loop over all weights
-            one.mul_(0.5)
-        first.add_(0.1 * last)
-        last.add_(0.1 * first)
-
-
-def test_weights_of_two_stages_are_not_mixed_where_one_has_no_values() -> None:
-    with pytest.raises(LayoutError, match=r"is in another stage of the pipeline.* run.gathered\(\) as model"):
-        pool(2).run(mixed_stages, "pp=2 microbatch=2")
-
-
 ASKING: dict[str, Callable[[nn.Module], Any]] = {
     "written to a file": lambda model: torch.save(model.state_dict(), io.BytesIO()),
     "numbers": lambda model: [float(one.detach().norm()) for one in model.parameters()],
@@ -569,16 +460,25 @@ ASKING: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _asked(rank: int, world: int, layout: str, kind: str) -> str:
-    run = run_of(rank, world, layout)
-    with pytest.raises(LayoutError) as refused:
-        ASKING[kind](run.model)
+def _asked(rank: int, world: int, layout: str) -> list[str]:
+    run, found = run_of(rank, world, layout), []
+    for ask in ASKING.values():
+        with pytest.raises(LayoutError) as refused:
+            ask(run.model)
+        found.append(str(refused.value))
     with run.gathered() as model:
-        ASKING[kind](model)
-    return str(refused.value)
+        for ask in ASKING.values():
+            ask(model)
+    first, last = run.model.get_parameter("blocks.0.up.weight"), run.model.get_parameter("blocks.1.up.weight")
+    with torch.no_grad():
+        for one in run.model.parameters():  # which moves each by itself, as in a loop over all weights
+            one.mul_(0.5)
+        with pytest.raises(LayoutError) as refused:  # a block of each stage is moved towards one of the other
+            (first.add_(0.1 * last), last.add_(0.1 * first))
+    return [*found, str(refused.value)]
 
 
-@pytest.mark.parametrize("kind", ASKING)
-def test_values_of_another_stage_are_refused_by_name(kind: str) -> None:
-    for said in pool(2).run(_asked, "pp=2 microbatch=2", kind):
-        assert re.search(r"is in another stage of the pipeline.* run.gathered\(\) as model", said)
+def test_values_of_another_stage_are_refused_by_name() -> None:
+    for of_rank in pool(2).run(_asked, "pp=2 microbatch=2"):
+        for said in of_rank:
+            assert re.search(r"is in another stage of the pipeline.* run.gathered\(\) as model", said)

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from samestep.datasets import Batch, batches
+from samestep.datasets import batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
-from samestep.proof import held_tensors
 from samestep.runtime.checkpoints import checkpoint, manifests, writer
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
+from samestep.runtime.run import Run
 from tests import small
-from tests.covering import daily
-from tests.laboratory import job_of, make_run, on_ranks, resume
+from tests.laboratory import job_of, losses_of_steps, make_run, on_ranks, prepared_run, resume
 from tests.models import Tokens
 
-STEPS, CUT = 4, 2
+STEPS, CUT = 4, 3
+"""Steps of a run, and those in front of its save: a loss scale has grown once by then, and taken a step since."""
 NIGHTLY = pytest.mark.nightly
 
 
@@ -55,125 +52,100 @@ def counting(params: list[Tensor]) -> Optimizer:
     return Counting(params)
 
 
-def _job(precision: str = "float64", **tables: Any) -> Job:
-    return job_of(precision, STEPS, **tables)
-
-
 ADAMW = {"name": "adamw", "lr": 1e-2, "options": {}, "weight_decay": 0.1, "clip_norm": 0.5}
-
-
-def _steps(
-    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
-) -> tuple[list[float], Any]:
-    """Take the steps after the checkpoint `begin` up to `until`; save to `end`. Return losses and the loss scale."""
-    run, losses = resume(rank, world, model, layout, job, begin, until, end)
-    scale = run.updater.loss_scale
-    return losses, (scale.scale, scale.steps_since) if scale.is_dynamic else None
-
-
-def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:
-    """Take steps on as many ranks as the layout has."""
-    return on_ranks(layout, _steps, *args)
 
 
 def _newest(folder: Path) -> Path:
     return manifests.list_checkpoints(folder)[-1]
 
 
+Scale = tuple[float, int] | None
+
+
+def _whole_and_resumed(
+    rank: int, world: int, model: str, layout: str, job: Job, folder: str
+) -> tuple[list[list[float]], list[Scale]]:
+    """Take all steps, with a save amid them, and take the last ones again from what was saved.
+
+    Return the losses of the last steps both times, and the loss scales at the save and at both ends.
+    """
+    losses, scales = list[list[float]](), list[Scale]()
+
+    def keep(run: Run, name: str) -> None:
+        checkpoint.save(run, Path(folder, name))
+        scale = run.updater.loss_scale
+        scales.append((scale.scale, scale.steps_since) if scale.is_dynamic else None)
+
+    for name in ("whole", "rest"):
+        run = prepared_run(rank, world, model, layout, job)
+        if name == "rest":
+            checkpoint.load(run, _newest(Path(folder, "first")))
+        else:
+            losses_of_steps(run, Tokens(), 0, CUT)
+            keep(run, "first")
+        losses.append(losses_of_steps(run, Tokens(), CUT, STEPS))
+        keep(run, name)
+    return losses, scales
+
+
+def _adam(name: str, **options: Any) -> dict[str, Any]:
+    return {"name": name, "lr": 1e-2, "options": options}
+
+
 EXACT = [
-    ("dp=1", "float32", "llama"),
-    ("dp=2", "float32", "llama"),
-    ("dp=2 zero=1", "float32", "gpt2"),
-    ("dp=2 zero=2", "float32", "plain"),
-    ("dp=2 zero=3 microbatch=2 recompute=full", "float32", "plain_with_dropout"),
-    ("dp_replicate=2 dp_shard=2", "float32", "plain"),
-    ("dp=2 zero=1", "bf16", "gpt2"),
-    ("dp=2 zero=3", "bf16", "plain"),
-    ("dp=2 offload", "bf16", "plain"),
-    pytest.param("dp=2", "fp16", "llama", marks=NIGHTLY),
-    ("dp=2 zero=2", "fp16", "gpt2"),
-    ("dp=2 ep=2 zero=1", "bf16", "mixtral"),
-    pytest.param("dp=4", "float32", "plain", marks=NIGHTLY),
-]
+    ("dp=2 zero=2", "fp16", "gpt2", ADAMW),
+    ("dp=2 zero=3 microbatch=2 recompute=full", "float32", "plain_with_dropout", _adam("adam", amsgrad=True, foreach=True)),
+    ("dp=2 ep=2 zero=1", "bf16", "mixtral", ADAMW),
+    ("dp=2 offload", "bf16", "plain", ADAMW),
+    ("pp=2 microbatch=2", "float32", "deep_tied", ADAMW),
+    ("dp=2 zero=1", "float64", "plain", _adam("tests.parity.test_checkpoint:counting")),
+    ("dp=2 zero=2", "float64", "plain", _adam("adagrad")),
+    ("dp=2 zero=1", "float64", "plain", _adam("asgd")),
+    ("dp=2", "float64", "plain", _adam("adafactor")),
+    *(
+        pytest.param(layout, "float32", model, optimizer, marks=NIGHTLY)
+        for layout, model, optimizer in (
+            ("dp=2 zero=3", "plain", _adam("nadam")),
+            ("dp=2", "plain", _adam("rprop")),
+            ("dp=2 zero=3", "plain", _adam("rmsprop", momentum=0.9, centered=True)),
+            ("dp=2", "llama", ADAMW),
+            ("dp=4", "plain", ADAMW),
+            ("dp_replicate=2 dp_shard=2", "plain", ADAMW),
+            ("dp=2 tp=2 zero=1", "deep_tied", ADAMW),
+            ("tp=2 pp=2 microbatch=2", "deep_tied", ADAMW),
+        )
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "precision", "model"), daily(EXACT))
-def test_resuming_is_exact(layout: str, precision: str, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "precision", "model", "optimizer"), EXACT)
+def test_resuming_is_exact(layout: str, precision: str, model: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     # A scale that grows every other step.
     scaling = {"loss_scale": 2.0**14, "loss_scale_growth_steps": 2} if precision == "fp16" else {}
-    job = _job(precision, optimizer=ADAMW, numerics=scaling, schedule={"name": "cosine", "warmup_steps": 2})
-    whole, first, rest = (str(tmp_path / name) for name in ("whole", "first", "rest"))
-    at_once = _run(layout, model, job, None, STEPS, whole)
-    before = _run(layout, model, job, None, CUT, first)
-    after = _run(layout, model, job, first, STEPS, rest)
-    for one, (start, _), (end, scale) in zip(at_once, before, after, strict=True):
-        assert start + end == one[0]
-        assert scale == one[1]
-    if precision == "fp16":
-        assert before[0][1] != (2.0**14, 0), "the scale is not what a run starts with"
-    small.assert_equal(small.stored(_newest(tmp_path / "whole")), small.stored(_newest(tmp_path / "rest")))
-    moments = [name for name in small.stored(_newest(tmp_path / "rest")) if name.endswith("/exp_avg_sq")]
-    assert moments, "Adam's moments are kept"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "model"),
-    [
-        ("dp=1", "dp=2 zero=3", "gpt2"),
-        ("dp=2 zero=3", "dp=1", "llama"),
-        pytest.param("dp=2 zero=1", "dp_replicate=2 dp_shard=2 microbatch=1", "plain", marks=NIGHTLY),
-        ("dp=4 zero=3", "dp=2 zero=2", "plain"),
-        pytest.param("dp_replicate=2 dp_shard=2", "dp=2 zero=1", "gpt2", marks=NIGHTLY),
-        ("dp=4 zero=1", "dp=2 offload", "plain"),
-        pytest.param("dp=2 zero=2", "dp=4 zero=1", "plain", marks=NIGHTLY),
-    ],
-)
-def test_any_layout_goes_on_from_any_other(before: str, after: str, model: str, tmp_path: Path) -> None:
-    job = _job(optimizer=ADAMW, schedule={"name": "linear", "warmup_steps": 2})
-    first, kept, rest = tmp_path / "first", tmp_path / "kept", tmp_path / "rest"
-    start = _run(before, model, job, None, CUT, str(first))[0][0]
-    _run(after, model, job, str(first), CUT, str(kept))
-    small.assert_equal(small.whole(_newest(first)), small.whole(_newest(kept)))  # weights, moments, counts, buffers
-    end = _run(after, model, job, str(first), STEPS, str(rest))[0][0]
-    expected = _run("dp=1", model, job, None, STEPS, None)[0][0]
-    assert start + end == pytest.approx(expected, rel=1e-9, abs=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "layout"),
-    [
-        ("sgd", {"momentum": 0.9}, "dp=2 zero=1"),
-        ("adagrad", {}, "dp=2 zero=2"),
-        pytest.param("nadam", {}, "dp=2 zero=3", marks=NIGHTLY),
-        ("asgd", {}, "dp=2 zero=1"),
-        pytest.param("rprop", {}, "dp=2", marks=NIGHTLY),
-        pytest.param("rmsprop", {"momentum": 0.9, "centered": True}, "dp=2 zero=3", marks=NIGHTLY),
-        ("adafactor", {}, "dp=2"),
-        ("adam", {"amsgrad": True, "foreach": True}, "dp=2 zero=3"),
-        ("tests.parity.test_checkpoint:counting", {}, "dp=2 zero=1"),
-    ],
-)
-def test_every_optimizer_goes_on(name: str, options: dict[str, Any], layout: str, tmp_path: Path) -> None:
-    job = _job(optimizer={"name": name, "lr": 1e-2, "options": options})
-    whole, first, rest = (tmp_path / name for name in ("whole", "first", "rest"))
-    at_once = _run(layout, "plain", job, None, STEPS, str(whole))[0][0]
-    start = _run(layout, "plain", job, None, CUT, str(first))[0][0]
-    end = _run(layout, "plain", job, str(first), STEPS, str(rest))[0][0]
-    assert start + end == at_once
-    small.assert_equal(small.stored(_newest(whole)), small.stored(_newest(rest)))
-    parts = [json.loads((_newest(folder) / "manifest.json").read_text())["parts"] for folder in (whole, rest)]
+    job = job_of(
+        precision, STEPS + 1, optimizer=optimizer, numerics=scaling, schedule={"name": "cosine", "warmup_steps": 2}
+    )
+    for (whole, rest), (before, at_once, after) in on_ranks(layout, _whole_and_resumed, model, job, str(tmp_path)):
+        assert whole == rest
+        assert len(whole) == STEPS - CUT
+        assert at_once == after
+        assert precision != "fp16" or before == (2.0**15, 1), "the scale is not what a run starts with"
+    ends = [_newest(tmp_path / name) for name in ("whole", "rest")]
+    small.assert_equal(*map(small.stored, ends))
+    assert optimizer is not ADAMW or any(name.endswith("/exp_avg_sq") for name in small.stored(ends[1]))
+    parts = [json.loads((end / "manifest.json").read_text())["parts"] for end in ends]
     assert [part["plain"] for part in parts[0]] == [part["plain"] for part in parts[1]]
 
 
 def test_a_changed_model_is_refused_by_its_weights(tmp_path: Path) -> None:
-    job = _job()
-    _run("dp=1", "plain", job, None, 1, str(tmp_path))
+    job = job_of("float64", STEPS)
+    resume(0, 1, "plain", "dp=1", job, None, 1, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"holds another model's weights: .* and \d+ more"):
-        _run("dp=1", "gpt2", job, str(tmp_path), 2, None)
+        resume(0, 1, "gpt2", "dp=1", job, str(tmp_path), 2, None)
 
 
 def test_only_the_newest_are_kept_and_left_overs_go(tmp_path: Path) -> None:
-    job = _job()
+    job = job_of("float64", STEPS)
     run = make_run(0, 1, "plain", "dp=1", job)
     (tmp_path / ".step-000001.draft").mkdir()
     (tmp_path / ".step-000001.draft" / "rank-0000.safetensors").write_bytes(b"half")
@@ -226,48 +198,54 @@ def test_a_thread_of_a_save_may_outlive_the_run_and_its_store(tmp_path: Path, mo
     assert not failed
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp=2", *(pytest.param(one, marks=NIGHTLY) for one in ("dp=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2"))],
-)
-def test_a_resumed_run_leaves_the_log_of_one(layout: str, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert small.train("--layout", layout, "--out", whole) == 0
-    assert small.train("--layout", layout, "--out", cut, "--steps", "2") == 0
-    assert _resume(cut, "--steps", "5") == 0  # in the layout it was started in
-    assert _resume(cut) == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert small.train("--layout", "dp=2", "--out", folder) == 0
+    return folder
+
+
+def test_a_resumed_run_leaves_the_log_of_one(whole: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    assert small.train("--layout", "dp=2", "--out", cut, "--steps", "2") == 0
+    assert json.loads((cut / "summary.json").read_text())["stopped"] is False
+    assert _resume(cut) == 0  # in the layout it was started in
     assert small.metrics(cut) == small.metrics(whole)
     small.assert_equal(small.stored(_newest(whole / "checkpoints")), small.stored(_newest(cut / "checkpoints")))
     assert (cut / "job.toml").read_text() == (whole / "job.toml").read_text()
 
 
-def test_a_run_goes_on_in_another_layout(run: Path, tmp_path: Path) -> None:
-    assert _resume(run, "--layout", "dp=4 zero=1") == 0
-    assert small.train("--ranks", "1", "--out", tmp_path / "one") == 0
-    assert small.losses(run) == pytest.approx(small.losses(tmp_path / "one"), rel=1e-4)
-    assert (run / "layout.txt").read_text() == "dp=4 zero=1\n"
+def test_a_run_goes_on_in_another_layout(whole: Path, run: Path) -> None:
+    assert _resume(run, "--layout", "dp=1") == 0
+    assert small.losses(run) == pytest.approx(small.losses(whole), rel=1e-4)
+    assert (run / "layout.txt").read_text() == "dp=1\n"
 
 
-def test_a_finished_run_has_nothing_left(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _resume(run) == 0
-    before = small.files_of(run)
-    capfd.readouterr()
-    assert _resume(run) == 0
-    assert "step 6 was the last step: nothing is left to train" in capfd.readouterr().out
-    after = small.files_of(run)
-    assert {name for name in after if after[name] != before.get(name)} <= {
-        name for name in after if name.startswith("tensorboard/")
-    }
-
-
-def test_the_newest_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_run_goes_on_without_a_damaged_checkpoint_until_nothing_is_left(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(run.parent)
     assert small.main("train", "--resume") == 2
     assert "there is no run below runs/ to resume; --out names another folder" in capfd.readouterr().err
     Path("runs").mkdir()
-    run.rename("runs/mine")
-    assert small.main("train", "--resume") == 0
-    assert len(small.metrics(Path("runs/mine"))) == 6
+    mine = run.rename("runs/mine")
+    newest = mine / "checkpoints" / "step-000004"
+    _flip(newest)
+    assert small.main("train", "--resume") == 2
+    assert f"once {newest} is removed, step-000002 is the newest" in capfd.readouterr().err
+    shutil.rmtree(newest)
+    changes = ["checkpoint.every=1", "numerics.on_nonfinite=skip", "train.sample_tokens=2", "train.steps=7"]
+    words = [word for change in changes for word in ("--set", change)]  # which change no result
+    assert small.main("train", "--resume", *words) == 0
+    assert [row["step"] for row in small.metrics(mine)] == [1, 2, 3, 4, 5, 6, 7]
+    before = small.files_of(mine)
+    capfd.readouterr()
+    assert small.main("train", "--resume", *words) == 0
+    assert "step 7 was the last step: nothing is left to train" in capfd.readouterr().out
+    after = small.files_of(mine)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert all(name.startswith("tensorboard/") for name in changed)
 
 
 def _truncate(checkpoint: Path) -> str:
@@ -282,11 +260,6 @@ def _flip(checkpoint: Path) -> str:
     content[-5] ^= 1
     path.write_bytes(content)
     return path.name
-
-
-def _empty(checkpoint: Path) -> str:
-    (checkpoint / "rank-0001.safetensors").write_bytes(b"")
-    return "rank-0001.safetensors"
 
 
 def _lose(checkpoint: Path) -> str:
@@ -305,7 +278,7 @@ def _truncate_manifest(checkpoint: Path) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, _lose, _lose_manifest, _truncate_manifest])
+@pytest.mark.parametrize("damage", [_truncate, _flip, _lose, _lose_manifest, _truncate_manifest])
 def test_a_damaged_checkpoint_is_named_and_not_passed_over(
     damage: Any, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,16 +290,6 @@ def test_a_damaged_checkpoint_is_named_and_not_passed_over(
         f"samestep: {newest / name} is missing or damaged; once {newest} is removed, step-000002 is the newest\n"
     )
     assert small.files_of(run) == before
-
-
-def test_without_the_damaged_checkpoint_a_run_goes_on(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    newest = run / "checkpoints" / "step-000004"
-    _flip(newest)
-    assert _resume(run) == 2
-    assert f"once {newest} is removed, step-000002 is the newest" in capfd.readouterr().err
-    shutil.rmtree(newest)
-    assert _resume(run) == 0
-    assert [row["step"] for row in small.metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_lone_damaged_checkpoint_has_no_older_one(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -365,12 +328,6 @@ def test_the_checkpoint_of_another_job_is_refused(
     assert small.files_of(run) == before
 
 
-def test_what_changes_no_result_may_change(run: Path) -> None:
-    changes = ["checkpoint.every=1", "numerics.on_nonfinite=skip", "train.sample_tokens=2", "train.steps=7"]
-    assert _resume(run, *(word for change in changes for word in ("--set", change))) == 0
-    assert len(small.metrics(run)) == 7
-
-
 @pytest.mark.parametrize(
     ("lose", "says"),
     [
@@ -404,115 +361,3 @@ def test_a_new_run_never_writes_into_an_old_one(left: str, run: Path, capfd: pyt
     assert small.train("--ranks", "1", "--out", run) == 2
     assert f"{run} holds a run already: --resume resumes it" in capfd.readouterr().err
     assert small.files_of(run) == before
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["pp=2 microbatch=2", "dp=2 tp=2 zero=1"]
-    + [pytest.param(layout, marks=NIGHTLY) for layout in ("tp=2", "tp=2 pp=2 microbatch=2")],
-)
-def test_model_axes_resume_exactly(tmp_path: Path, layout: str) -> None:
-    """Weights cut over tp, stages, and a weight tied across stages: bit for bit what the run without a break has."""
-    job = job_of("float32", 4, optimizer={"name": "adamw", "options": {}})
-    for straight, resumed in on_ranks(layout, _broken_and_whole, "deep_tied", job, str(tmp_path)):
-        assert straight == resumed
-
-
-def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, Any]:
-    found = []
-    for stops in ((4,), (2, 4)):
-        for stop in stops:
-            run = make_run(rank, world, model, layout, job)
-            run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
-            if stop != stops[0]:
-                checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
-            for batch in batches(Tokens(), job, first_step=run.steps_taken):
-                if batch.step < stop:
-                    run.step(batch)
-            if stop == 2:
-                checkpoint.save(run, Path(folder), 2)
-        found.append([(p.name, p.start, p.master().tolist()) for p in run.updater.pieces])
-    return found[0], found[1]
-
-
-MOVES = [
-    pytest.param("gpt2_even", "tp=2", "dp=1", marks=NIGHTLY),
-    pytest.param("gpt2_even", "dp=1", "tp=2", marks=NIGHTLY),
-    pytest.param("attentive", "dp=2 tp=2 zero=1", "dp=2 zero=3", marks=NIGHTLY),
-    ("deep_tied", "tp=2 pp=2 microbatch=2", "dp=4 zero=2"),
-    pytest.param("deep_tied", "dp=4 zero=3", "tp=2 pp=2 microbatch=2", marks=NIGHTLY),
-    pytest.param("qwen3", "dp=2 tp=2 zero=3", "tp=2", marks=NIGHTLY),
-    pytest.param("qwen3", "tp=4", "dp=2 tp=2 zero=1", marks=NIGHTLY),
-    pytest.param("qwen3_moe", "dp=4 ep=2", "dp=2 zero=3", marks=NIGHTLY),
-    pytest.param("mixtral", "dp=2 tp=2", "dp=4 ep=4 zero=1", marks=NIGHTLY),
-    pytest.param("own_experts", "dp_replicate=2 dp_shard=2 zero=1 ep=2", "dp=2 ep=2", marks=NIGHTLY),
-    ("mixtral", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=2 zero=2"),
-]
-
-
-@pytest.mark.parametrize(("model", "saved", "read"), MOVES)
-def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved: str, read: str) -> None:
-    """Values and Adam's states, element by element, and the steps that follow."""
-    job = job_of("float64", 3, optimizer={"name": "adamw", "options": {}})
-    before = on_ranks(saved, _save_after, model, job, str(tmp_path))
-    after = on_ranks(read, _load_and_go_on, model, job, str(tmp_path))
-    expected, found = (_by_place([entry for rank in ranks for entry in rank[0]]) for ranks in (before, after))
-    assert expected == found
-    assert all(abs(loss - before[0][1]) < 1e-12 for _, loss in after)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("deep_tied", "tp=2 pp=2 microbatch=2"),
-        pytest.param("mixtral", "dp=4 ep=2", marks=NIGHTLY),
-        ("mixtral", "dp=2 tp=2 ep=2"),
-    ],
-)
-def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
-    job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})
-    on_ranks(layout, _save_after, model, job, str(tmp_path))
-    manifest = manifests.read_manifest(manifests.latest(tmp_path))  # type: ignore[arg-type]
-    folder = manifests.latest(tmp_path)
-    assert folder is not None
-    held = sum(
-        tensor.numel()
-        for part in manifest["parts"]
-        for name, tensor in load_file(folder / part["file"]).items()
-        if name.startswith("value/")
-    )
-    assert held == sum(math.prod(shape) for shape in manifest["shapes"].values())
-
-
-def _save_after(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, float]:
-    run = make_run(rank, world, model, layout, job)
-    loss, held = 0.0, []
-    for batch in batches(Tokens(), job):
-        loss = run.step(batch).loss
-        if batch.step == 1:
-            checkpoint.save(run, Path(folder), 1)
-            held = _held(run)
-    return held, loss
-
-
-def _load_and_go_on(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, float]:
-    run = make_run(rank, world, model, layout, job)
-    run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
-    checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
-    held = _held(run)
-    return held, [run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken)][-1]
-
-
-def _held(run: Any) -> list[tuple[str, list[int], list[float]]]:
-    return [
-        (held.name, list(held.places) if isinstance(held.places, range) else held.places.tolist(), held.values.tolist())
-        for held in (*held_tensors.held_weights(run), *held_tensors.held_state(run))
-    ]
-
-
-def _by_place(entries: list[tuple[str, list[int], list[float]]]) -> dict[tuple[str, int], float]:
-    found: dict[tuple[str, int], float] = {}
-    for name, places, values in entries:
-        for place, value in zip(places, values, strict=True):
-            assert found.setdefault((name, place), value) == value
-    return found

@@ -10,7 +10,6 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.laboratory import (
     on_ranks,
     reference,
 )
-from tests.models import LENGTH, MODELS, PackedTokens, Tokens
+from tests.models import LENGTH, MODELS, Tokens
 from tests.parity import axes  # noqa: F401 (it adds models)
 from tests.parts import Words
 
@@ -41,179 +40,130 @@ NOT_OF_MODULES = ("run.compile: the loss ", "run.compile: the update ")
 ONE_GRAPH = "run.compile: 2 blocks as 1 graph of aot_eager, with 0 islands, compiled in "
 
 
-def job_of(backend: str, precision: str = "float64", **train: Any) -> Job:
+def job_of(backend: str, precision: str = "float64", **train: int) -> Job:
     """The job of `clipped`, with compiled blocks unless the backend is empty."""
     run = {"compile": "blocks", "compile_backend": backend} if backend else {}
     return Job(**{**clipped(precision, **train).model_dump(), "run": run})
 
 
-def observed(rank: int, world: int, model: str, layout: str, job: Job, data: Callable[[], Any] = Tokens) -> Case:
-    run = make_run(rank, world, model, layout, job, data)
-    seen = follow(run, data(), job, record=True)
+def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Case:
+    run = make_run(rank, world, model, layout, job)
+    seen = follow(run, Tokens(), job, record=True)
     said = run._stepper.refusals.remarks
     remarks = [line for line in said if line.startswith("run.compile") and not line.startswith(NOT_OF_MODULES)]
     return seen, remarks, run.assembly.model.compiled.compiler.num_graphs
 
 
-def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[list[str]]:
-    """Hold a layout with graphs against one device without, and what is sent against the program; return the ranks' remarks."""
-    seen: list[Case] = on_ranks(layout, observed, model, job_of(backend, **train))
-    assert_same([one for one, _, _ in seen], reference(model, job_of("", **train)), TOLERANCE)
+LAYOUTS = [
+    ("dp=2 zero=3 microbatch=2", "plain_with_dropout"),
+    ("tp=2 sequence_parallel recompute=full", "llama"),
+    ("tp=2 recompute=selective", "gpt2_with_dropout"),
+    ("dp=1 microbatch=8", "mixtral_balanced"),  # whose experts run outside of graphs
+]
+NIGHTLY = [
+    ("dp=2 zero=1 offload", "plain"),
+    ("dp=2 zero=2 microbatch=2", "gpt2_with_dropout"),
+    ("dp=2 zero=3 recompute=selective", "llama"),
+    ("dp=2 ep=2", "mixtral_balanced"),
+    ("tp=2 sequence_parallel", "llama"),
+    ("tp=2 recompute=alternate", "gpt2_with_dropout"),
+    ("tp=2 pp=2 microbatch=2", "llama"),
+    ("pp=2 microbatch=2 recompute=selective", "plain_with_dropout"),
+]
+FUSED = [(layout, "llama") for layout in ("dp=2 zero=3", "tp=2", "pp=2 microbatch=4")]
+NO_COMPILER = not (shutil.which("g++") or shutil.which("clang++"))
+
+
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(
+    ("layout", "model", "backend"),
+    [
+        *((*row, "aot_eager") for row in LAYOUTS),
+        *(pytest.param(*row, "aot_eager", marks=pytest.mark.nightly) for row in NIGHTLY),
+        *(
+            pytest.param(
+                *row,
+                "inductor",
+                marks=[pytest.mark.nightly, pytest.mark.skipif(NO_COMPILER, reason="inductor needs g++ or clang++")],
+            )
+            for row in FUSED
+        ),
+    ],
+)
+def test_a_layout_of_graphs_is_one_device_without(layout: str, model: str, backend: str) -> None:
+    seen: list[Case] = on_ranks(layout, observed, model, job_of(backend))
+    assert_same([one for one, _, _ in seen], reference(model, job_of("")), TOLERANCE)
     assert_ledger([one for one, _, _ in seen], layout)
     for _, remarks, graphs in seen:
         assert graphs, remarks
         assert len(remarks) == 1, remarks  # all in the first step, each once, and nothing is left uncompiled
-    return [remarks for _, remarks, _ in seen]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        ("dp=2 zero=3 microbatch=2", "plain_with_dropout"),
-        ("tp=2 sequence_parallel recompute=full", "llama"),
-        ("tp=2 recompute=selective", "gpt2_with_dropout"),
-        *(
-            pytest.param(layout, model, marks=pytest.mark.nightly)
-            for layout, model in [
-                ("dp=1 pp=2 microbatch=2", "plain"),
-                ("dp=2", "llama"),
-                ("dp=2 zero=1 offload", "plain"),
-                ("dp=2 zero=2 microbatch=2", "gpt2_with_dropout"),
-                ("dp=2 zero=3 recompute=full", "gpt2_with_dropout"),
-                ("tp=2", "gpt2_with_dropout"),
-                ("tp=2 dp=1 pp=2 microbatch=2", "llama"),
-                ("tp=2 sequence_parallel recompute=selective", "llama"),
-                ("tp=2 recompute=alternate", "gpt2_with_dropout"),
-                ("dp=2 zero=3 recompute=selective", "llama"),
-                ("dp=1 pp=2 microbatch=2 recompute=selective", "plain_with_dropout"),
-            ]
-        ),
-    ],
-)
-def test_a_layout_of_graphs_is_one_device_without(layout, model):
-    for remarks in prove_compiled(layout, model, "aot_eager"):
-        if "tp=2" in layout and model == "gpt2_with_dropout":
+        if (
+            backend == "aot_eager"
+            and "tp=2" in layout
+            and (model == "gpt2_with_dropout" or layout == "tp=2 sequence_parallel")
+        ):
             assert remarks[0].startswith(ONE_GRAPH), "blocks under tp are one graph without islands"
 
 
-@pytest.mark.nightly
-def test_blocks_under_tp_and_sequence_parallel_are_one_graph_without_islands():
-    for remarks in prove_compiled("tp=2 sequence_parallel", "llama", "aot_eager"):
-        assert remarks[0].startswith(ONE_GRAPH)
-
-
-@pytest.mark.parametrize("layout", ["dp=1 microbatch=8", pytest.param("dp=2 ep=2", marks=pytest.mark.nightly)])
-def test_experts_run_outside_of_graphs(layout):
-    # Without the canary, whose steps record the experts that routers choose, and run uncompiled.
-    prove_compiled(layout, "mixtral_balanced", "aot_eager", watch_every=0)
-
-
-@pytest.mark.nightly
-@pytest.mark.time_limit(900)
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs g++ or clang++")
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2", "dp=1 pp=2 microbatch=4"])
-def test_a_layout_of_fused_kernels_is_one_device_without(layout):
-    prove_compiled(layout, "llama", "inductor")
+IN_GRAPH, ISLANDS, ANY = " as 1 graph of aot_eager, with 0 islands", "islands", ""
+"""What is said of blocks: one graph holds each, some code stands between their graphs, or another line."""
+SLICES = [
+    ("cp=2 exchange=heads recompute=selective", "gpt2_with_dropout", "bf16", IN_GRAPH),
+    ("cp=2 exchange=ring", "gpt2_with_dropout", "bf16", "it draws masks of dropout, and its graph breaks"),
+    ("cp=2 exchange=ring", "odd_by_module", "float64", ISLANDS),
+    ("cp=2", "neighbours", "float32", "uncompiled: it needs tokens of neighbours under cp"),
+    ("cp=2 exchange=ring", "odd_shaped", "float32", ANY),
+]
+NIGHTLY_SLICES = [
+    ("cp=2 exchange=heads", "llama", "float32", IN_GRAPH),
+    ("cp=2 exchange=heads", "dropping_llama", "bf16", IN_GRAPH),
+    ("cp=2 exchange=heads recompute=full", "llama", "bf16", IN_GRAPH),
+    ("cp=2 exchange=heads recompute=alternate", "llama", "float32", IN_GRAPH),
+    ("tp=2 cp=2 exchange=heads recompute=selective", "llama_even", "float32", IN_GRAPH),
+    ("dp=2 cp=2 zero=3 exchange=heads", "llama", "bf16", IN_GRAPH),
+    ("pp=2 cp=2 microbatch=4 exchange=heads", "llama", "float32", IN_GRAPH),
+    ("cp=2 exchange=ring recompute=selective", "llama", "bf16", "it is recomputed, and its graph breaks"),
+    ("cp=2", "squared", "float64", ISLANDS),  # parts that all ranks compute on all tokens
+    ("cp=2", "fused recurrence", "float64", ISLANDS),
+    ("cp=2 exchange=ring recompute=full", "llama", "float64", ISLANDS),
+    ("cp=4 exchange=hybrid", "many_heads", "float64", ISLANDS),
+    ("tp=2 cp=2 sequence_parallel exchange=ring", "llama_even", "float64", ISLANDS),
+    ("cp=2 exchange=ring", "odd_placed", "float32", ANY),
+    ("cp=2 exchange=ring", "llama", "float64", ISLANDS),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "precision"),
-    [
-        ("cp=2 exchange=heads recompute=selective", "gpt2_with_dropout", "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in [
-                ("cp=2 exchange=heads", "llama", "float32"),
-                ("cp=2 exchange=heads", "dropping_llama", "bf16"),
-                ("cp=2 exchange=heads recompute=full", "llama", "bf16"),
-                ("cp=2 exchange=heads recompute=alternate", "llama", "float32"),
-                ("tp=2 cp=2 exchange=heads recompute=selective", "llama_even", "float32"),
-                ("dp=2 cp=2 zero=3 exchange=heads", "llama", "bf16"),
-                ("pp=2 cp=2 microbatch=4 exchange=heads", "llama", "float32"),
-            ]
-        ),
-    ],
+    ("layout", "model", "precision", "says"),
+    [*SLICES, *(pytest.param(*row, marks=pytest.mark.nightly) for row in NIGHTLY_SLICES)],
 )
-def test_graphs_of_slices_of_sequences_give_the_bits_of_code_that_is_not_compiled(layout, model, precision):
-    for _, remarks, graphs in slices_with_the_same_bits(layout, model, precision):
-        assert graphs == 1
-        assert " as 1 graph of aot_eager, with 0 islands" in remarks[0]
+def test_blocks_of_slices_of_sequences_compute_as_without_graphs(
+    layout: str, model: str, precision: str, says: str
+) -> None:
+    """To the bit, but graphs that end within a block add its gradients up in another order.
 
-
-def slices_with_the_same_bits(layout: str, model: str, precision: str) -> list[Case]:
-    """Hold slices of sequences with graphs against the same without, and what is sent against the program; return the cases."""
-    with_graphs, without = slices_with_and_without(layout, model, precision)
-    for (ours, _, _), (theirs, _, _) in zip(with_graphs, without, strict=True):
-        assert ours.losses == theirs.losses
-        assert all(torch.equal(a, b) for a, b in zip(bits(ours), bits(theirs), strict=True))
-    return with_graphs
-
-
-def slices_with_and_without(
-    layout: str, model: str, precision: str, data: Callable[[], Any] = Tokens
-) -> tuple[list[Case], list[Case]]:
-    """Return the cases of slices of sequences with graphs, which send what the program says, and without."""
+    A compiler sees no mode of a run: a reshape to all tokens would take some for samples, and an attention would see a slice (`OddBlock`).
+    """
     with_graphs, without = (
-        on_ranks(layout, observed, model, job_of(backend, precision), data) for backend in ("aot_eager", "")
+        on_ranks(layout, observed, model, job_of(backend, precision)) for backend in ("aot_eager", "")
     )
     assert_ledger([seen for seen, _, _ in with_graphs], layout)
-    return with_graphs, without
+    for (ours, remarks, graphs), (theirs, _, _) in zip(with_graphs, without, strict=True):
+        if says == ISLANDS:
+            assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
+            pairs = zip(bits(ours), bits(theirs), strict=True)
+            assert all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-12) for a, b in pairs)
+            assert (bool(graphs), len(remarks)) == (True, 1)
+            assert "with 0 islands" not in remarks[0]
+            continue
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(a, b) for a, b in zip(bits(ours), bits(theirs), strict=True))
+        assert says in remarks[0]
+        assert says == ANY or graphs == (says == IN_GRAPH)
 
 
-def test_blocks_of_which_cp_computes_single_operations_run_uncompiled():
-    for _, remarks, graphs in slices_with_the_same_bits("cp=2", "neighbours", "float32"):
-        assert not graphs
-        assert remarks[0].endswith("uncompiled: it needs tokens of neighbours under cp")
-
-
-@pytest.mark.parametrize(
-    ("layout", "model", "reason"),
-    [
-        ("cp=2 exchange=ring", "gpt2_with_dropout", "it draws masks of dropout, and its graph breaks"),
-        pytest.param(
-            "cp=2 exchange=ring recompute=selective",
-            "llama",
-            "it is recomputed, and its graph breaks",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_blocks_that_a_ring_would_break_run_uncompiled(layout, model, reason):
-    for _, remarks, graphs in slices_with_the_same_bits(layout, model, "bf16"):
-        assert not graphs
-        assert reason in remarks[0]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model", "data"),
-    [
-        ("cp=2 exchange=ring", "llama", Tokens),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in [
-                ("cp=2", "squared", Tokens),  # parts that all ranks compute on all tokens
-                ("cp=2", "fused recurrence", Tokens),
-                ("cp=2 exchange=heads", "deep_llama", PackedTokens),
-                ("cp=2 exchange=ring", "deep_llama", PackedTokens),
-                ("cp=2 exchange=ring recompute=full", "llama", Tokens),
-                ("cp=4 exchange=hybrid", "many_heads", Tokens),
-                ("tp=2 cp=2 sequence_parallel exchange=ring", "llama_even", Tokens),
-                ("pp=2 cp=2 microbatch=4 exchange=ring", "llama", Tokens),
-            ]
-        ),
-    ],
-)
-def test_what_no_graph_of_slices_holds_is_an_island_in_it(layout, model, data):
-    """Graphs that end within a block add its gradients up in another order."""
-    for (ours, remarks, graphs), (theirs, _, _) in zip(
-        *slices_with_and_without(layout, model, "float64", data), strict=True
-    ):
-        assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
-        pairs = zip(bits(ours), bits(theirs), strict=True)
-        assert all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-12) for a, b in pairs)
-        assert graphs
-        assert len(remarks) == 1
-        assert "with 0 islands" not in remarks[0]
+def bits(seen: Observed) -> list[Tensor]:
+    return [run[3] for runs in (*seen.gradients, seen.weights) for run in runs]
 
 
 class Counting(nn.Module):
@@ -273,48 +223,13 @@ ODD = {f"odd{one.__name__}": one for one in (_shaped, _placed, _by_module)}
 MODELS |= {name: functools.partial(OddBlocks, one) for name, one in ODD.items()}
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.nightly if name != "odd_shaped" else ()) for name in ODD]
-)
-def test_code_of_slices_that_is_adapted_outside_of_graphs_is_adapted_in_them(model):
-    """A compiler sees no mode of a run: a reshape to all tokens would take some for samples, and an attention would see a slice."""
-    for _, remarks, _ in slices_with_the_same_bits("cp=2 exchange=ring", model, "float32"):
-        assert remarks
-
-
 # -- one device ------------------------------------------------------------------------------------
 
 
-def bits(seen: Observed) -> list[torch.Tensor]:
-    return [run[3] for runs in (*seen.gradients, seen.weights) for run in runs]
-
-
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    [pytest.param("llama", "bf16", marks=pytest.mark.nightly), ("gpt2_with_dropout", "bf16")],
-)
-def test_graphs_without_fusion_give_the_same_bits(model, precision):
-    with_graphs, remarks, graphs = observed(0, 1, model, "dp=1", job_of("aot_eager", precision))
-    without, _, none = observed(0, 1, model, "dp=1", job_of("", precision))
-    assert none == 0
-    assert with_graphs.losses == without.losses
-    assert all(torch.equal(a, b) for a, b in zip(bits(with_graphs), bits(without), strict=True))
-    assert remarks[0].startswith(ONE_GRAPH)  # casts to bf16 run in it
-    assert graphs == 1
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        "gpt2_with_dropout",
-        pytest.param("llama", marks=pytest.mark.nightly),
-        pytest.param("plain_with_dropout", marks=pytest.mark.nightly),
-    ],
-)
-def test_graphs_of_batches_of_changing_shapes_are_compiled(model):
+def test_graphs_of_batches_of_changing_shapes_are_compiled() -> None:
     """Torch makes sizes that have changed symbols, of which masks and the scores of attention are made in a graph, too."""
     compiled_job = job_of("aot_eager")
-    tokens, runs = Tokens(), [make_run(0, 1, model, "dp=1", job) for job in (compiled_job, job_of(""))]
+    tokens, runs = Tokens(), [make_run(0, 1, "gpt2_with_dropout", "dp=1", job) for job in (compiled_job, job_of(""))]
     for samples, length in ((4, LENGTH), (2, LENGTH - 5), (4, LENGTH - 3)):
         batch = {"input_ids": tokens.input_ids[:samples, :length], "labels": tokens.labels[:samples, :length]}
         compiled, plain = (run.step(batch).loss for run in runs)

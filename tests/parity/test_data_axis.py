@@ -11,24 +11,30 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import samestep
 from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model
-from tests.covering import daily
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.examination.examine import Source
+from samestep.runtime.processes.join import RankInfo
+from tests.code.odd_models import FlatWithRoot, Pairs
 from tests.laboratory import (
     TOLERANCE,
     assert_same,
     clipped,
-    combinations,
+    in_loop,
     job_of,
     observe,
     perturbed,
     reference,
+    run_from,
 )
-from tests.models import MODELS, Tokens
-from tests.parity.axes import MODELS_HERE
+from tests.models import MODELS, Plain, Tokens
+from tests.parity import axes  # noqa: F401 (it adds models)
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
 
@@ -41,19 +47,6 @@ def test_nodes_are_reduced_first() -> None:
     for seen in ranks:
         assert seen.ledger == seen.predicted
         assert sorted(len(group.split(",")) for group in seen.ledger) == [2, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    daily(
-        combinations(["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"], MODELS_HERE),
-        beside_products=True,
-    ),
-)
-def test_float32_differs_by_the_order_of_sums_alone(layout: str, model: str) -> None:
-    """A sum of n float32 terms in another order differs by n roundings at most; n is in the hundreds here."""
-    ranks = pool(2).run(observe, model, layout, clipped("float32"))
-    assert_same(ranks, reference(model, clipped("float32")), 1000 * torch.finfo(torch.float32).eps)
 
 
 def _by_hand(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -85,3 +78,42 @@ def test_one_rank_is_a_plain_pytorch_loop(model: str) -> None:
     assert all(math.isfinite(loss) for loss in losses)
     for name, start, stop, value in seen.weights:
         assert torch.allclose(value.flatten(), weights[name].flatten()[start:stop], rtol=1e-5, atol=1e-6), name
+
+
+def regressor() -> nn.Module:
+    torch.manual_seed(11)
+    return FlatWithRoot()
+
+
+def own_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), outputs.numel()
+
+
+def main(place: RankInfo, layout: str) -> list[float]:
+    """What a user's script does on every rank."""
+    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    run = samestep.parallelize(
+        regressor, own_loss, lambda params: torch.optim.Adam(params, lr=0.01), layout=layout, job=in_loop(job)
+    )
+    assert run.place == place
+    return [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
+
+
+def test_a_script_of_ones_own_gives_the_same_losses_in_every_layout() -> None:
+    alone = samestep.launch(main, ("dp=1",), ranks=1, device="cpu")
+    for layout in ("dp=2", "dp=2 zero=3 microbatch=1"):
+        assert samestep.launch(main, (layout,), ranks=2, device="cpu") == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_model_that_was_built_for_inference_trains() -> None:
+    """As `from_pretrained` gives it: evaluation mode of the whole is none of the user's wishes."""
+
+    def losses(is_built_in_training: bool) -> list[float]:
+        def build() -> nn.Module:
+            return Plain(dropout=0.5).train(is_built_in_training)
+
+        job = job_of("float64", 2)
+        run = run_from(Source(build, loss_of(job), optimizer_of(job)), "dp=1", job)
+        return [run.step(batch).loss for batch in batches(Tokens(), job)]
+
+    assert losses(False) == losses(True)

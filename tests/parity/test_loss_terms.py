@@ -22,12 +22,12 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
-from tests.laboratory import combinations, in_loop, job_of
+from tests.laboratory import in_loop, job_of
 from tests.models import Plain, Tokens
 from tests.plain import assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
-STEPS = 4
+STEPS = 3
 JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 
@@ -41,11 +41,6 @@ def counted(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
 def with_accuracy(outputs: Tensor, batch: Any) -> Any:
     each, counts, is_right = counted(outputs, batch)
     return each.sum(), counts.sum(), {"accuracy": (is_right.sum(), counts.sum())}
-
-
-def one_term(outputs: Tensor, batch: Any) -> Any:
-    each, counts, is_right = counted(outputs, batch)
-    return {"tokens": (each.sum(), counts.sum())}, {"accuracy": ((is_right & counts).sum(), counts.sum())}
 
 
 def like_detr(outputs: Tensor, batch: Any) -> Any:
@@ -96,7 +91,6 @@ def weights_in_the_order_of_outputs(outputs: Tensor, batch: Any) -> Any:
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "accuracy": with_accuracy,
     "like DETR": like_detr,
-    "one term": one_term,
     "an empty term": with_an_empty_term,
     "a penalty": with_a_penalty,
     "order of weights": weights_in_the_order_of_outputs,
@@ -154,7 +148,25 @@ def means_of(sums: dict[str, Any]) -> Means:
     return {name: total / count if count else math.nan for name, (total, count) in each.items()}
 
 
-def assert_plain(kind: str, layout: str) -> None:
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("dp=2 microbatch=3", "accuracy"),
+        ("pp=2 zero=1 microbatch=2", "like DETR"),
+        ("dp=2 zero=3 microbatch=1", "an empty term"),
+        ("tp=2", "a penalty"),
+        ("dp=2 microbatch=1", "order of weights"),
+        ("dp=2 zero=3", "outputs decide"),
+        ("dp=2 microbatch=2", "in two passes"),
+        pytest.param("pp=2 microbatch=2", "in two passes", marks=NIGHTLY),
+        pytest.param("pp=2 microbatch=2", "order of weights", marks=NIGHTLY),
+        pytest.param("tp=2", "outputs decide", marks=NIGHTLY),
+    ],
+)
+def test_terms_and_values_are_those_of_a_plain_loop(layout: str, kind: str) -> None:
     losses, weights, named = plain(kind)
     ranks = pool(Layout(layout).world_size).run(parallel, layout, kind)
     assert_trained(
@@ -166,39 +178,9 @@ def assert_plain(kind: str, layout: str) -> None:
             assert report.values == pytest.approx(values, rel=1e-9)
 
 
-LAYOUTS = ["dp=2 microbatch=3", "tp=2", "dp=2 zero=3 microbatch=1", "dp=2", "pp=2 zero=1 microbatch=2", "dp=2 zero=3"]
-
-
-SPLIT = [kind for kind in LOSSES if kind not in ("outputs decide", "in two passes")]
-
-
-CASES = combinations(LAYOUTS, SPLIT)
-
-
-@pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_terms_and_values_of_two_ranks(layout: str, kind: str) -> None:
-    assert_plain(kind, layout)
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
-def test_a_count_that_outputs_decide(layout: str) -> None:
-    assert_plain("outputs decide", layout)
-
-
-@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
-def test_a_count_that_outputs_decide_in_two_passes(layout: str) -> None:
-    assert_plain("in two passes", layout)
-
-
-@pytest.mark.parametrize("layout", ["dp=2 microbatch=1", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
-def test_outputs_may_decide_on_the_order_of_weights(layout: str) -> None:
-    assert_plain("order of weights", layout)
-
-
-@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])
-def test_a_count_that_outputs_decide_is_refused_in_several_microbatches(layout: str) -> None:
+def test_a_count_that_outputs_decide_is_refused_in_several_microbatches() -> None:
     with pytest.raises(UnprovenError, match=r"the count of hard depends on the outputs.*Use one micro-batch a rank"):
-        pool(2).run(parallel, layout, "outputs decide")
+        pool(2).run(parallel, "dp=2 microbatch=2", "outputs decide")
 
 
 def test_forms_of_a_result() -> None:

@@ -7,6 +7,7 @@ that is not sent again, and its backward comes before; and a checkpoint within a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,14 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from samestep.building.loss import loss_of
-from samestep.building.optimizer import optimizer_of
-from samestep.datasets import batches
 from samestep.enumeration.candidates import recomputations
-from samestep.examination.examine import Source, examine
 from samestep.layout import Layout
-from tests.laboratory import clipped, prove
-from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock, Tokens
+from tests.laboratory import clipped, prove, source_of
+from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock
 from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums
 from tests.proof.odd_code import checkpointing_gpt2
 
@@ -86,10 +83,12 @@ class OwnAttention(Attention):
 
 
 class Own(Parted):
+    """A model of which each block checkpoints something else."""
+
     def __init__(self, what: str) -> None:
-        super().__init__(blocks=2)
+        super().__init__(blocks=0)
         self.what = what
-        self.blocks = nn.ModuleList(OwnBlock(what) for _ in range(2))
+        self.blocks = nn.ModuleList(OwnBlock(of_block) for of_block in what.split(" | "))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -100,34 +99,24 @@ class Own(Parted):
         return self.head(self.norm(x))
 
 
-KINDS = (
-    "mlp",
-    "attention",
-    "attention, mlp",
-    "whole",
-    "whole, mlp",
-    "whole, attention",
-    "whole, attention, mlp",
-    "whole, core, bent",
-    "reentrant",
-    "norm",
-    "bent",
-    "core",
-    "selective, attention, mlp",
-    "head",
-)
-"""What blocks checkpoint, and the model."""
+KINDS = {
+    "mlp | attention | core | bent": "repeat",
+    "whole, mlp | whole, attention | whole, attention, mlp | whole, core, bent": "repeat",
+    "attention, mlp | selective, attention, mlp": "plain",
+    "reentrant | norm | whole | head": "repeat",
+}
+"""What the blocks checkpoint, and what becomes of it; with the head, the model checkpoints its end."""
 
 
 class OwnMixing(Mixing):
-    """A convolution and a recurrence in two blocks, checkpointed by the mixer, by the block, or within the mixer."""
+    """Convolutions and recurrences, checkpointed by the mixer, or within it; each block has a kind of its own."""
 
     def __init__(self, what: str) -> None:
         super().__init__({"scan": OwnScan, "layers": OwnLayers}.get(what, OwnRecurrence))
         if what == "layers":  # of which one block has four recurrences, whose trace takes seconds
             self.blocks = self.blocks[:1]
-        for block in self.blocks:
-            block.mixer.what = what
+        for block, of_block in zip(self.blocks, [*what.split(" | "), what], strict=False):
+            block.mixer.what = of_block
 
 
 class OwnRecurrence(Recurrence):
@@ -158,77 +147,17 @@ class OwnLayers(RecurrentLayers):
         return _again(super().forward, x)
 
 
-MIXINGS = ("mixer", "reentrant mixer", "scan", "layers")
-MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in MIXINGS}
-MODELS |= {f"own checkpoint: {what}": functools.partial(Own, what) for what in KINDS}
-MODELS["own checkpoint: gpt2 of transformers"] = checkpointing_gpt2
-
-
-def _named(kinds: Iterable[object], prefix: str = "own checkpoint") -> list[Any]:
-    """Return rows that name models, which are traced before ranks are forked; their ids are the kinds."""
-    return [pytest.param(f"{prefix}: {kind}", id=str(kind)) for kind in kinds]
-
-
-LAYOUTS = (
-    "tp=2",
-    "cp=2",
-    "tp=2 sequence_parallel",
-    "cp=2 exchange=ring",
-    "tp=2 recompute=full",
-    "cp=2 recompute=selective",
-    "cp=2 recompute=full",
-    "tp=2 sequence_parallel recompute=full",
-    "pp=2 cp=2 microbatch=2",
-    "pp=2 tp=2 microbatch=2 schedule=zero-bubble",
-    "tp=2 cp=2 zero=3 sequence_parallel",
-)
-
-
-TAKEN = {
-    "attention": "repeat",
-    "attention, mlp": "plain",
-    "core": "repeat",
-    "head": "repeat",
-    "mlp": "repeat",
-    "norm": "repeat",
-    "selective, attention, mlp": "plain",
-    "whole": "repeat",
-    "gpt2 of transformers": "plain",
-}
-"""What blocks checkpoint, and what becomes of it."""
-
-
-@pytest.mark.parametrize("what", TAKEN)
-def test_blocks_whose_own_checkpoints_hold_all_that_they_keep_are_taken_as_recomputed(what: str) -> None:
-    source = Source(MODELS[f"own checkpoint: {what}"], loss_of(clipped()), optimizer_of(clipped()))
-    traced = examine(source, clipped(), next(batches(Tokens(), clipped())).samples([0]), Layout())
-    spec = traced.analysis.spec
-    assert spec.checkpoints == TAKEN[what]
-    assert ("none" in recomputations(spec)) == (TAKEN[what] == "repeat")  # no plan offers what would not run
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", _named(KINDS))
-def test_what_own_checkpoints_send_again_is_listed(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-@pytest.mark.parametrize(
-    "layout", ["cp=2", "cp=2 recompute=full", "tp=2 cp=2 microbatch=2", "cp=3 recompute=selective"]
-)
-@pytest.mark.parametrize("model", _named(MIXINGS))
-def test_states_that_own_checkpoints_send_again_are_listed(layout: str, model: str) -> None:
-    prove(layout, model)
+MIXINGS = ("mixer | reentrant mixer", "scan", "layers")
 
 
 class OwnDealing(ExpertDispatch):
-    """Experts, with or without the norm of their block in front of them, under a checkpoint of the block's own."""
+    """Experts under a checkpoint of their block's own: with the norm in front of them in the first block, without it in the second."""
 
-    def __init__(self, is_whole: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
             block.__class__ = OwnDealingBlock
-            block.is_whole = is_whole
+        self.blocks[0].is_whole = True
 
 
 class OwnDealingBlock(DealingBlock):
@@ -242,23 +171,12 @@ class OwnDealingBlock(DealingBlock):
         return x + _again(self.experts, rows, chosen, weights).view_as(x)
 
 
-MODELS |= {
-    f"own checkpoint of experts: {is_whole}": functools.partial(OwnDealing, is_whole) for is_whole in (True, False)
-}
-
-
-@pytest.mark.parametrize("layout", ["dp=2 ep=2 zero=1", "dp=2 ep=2 zero=3 recompute=full", "dp=2 ep=2 microbatch=2"])
-@pytest.mark.parametrize("model", _named((True, False), "own checkpoint of experts"))
-def test_rows_that_own_checkpoints_deal_again_are_listed(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
 class Idle(Parted):
-    """A decoder whose blocks compute something that the loss does not depend on, or not by way of it."""
+    """A decoder whose blocks each compute something that the loss does not depend on, or not by way of it."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(blocks=2)
-        self.blocks = nn.ModuleList(IdleBlock(what) for _ in range(2))
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(IdleBlock(of_block) for of_block in what.split(" | "))
 
 
 class IdleBlock(PartedBlock):
@@ -276,21 +194,72 @@ class IdleBlock(PartedBlock):
         return x + self.mlp(self.second(x))
 
 
-IDLE = ("detached", "unused", "detached checkpoint", "unused checkpoint")
+IDLE = ("detached | unused", "detached checkpoint | unused checkpoint")
+IDLE_MIXINGS = ("mixer detached | plain unused", "mixer unused | plain detached")
 MODELS |= {f"own checkpoint: {what}": functools.partial(Idle, what) for what in IDLE}
-IDLE_MIXINGS = ("mixer detached", "mixer unused", "plain detached", "plain unused")
-MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in IDLE_MIXINGS}
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp=2", "cp=2", "cp=2 exchange=ring", "tp=2 sequence_parallel", "cp=2 recompute=full"]
+MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in (*MIXINGS, *IDLE_MIXINGS)}
+MODELS |= {f"own checkpoint: {what}": functools.partial(Own, what) for what in KINDS}
+MODELS |= {"own checkpoint: gpt2 of transformers": checkpointing_gpt2, "own checkpoint: experts": OwnDealing}
+LAYOUTS = (
+    "tp=2",
+    "cp=2",
+    "tp=2 sequence_parallel",
+    "cp=2 exchange=ring",
+    "tp=2 recompute=full",
+    "cp=2 recompute=selective",
+    "cp=2 recompute=full",
+    "tp=2 sequence_parallel recompute=full",
+    "pp=2 cp=2 microbatch=2",
+    "pp=2 tp=2 microbatch=2 schedule=zero-bubble",
+    "tp=2 cp=2 zero=3 sequence_parallel",
 )
-@pytest.mark.parametrize("model", _named(IDLE))
-def test_no_gradient_is_listed_of_what_the_loss_does_not_depend_on(layout: str, model: str) -> None:
+OF_EXPERTS = ("dp=2 ep=2 zero=1", "dp=2 ep=2 zero=3 recompute=full", "dp=2 ep=2 microbatch=2")
+OF_STATES = ("cp=2", "cp=2 recompute=full", "tp=2 cp=2 microbatch=2", "cp=3 recompute=selective")
+OF_IDLE = ("tp=2", "cp=2", "cp=2 exchange=ring", "tp=2 sequence_parallel", "cp=2 recompute=full")
+_OF_FIRST, _OF_WHOLE, _PLAIN, _OF_REENTRY = KINDS
+DAILY = {
+    (_OF_FIRST, "tp=2 recompute=full"),
+    (_OF_WHOLE, "tp=2 sequence_parallel"),
+    (_OF_WHOLE, "cp=2 recompute=full"),
+    (_PLAIN, "tp=2 sequence_parallel recompute=full"),
+    (_OF_REENTRY, "tp=2 recompute=full"),
+}
+"""What runs beside the rows that hold each kind and each setting of a layout."""
+PARTS = [
+    *((model, layout) for model in MIXINGS for layout in OF_STATES),
+    *(("experts", layout) for layout in OF_EXPERTS),
+    *((model, layout) for model in IDLE for layout in OF_IDLE),
+    *((model, layout) for model in IDLE_MIXINGS for layout in OF_STATES[:2]),
+]
+
+
+def _named(rows: Iterable[tuple[str, str]]) -> list[Any]:
+    """Return rows that name models, which are traced before ranks are forked."""
+    daily = pytest.mark.every_row
+    return [
+        pytest.param(
+            f"own checkpoint: {model}", layout, id=f"{model}-{layout}", marks=daily if (model, layout) in DAILY else ()
+        )
+        for model, layout in rows
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout"), _named(itertools.product(KINDS, LAYOUTS)))
+def test_what_own_checkpoints_send_again_is_listed(model: str, layout: str) -> None:
     prove(layout, model)
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=2 recompute=full"])
-@pytest.mark.parametrize("model", _named(IDLE_MIXINGS))
-def test_no_gradient_is_listed_of_states_that_the_loss_does_not_depend_on(layout: str, model: str) -> None:
+@pytest.mark.parametrize(("model", "layout"), _named(PARTS))
+def test_states_and_rows_of_experts_that_are_sent_again_are_listed_and_what_the_loss_does_not_depend_on_is_not(
+    model: str, layout: str
+) -> None:
     prove(layout, model)
+
+
+@pytest.mark.parametrize("what", [*KINDS, "gpt2 of transformers"])
+def test_blocks_whose_own_checkpoints_hold_all_that_they_keep_are_taken_as_recomputed(what: str) -> None:
+    prepared = source_of(f"own checkpoint: {what}", Layout("tp=2"), clipped()).prepared
+    taken = KINDS.get(what, "plain")
+    assert prepared is not None
+    assert prepared.spec.checkpoints == taken
+    assert ("none" in recomputations(prepared.spec)) == (taken == "repeat")  # no plan offers what would not run

@@ -35,6 +35,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.every_turn
 def test_features_compose(layout: str, model: str, precision: str) -> None:
     if precision == "float64":
-        prove(layout, model, clipped(watch_every=100))  # so that steps 1 and 2 repeat samples
+        prove(layout, model, clipped())
     else:
         rounding.prove(layout, model, precision)

@@ -109,40 +109,27 @@ def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert not list(out.rglob("*draft*"))
 
 
-def test_the_job_file_of_a_run_repeats_it(tmp_path: Path) -> None:
-    first, again = tmp_path / "first", tmp_path / "again"
-    assert small.train("--layout", "dp=2 microbatch=2", "--out", first) == 0
-    assert small.main("train", first / "job.toml", "--out", again) == 0
-    assert small.metrics(first) == small.metrics(again)
-    assert (first / "job.toml").read_text() == (again / "job.toml").read_text()
+OWN = ["train", "--layout", "dp=2 zero=2", *small.settings(train__evaluate_samples=4)]
 
 
-def test_python_gives_what_the_command_line_gives(tmp_path: Path) -> None:
-    assert small.train("--ranks", "2", "--out", tmp_path / "cli", train__evaluate_samples=4) == 0
-    job = samestep.load(tmp_path / "cli" / "job.toml").model_copy(update={"layout": {}})
-    summary = samestep.train(job, ranks=2, out=tmp_path / "python")
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of our own launcher."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    assert small.main(*OWN, "--out", folder) == 0
+    return folder
+
+
+def test_the_job_file_of_a_run_repeats_it_from_python(own: Path, tmp_path: Path) -> None:
+    summary = samestep.train(samestep.load(own / "job.toml"), out=tmp_path / "again")
     assert summary is not None
-    assert small.metrics(tmp_path / "cli") == small.metrics(tmp_path / "python")
-    assert json.loads((tmp_path / "cli" / "summary.json").read_text())["held_out_loss"] == summary.held_out_loss
+    assert small.metrics(own) == small.metrics(tmp_path / "again")
+    assert _held_out_loss(own) == summary.held_out_loss
+    assert (own / "job.toml").read_text() == (tmp_path / "again" / "job.toml").read_text()
 
 
 def _held_out_loss(run: Path) -> float:
     return float(json.loads((run / "summary.json").read_text())["held_out_loss"])
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [["dp=2 zero=3 microbatch=2"], pytest.param(["dp=2 microbatch=2", "dp=4 zero=1"], marks=pytest.mark.nightly)],
-)
-def test_an_uneven_batch_is_that_of_one_rank(layouts: list[str], tmp_path: Path) -> None:
-    uneven = {"train.global_batch": 7, "train.steps": 3, "numerics.precision": "float64", "train.evaluate_samples": 5}
-    assert small.train("--ranks", "1", "--out", tmp_path / "one", **uneven) == 0
-    for layout in layouts:
-        many = tmp_path / layout
-        assert small.train("--layout", layout, "--out", many, **uneven) == 0
-        assert small.losses(many) == pytest.approx(small.losses(tmp_path / "one"), rel=1e-9, abs=0), layout
-        assert _held_out_loss(many) == pytest.approx(_held_out_loss(tmp_path / "one"), rel=1e-9, abs=0), layout
-        assert {row["tokens"] for row in small.metrics(many)} == {7 * 16}
 
 
 FEW = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
@@ -169,6 +156,7 @@ def test_every_layout_evaluates_and_speaks_alike(
         assert said.split("---")[1] == alone.split("---")[1], f"{layout}: the same untrained model says the same"
         assert small.losses(run) == pytest.approx(small.losses(one), rel=1e-9, abs=0), layout
         assert _held_out_loss(run) == pytest.approx(_held_out_loss(one), rel=1e-9, abs=0), layout
+        assert {row["tokens"] for row in small.metrics(run)} == {2 * 16}
 
 
 def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(
@@ -181,26 +169,17 @@ def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(
     assert "\x1b" not in said, "what the model wrote may not steer the terminal"
 
 
-def test_steps_end_a_run_and_leave_the_schedule(tmp_path: Path) -> None:
-    assert small.train("--ranks", "1", "--out", tmp_path / "whole") == 0
-    assert small.train("--ranks", "1", "--steps", "4", "--out", tmp_path / "short") == 0
-    assert small.metrics(tmp_path / "short") == small.metrics(tmp_path / "whole")[:4]
-    assert json.loads((tmp_path / "short" / "summary.json").read_text())["stopped"] is False
-
-
-def test_torchrun_gives_the_losses_of_our_own_launcher(tmp_path: Path) -> None:
+def test_torchrun_gives_the_losses_of_our_own_launcher(own: Path, tmp_path: Path) -> None:
     """Its agent is torchrun's own; the workers are forks of it, so that they need not import torch first."""
-    words = ["train", "--layout", "dp=2 zero=2", *small.settings()]
 
     def agent() -> int:
         os.chdir(tmp_path)
         config = LaunchConfig(
             1, 1, nproc_per_node=2, rdzv_endpoint="localhost:0", rdzv_backend="c10d", start_method="fork"
         )
-        return max(elastic_launch(config, small.main)(*words).values())
+        return max(elastic_launch(config, small.main)(*OWN).values())
 
     assert small.status_of(small.forked(agent, tmp_path / "agent"), 300) == 0, (tmp_path / "agent" / "err").read_text()
-    assert small.main(*words, "--out", tmp_path / "own") == 0
     (run,) = (tmp_path / "runs").iterdir()
-    assert small.metrics(run) == small.metrics(tmp_path / "own")
+    assert small.metrics(run) == small.metrics(own)
     assert (tmp_path / "agent" / "out").read_text().count("step      6/6") == 1, "rank 0 alone speaks"

@@ -21,7 +21,7 @@ from samestep.arguments import spell_out
 from samestep.building.optimizer import optimizer_of
 from samestep.errors import WorkerError
 from samestep.models import catalog
-from samestep.models.spec import from_json, to_json
+from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.program.update_rules import states_per_param
 from samestep.proof import verify as proof
 from samestep.proof.verdict import Verdict
@@ -44,9 +44,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 Words = list[str]
 MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "layout word": (["--layout", "dp_shrad=2"], {}, "unknown layout option 'dp_shrad' (did you mean 'dp_shard'?)"),
-    "layout value": (["--layout", "dp=two"], {}, "dp=two is not a whole number"),
     "another framework's word": (["--layout", "fsdp=2"], {}, "unknown layout option 'fsdp': use dp=N zero=3; the options"),
-    "zero stage": (["--layout", "dp=2 zero=7"], {}, "zero=7: the ZeRO stages are 0, 1, 2 and 3"),
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
         {},
@@ -54,7 +52,6 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: must be a whole number from 1 to 1048576, got 0"),
-    "ranks text": (["--ranks", "two"], {}, "argument --ranks: must be a whole number from 1 to 1048576, got two"),
     "ranks range": (["--ranks", "4:2"], {}, "argument --ranks: MIN is greater than MAX in 4:2. Use 2:4"),
     "fewer ranks": (["--ranks", "1:2"], {}, "--ranks 1:2 lets a restart continue with fewer ranks, and run.restarts = 0"),
     "half a rendezvous": (["--nodes", "2"], {}, "--rendezvous and --token-file missing: several hosts need --nodes N"),
@@ -63,11 +60,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
         {},
         "--nodes 1: a rendezvous is for 2 hosts or more; without it this one runs alone",
     ),
-    "hosts": (
-        ["--dry-run", "--nodes", "2", "--layout", "dp=3"],
-        {},
-        "2 hosts cannot share 3 ranks equally. Use 2 ranks",
-    ),
+    "hosts": (["--dry-run", "--nodes", "2", "--layout", "dp=3"], {}, "2 hosts cannot share 3 ranks equally. Use 2 ranks"),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
     "a key as a flag": (["--lr", "0.1"], {}, "unknown argument --lr: use --set optimizer.lr=VALUE; see samestep train --help"),
     "a key without its table": (["--set", "lr=0.1"], {}, "--set lr=0.1: lr: unknown key: use optimizer.lr;"),
@@ -77,12 +70,10 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "recorded steps": (["--record", "5:2"], {}, "train.record: '5:2' ends before it begins. Use FIRST:LAST"),
     "recorded step": (["--record", "first"], {}, "train.record: 'first' names no steps. Use FIRST:LAST"),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
+    "profiled steps": (["--set", "run.profile=12:10"], {}, "run.profile: '12:10' ends before it begins"),
+    "a device without groups": (["--set", "run.device=mps"], {}, "no process groups on MPS"),
     "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends. Use --set"),
     "job file": (["nope.toml"], {}, "no job file at nope.toml"),
-    "setting": (["--set", "train.steps"], {}, "--set train.steps: write key=value, as in --set train.steps=50"),
-    "key": ([], {"train.stepz": 3}, "train.stepz: unknown key (did you mean 'steps'?)"),
-    "value": ([], {"train.global_batch": 0}, "train.global_batch: input should be greater than or equal to 1, got 0"),
-    "type": ([], {"train.steps": "many"}, "train.steps: input should be a valid integer"),
     "data source": ([], {"data.source": "topicz"}, "unknown data source 'topicz' (did you mean 'topics'?)"),
     "data path": ([], {"data.source": "text:/nope/book.txt"}, "text:/nope/book.txt: there is no folder /nope"),
     "data function": ([], {"data.source": "nope:make"}, "nope:make: module not found: 'nope'"),
@@ -98,11 +89,6 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
         [],
         {"model.source": "lama"},
         "model.source = 'lama' is not of the form module:function, hf:FAMILY or hf:PATH (did you mean 'hf:llama'?)",
-    ),
-    "vocabulary": (
-        [],
-        {"model.config.vocab_size": 100},
-        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100. Use vocab_size = 256",
     ),
     "positions": (
         [],
@@ -156,26 +142,14 @@ def test_several_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.Capture
     assert all(key in complaint for key in wrong)
 
 
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_job_file_of_mistakes_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("job.toml").write_text("[model\n")
-    assert small.main("train", "job.toml") == 2
-    assert "job.toml is not TOML" in capfd.readouterr().err
-    assert small.main("train", tmp_path) == 2
-    assert "is a folder; a job is a TOML file" in capfd.readouterr().err
-    assert small.main("train", "jib.toml") == 2
-    assert capfd.readouterr().err == "samestep: no job file at jib.toml; there are job.toml [job-file-missing]\n"
-
-
 def test_a_file_may_begin_with_a_byte_order_mark() -> None:
     Path("job.toml").write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
     assert samestep.load("job.toml").train.steps == 7
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("source", ["text:book.txt", "jsonl:book.jsonl", "tokens:book.bin"])
+@pytest.mark.parametrize("source", ["jsonl:book.jsonl", "tokens:book.bin"])
 def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("book.txt").write_text("It was a dark and stormy night. " * 100)
     Path("book.jsonl").write_text('{"text": "It was a dark and stormy night."}\n' * 100)
     (np.arange(4000) % 300).astype(np.uint16).tofile("book.bin")
     size = 299 if source.startswith("tokens") else 200
@@ -192,12 +166,6 @@ def test_a_text_too_short_for_a_sample(capfd: pytest.CaptureFixture[str]) -> Non
         "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17. Set "
         "data.sequence_length = 9\n"
     )
-
-
-def test_nothing_held_out_is_nothing_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
-    changes = {"data.held_out": 0.0, "train.evaluate_samples": 8, "train.steps": 2}
-    assert small.train("--ranks", "1", "--out", "run", **changes) == 0
-    assert json.loads(Path("run/summary.json").read_text())["held_out_loss"] is None
 
 
 @pytest.mark.parametrize("verb", ["train", "simulate", "layouts"])
@@ -262,18 +230,15 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_runs_of_one_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "20300101-000000")
-    for _ in range(3):
-        assert small.train("--ranks", "1", train__steps=2) == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == [
-        "20300101-000000", "20300101-000000-2", "20300101-000000-3",
-    ]  # fmt: skip
+    for _ in range(2):
+        assert small.train("--ranks", "1", data__held_out=0.0, train__evaluate_samples=8, train__steps=2) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["20300101-000000", "20300101-000000-2"]
+    summary = json.loads(Path("runs/20300101-000000/summary.json").read_text())
+    assert summary["held_out_loss"] is None, "nothing held out is nothing evaluated"
 
 
-@pytest.mark.parametrize("verb", ["dry run", "run"])
-@pytest.mark.parametrize("words", ["dp=2", "dp=2 zero=3"])
-def test_a_run_that_needs_far_more_memory_than_there_is_is_not_started(
-    verb: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("verb", "words"), [("run", "dp=2"), ("dry run", "dp=2 zero=3")])
+def test_a_run_that_needs_far_more_memory_than_there_is_is_not_started(verb, words, tmp_path, monkeypatch, capfd):
     needs: list[int] = []
 
     def peak(*args: Any) -> Any:
@@ -350,9 +315,7 @@ def test_a_dry_run_refuses_what_the_run_would(capfd: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("options", "states"), [({}, 0), ({"momentum": 0.9}, 1)])
-def test_a_dry_run_knows_the_optimizer(
-    options: dict[str, float], states: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_knows_the_optimizer(options, states, capfd):
     assert small.train("--dry-run", "--ranks", "1", optimizer__name="sgd", optimizer__options=options) == 0
     found = re.search(r"weights ([\d,]+) B, gradients \S+ B, optimizer ([\d,]+) B", capfd.readouterr().out)
     assert found
@@ -382,6 +345,16 @@ def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, option
 # -- simulate and the catalog ----------------------------------------------------------------------
 
 
+_TRACED: list[ModelSpec] = []
+
+
+def _small_spec(job: samestep.Job) -> ModelSpec:
+    """The trace of the small job, which is traced once."""
+    if not _TRACED:
+        _TRACED.append(workload.trace_job(job).spec)
+    return _TRACED[0]
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "home"
@@ -397,18 +370,21 @@ def _simulate(*words: str) -> subprocess.CompletedProcess[str]:
         "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr); sys.exit(status)"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, "simulate", *small.settings(), *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, "simulate", *small.settings(), *words], capture_output=True, text=True, timeout=500
     )
 
 
-def test_simulate_traces_once_and_never_imports_torch(home: Path) -> None:
+def test_simulate_traces_once_and_never_imports_torch(home, monkeypatch, capfd):
     words = ["--layout", "dp=2 zero=3", "--json", "numbers.json", "--trace", "trace.json"]
     first = _simulate(*words)
-    assert (first.returncode, first.stderr) == (0, "False\n")
+    *waits, imported = first.stderr.splitlines()
+    assert (first.returncode, imported) == (0, "False"), first.stderr
+    assert all("tracing hf:llama" in line for line in waits)  # a busy machine says so
     (spec,) = (home / ".cache" / "samestep" / "specs").iterdir()
     spec.write_text(spec.read_text().replace("hf:llama", "from the cache"))
-    again = _simulate(*words)
-    assert (again.stdout, again.returncode) == (first.stdout, 0)
+    monkeypatch.setattr(catalog, "_trace_elsewhere", lambda _: pytest.fail("a model was traced again"))
+    assert small.main("simulate", *small.settings(), *words) == 0
+    assert capfd.readouterr().out == first.stdout
     assert 'program of "dp=2 zero=3": F.only[0] B.only[0] U[0]' in first.stdout
     assert "all_gather:" in first.stdout
     assert "(by FSDP2)" in first.stdout
@@ -458,14 +434,12 @@ def test_simulate_says_first_whether_it_fits(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("state", ["damaged", "unreadable"])
-def test_a_bad_cache_costs_time_and_nothing_else(
-    state: str, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_cache_costs_time_and_nothing_else(state, home, monkeypatch, capfd):
     traced: list[samestep.Job] = []
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return to_json(workload.trace_job(job).spec)
+        return to_json(_small_spec(job))
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -484,7 +458,33 @@ def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert from_json(capsys.readouterr().out).name == "hf:llama"
 
 
-def test_simulate_tells_the_mistake_that_train_would(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+class _Tracing:
+    """A process that traces a model, as a fork of this one: a new one would import torch for 3 s."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.returncode = 0
+
+    def __enter__(self) -> _Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def communicate(self, job: str) -> tuple[str, str]:
+        def trace() -> int:
+            warnings.resetwarnings()
+            try:
+                workload.write_spec(job)
+            except SystemExit as end:
+                return int(end.code or 0)
+            return 0
+
+        self.returncode = small.status_of(small.forked(trace, Path("traced")), 500.0)
+        return Path("traced/out").read_text(), Path("traced/err").read_text()
+
+
+def test_simulate_tells_the_mistake_that_train_would(home, monkeypatch, capfd):
+    monkeypatch.setattr(catalog.subprocess, "Popen", _Tracing)
     Path("mine.py").write_text("import warnings\nprint('hello')\nwarnings.warn('careful')\ndef build(): return 3\n")
     assert small.main("simulate", *small.settings(model__source="mine:build", model__config={})) == 2
     said = capfd.readouterr().err.splitlines()
@@ -514,15 +514,10 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
         (["--devices", "3", "--layout", "dp=2"], "--devices 3, but layout 'dp=2' has 2 ranks"),
-        (["--json", "/nope/numbers.json"], "/nope/numbers.json cannot be written: there is no folder /nope"),
-        (["--set", "optimizer.name=nosuch"], "optimizer.name = 'nosuch' must be one of adadelta, "),
-        (["--layout", "dp=2 reduce=root zero=1"], "use it with zero=0, not zero=1"),
     ],
 )
-def test_mistakes_of_simulate(
-    words: Words, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+def test_mistakes_of_simulate(words, says, monkeypatch, capfd):
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     assert small.main("simulate", *small.settings(), *words) == 2
     complaint = capfd.readouterr().err
     assert says in complaint
@@ -530,9 +525,7 @@ def test_mistakes_of_simulate(
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace", "--html", "--to-file"])
-def test_what_cannot_be_written_is_said_before_any_work(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_said_before_any_work(flag, monkeypatch, capsys):
     monkeypatch.setattr(catalog, "model_spec", lambda _: pytest.fail("a model was traced"))
     Path("folder").mkdir()
     for file, why in (("nope/x.json", "there is no folder nope"), ("folder", "it is a folder")):
@@ -540,10 +533,8 @@ def test_what_cannot_be_written_is_said_before_any_work(
         assert capsys.readouterr().err.startswith(f"samestep: {file} cannot be written: {why} [output-unwritable]")
 
 
-def test_layouts_writes_its_table_or_says_why_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+def test_layouts_writes_its_table_or_says_why_not(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     words = ("layouts", *small.settings(), "--devices", "2", "--json")
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
@@ -559,10 +550,8 @@ def test_layouts_writes_its_table_or_says_why_not(
         ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks; there it is rejected: tp=3 does not divide"),
     ],
 )
-def test_layouts_answers_for_one(
-    layout: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
+def test_layouts_answers_for_one(layout, says, monkeypatch, capfd):
+    monkeypatch.setattr(catalog, "model_spec", _small_spec)
     assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
     heading, said = capfd.readouterr().out.splitlines()
     assert heading.startswith("job: built-in default, changed by --set: model.config.hidden_size=16, ")
@@ -570,14 +559,6 @@ def test_layouts_answers_for_one(
 
 
 EXPERTS = ("--set", "model.source=preset:mixtral-8x7b", "--set", "model.config.layers=2")
-
-
-def test_layouts_lists_experts_and_zero_over_cp(tmp_path: Path) -> None:
-    assert small.main("layouts", *EXPERTS, "--devices", "8", "--json", tmp_path / "table.json") == 0
-    rows = json.loads((tmp_path / "table.json").read_text())
-    legal = [samestep.Layout(row["layout"]) for row in rows if row["legal"]]
-    assert {layout.ep for layout in legal} == {1, 2, 4, 8}
-    assert {layout.zero for layout in legal if layout.dp_shard == 1} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -613,20 +594,22 @@ def test_who_stops_reading_stops_the_writing() -> None:
     code = "import samestep.cli as cli; cli._env = lambda _: cli.Result(None, 'x' * 10**6); raise SystemExit(cli.main(['env']))"
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=500)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
 @pytest.mark.parametrize("words", [["presets"], ["presets", "--json"]], ids=["text", "json"])
-def test_an_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "samestep.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: Path) -> None:
+    def command() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        return cli.main(words)
+
+    status = small.status_of(small.forked(command, tmp_path / "said"), 500.0)
     complaint = "samestep: standard output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, complaint)
+    assert (status, (tmp_path / "said" / "err").read_text()) == (1, complaint)
 
 
 def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

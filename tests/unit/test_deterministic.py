@@ -1,4 +1,4 @@
-"""Deterministic kernels within steps, and the cores near a GPU."""
+"""Deterministic kernels within steps, what reaches the kernels of attention, and the cores near a GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
-from samestep.datasets import Batch
+from samestep.datasets import Batch, batches
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.runtime.processes import this_host
 from samestep.runtime.processes.join import leave
+from tests.laboratory import clipped, make_run
+from tests.models import Tokens
 
 
 @pytest.fixture(autouse=True)
@@ -132,13 +134,16 @@ def _attending(word: str, **how: Any) -> list[tuple[str, Any, Any]]:
     return seen.calls
 
 
-def test_a_causal_attention_reaches_its_kernel_without_a_mask_and_without_dropout() -> None:
-    calls = _attending("auto", is_causal=True)
-    assert {name.partition(".")[0] for name, *_ in calls} == {
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    }
-    assert [(given, mask) for name, given, mask in calls if "backward" not in name] == [((0.0, True), None)]
+@pytest.mark.parametrize("model", ["llama", "deep_gemma", "attentive", "dropping_llama"])
+def test_no_dense_mask_and_no_dropout_reach_a_fused_kernel(model: str) -> None:
+    """Where causality says what a mask would; dropout is computed by the formula, with masks of our own."""
+    run = make_run(0, 1, model, "dp=1", clipped())
+    with Kernels() as seen:
+        run.step(next(batches(Tokens(), clipped())))
+    fused = [(given, mask) for name, given, mask in seen.calls if "backward" not in name]
+    assert not any("_math" in name for name, *_ in seen.calls), "a fused kernel computes it"
+    assert fused == ([] if model.startswith("dropping") else [((0.0, True), None)] * len(fused))
+    assert bool(fused) != model.startswith("dropping")
 
 
 def test_the_kernel_of_attention_is_chosen_within_a_step_alone() -> None:

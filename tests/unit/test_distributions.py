@@ -40,10 +40,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "normal": (lambda x: torch.normal(x + 2, 3.0), lambda u: 2 + 3 * math.sqrt(2) * torch.erfinv(2 * u - 1)),
     "normal_": (lambda x: x.clone().normal_(2, std=3), lambda u: 2 + 3 * math.sqrt(2) * torch.erfinv(2 * u - 1)),
     "exponential_": (lambda x: x.clone().exponential_(2.0), lambda u: -(1 - u).log() / 2),
-    "log_normal_": (
-        lambda x: x.clone().log_normal_(0, 0.5),
-        lambda u: (0.5 * math.sqrt(2) * torch.erfinv(2 * u - 1)).exp(),
-    ),
+    "log_normal_": (lambda x: x.clone().log_normal_(0, 0.5), lambda u: (0.5 * math.sqrt(2) * torch.erfinv(2 * u - 1)).exp()),
     "cauchy_": (lambda x: x.clone().cauchy_(1, 2), lambda u: 1 + 2 * (math.pi * (u - 0.5)).tan()),
     "geometric_": (lambda x: x.clone().geometric_(0.3), lambda u: ((1 - u).log() / math.log(0.7)).ceil()),
     "bernoulli": (lambda x: torch.bernoulli(x + 0.3), lambda u: (u > 0.7).double()),
@@ -56,7 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
         lambda x: torch.multinomial(torch.tensor([0.5, 0.2, 0.3]).expand(len(x), 3), COLUMNS, replacement=True),
         lambda u: (u > 0.5).double() + (u > 0.7).double(),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -137,14 +134,11 @@ def test_an_order_is_one_of_the_whole_step_and_never_of_samples() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            lambda x: torch.randn_like(x).normal_(generator=torch.Generator()),
-            "normal_ draws from a generator of its own",
-        ),
+        (lambda x: torch.randn_like(x).normal_(generator=torch.Generator()), "normal_ draws from a generator of its own"),
         (lambda x: torch.randn(x.shape, out=x), "randn with out: "),
         (lambda x: torch.randint(5, 5, x.shape), "from 5 to below 5"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(function: Callable[[Tensor], Tensor], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         drawn(function, zeros())

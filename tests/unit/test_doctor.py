@@ -55,37 +55,20 @@ def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) ->
     )
     return HostFindings(
         Identity(
-            name,
-            f"key {place}",
-            100 + place,
-            "srun",
-            ("SLURM_PROCID=0",),
-            place,
-            num_hosts,
-            meets_at="n1",
-            ports=(29500, 23456),
-            port=29500,
+            name, f"key {place}", 100 + place, "srun", ("SLURM_PROCID=0",), place, num_hosts, meets_at="n1",
+            ports=(29500, 23456), port=29500,
         ),
         Software("0.1.0", "3.11.7", "2.13.0", "CUDA 12.6" if has_gpus else "", "abc", "0123456789ab", "job1"),
         Network(
-            name,
-            "n1",
-            ("10.0.0.1",),
-            interfaces,
-            "eth0",
-            "the way to n1",
+            name, "n1", ("10.0.0.1",), interfaces, "eth0", "the way to n1",
         ),
         Folder("/shared", "nfs of server:/shared", draw.randint(2, 900) * GIB, ""),
         Limits(
-            "/tmp",
-            draw.randint(2, 90) * GIB,
-            64 * GIB,
-            draw.randint(1, 64) * GIB,
-            "",
+            "/tmp", draw.randint(2, 90) * GIB, 64 * GIB, draw.randint(1, 64) * GIB, "",
             draw.choice([-1, 1024, 65536]),
         ),
         Gpus(names, "550.54.15" if has_gpus else "", "", "", ()),
-    )
+    )  # fmt: skip
 
 
 def healthy(seed: int) -> Case:
@@ -189,114 +172,46 @@ def _duplicated(case: Case) -> Case:
 FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
     "duplicate ranks": (_duplicated, "world", "rank 0 was given to 2 processes: process 100 on n1, process"),
     "other world": (_on_last("identity", size=1), "world", "worlds of different sizes"),
-    "half-set variables": (
-        _on_last("identity", refused="RANK is set but WORLD_SIZE not"),
-        "identity",
-        "RANK is set but WORLD_SIZE not",
-    ),
-    "a world of one": (
-        _on_last("identity", others="4 processes of this command by mpirun"),
-        "identity",
-        "a world of one, yet 4 processes",
-    ),
-    "silent host": (
-        _heard(lambda heard, last: {"identities": heard.identities[:-1], "hosts": heard.hosts}),
-        "world",
-        "was silent",
-    ),
+    "half-set variables": (_on_last("identity", refused="RANK is set but WORLD_SIZE not"), "identity", "RANK is set but WORLD_SIZE not"),
+    "a world of one": (_on_last("identity", others="4 processes of this command by mpirun"), "identity", "a world of one, yet 4 processes"),
+    "silent host": (_heard(lambda heard, last: {"identities": heard.identities[:-1], "hosts": heard.hosts}), "world", "was silent"),
     "other samestep": (_on_last("software", samestep="0.0.9"), "software", "0.0.9 on n"),
     "other files": (_on_last("software", source="def"), "software", "def on n"),
     "other torch": (_on_last("software", torch="2.11.0"), "software", "2.11.0 on n"),
     "other Python": (_on_last("software", python="3.12.1"), "software", "3.12.1 on n"),
     "other commit": (_on_last("software", commit="ffff"), "commit", "ffff on n"),
-    "uncommitted changes": (
-        _on_last("software", commit="0123456789ab with changes 00"),
-        "commit",
-        "with changes 00 on",
-    ),
+    "uncommitted changes": (_on_last("software", commit="0123456789ab with changes 00"), "commit", "with changes 00 on"),
     "other job": (_on_last("software", job="job2"), "job", "job2 on n"),
-    "dead name": (
-        _on_last("network", meeting_addresses=()),
-        "names",
-        "n1, at which all ranks meet, has no address here",
-    ),
+    "dead name": (_on_last("network", meeting_addresses=()), "names", "n1, at which all ranks meet, has no address here"),
     "host that leaves": (
         _heard(lambda heard, last: {"mute": {"n2": ("look: nothing came",)}, "gone": {"n2": "its connection ended"}}),
         "answers",
         "it came, and left during the examination: its connection ended",
     ),
-    "no such interface": (
-        _on_last("network", unknown=("GLOO_SOCKET_IFNAME=ib0",)),
-        "interface",
-        "GLOO_SOCKET_IFNAME=ib0 names no interface",
-    ),
-    "interface down": (
-        _on_last("network", interfaces=(Interface("eth0", "10.0.0.9", False),)),
-        "interface",
-        "eth0 (by the way to n1) is down",
-    ),
-    "wrong interface": (
-        _heard(lambda heard, last: _to_last(heard, last, _wrong_interface)),
-        "interface",
-        "eth1, 10.9.0.",
-    ),
-    "blocked ports": (
-        _heard(lambda heard, last: _to_last(heard, last, _blocked)),
-        "ports",
-        "not reached at any port: no answer",
-    ),
-    "one blocked port": (
-        _heard(lambda heard, last: _to_last(heard, last, _one_blocked)),
-        "ports",
-        "some of its ports are blocked",
-    ),
+    "no such interface": (_on_last("network", unknown=("GLOO_SOCKET_IFNAME=ib0",)), "interface", "GLOO_SOCKET_IFNAME=ib0 names no interface"),
+    "interface down": (_on_last("network", interfaces=(Interface("eth0", "10.0.0.9", False),)), "interface", "eth0 (by the way to n1) is down"),
+    "wrong interface": (_heard(lambda heard, last: _to_last(heard, last, _wrong_interface)), "interface", "eth1, 10.9.0."),
+    "blocked ports": (_heard(lambda heard, last: _to_last(heard, last, _blocked)), "ports", "not reached at any port: no answer"),
+    "one blocked port": (_heard(lambda heard, last: _to_last(heard, last, _one_blocked)), "ports", "some of its ports are blocked"),
     "blocked meeting": (
         _heard(lambda heard, last: {"meeting": {**heard.meeting, last: Attempt("10.0.0.1", 29500, "refused")}}),
         "ports",
         "port 29500 of 10.0.0.1, at which a run would meet, is blocked: refused",
     ),
-    "taken port": (
-        _heard(lambda heard, last: {"taken": (29500,)}),
-        "ports",
-        "port 29500, at which a run would meet, is held",
-    ),
+    "taken port": (_heard(lambda heard, last: {"taken": (29500,)}), "ports", "port 29500, at which a run would meet, is held"),
     "unshared folder": (_heard(_all_unseen), "folder", "/shared is not shared"),
-    "hidden locks": (
-        _heard(lambda heard, last: {"sights": {**heard.sights, last: Sight(sees_lock=False)}}),
-        "folder",
-        "locks of other hosts",
-    ),
-    "no locks": (
-        _heard(lambda heard, last: {"written": {**heard.written, last: "no lock: No locks available"}}),
-        "folder",
-        "cannot be locked",
-    ),
+    "hidden locks": (_heard(lambda heard, last: {"sights": {**heard.sights, last: Sight(sees_lock=False)}}), "folder", "locks of other hosts"),
+    "no locks": (_heard(lambda heard, last: {"written": {**heard.written, last: "no lock: No locks available"}}), "folder", "cannot be locked"),
     "read-only folder": (_on_last("folder", error="it is mounted read-only"), "folder", "it is mounted read-only"),
     "full folder": (_on_last("folder", free_bytes=1 << 20), "folder", "has 1 MiB left"),
     "hung folder": (lambda case: _hung(case, "folder"), "folder", "it did not end within 3 s"),
-    "clock ahead": (
-        _heard(lambda heard, last: {"skews": {**heard.skews, last: (3600.0, 0.01)}}),
-        "clock",
-        "its clock is 3",
-    ),
-    "clock behind": (
-        _heard(lambda heard, last: {"skews": {**heard.skews, last: (-7.0, 0.01)}}),
-        "clock",
-        "its clock is ",
-    ),
+    "clock ahead": (_heard(lambda heard, last: {"skews": {**heard.skews, last: (3600.0, 0.01)}}), "clock", "its clock is 3"),
+    "clock behind": (_heard(lambda heard, last: {"skews": {**heard.skews, last: (-7.0, 0.01)}}), "clock", "its clock is "),
     "full disk": (_on_last("limits", temporary_free_bytes=0), "disk", "/tmp has 0"),
     "full /dev/shm": (_on_last("limits", shm_free_bytes=4096), "shm", "/dev/shm has"),
-    "/dev/shm without room": (
-        _on_last("limits", shm_error="No space left on device"),
-        "shm",
-        "no file can be written to /dev/shm",
-    ),
+    "/dev/shm without room": (_on_last("limits", shm_error="No space left on device"), "shm", "no file can be written to /dev/shm"),
     "few open files": (_on_last("limits", open_files=128), "files", "at most 128 open"),
-    "broken driver": (
-        _on_last("gpus", error="Failed to initialize NVML: Driver/library version mismatch"),
-        "driver",
-        "Failed to initialize NVML",
-    ),
+    "broken driver": (_on_last("gpus", error="Failed to initialize NVML: Driver/library version mismatch"), "driver", "Failed to initialize NVML"),
     "torch without CUDA": (
         lambda case: _on_last("software", torch_cuda="")(_on_last("gpus", names=("T4",), driver="550.1")(case)),
         "driver",
@@ -324,12 +239,8 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
     "slow links of one host": (_slow(0.01, lambda last, pair: last in pair), "bandwidth", "a slow link"),
     "one slow link": (_slow(0.01, lambda last, pair: pair == (0, last)), "bandwidth", "a slow link"),
     "long way": (_late, "latency", "a slow link: 50 ms"),
-    "no answer": (
-        _heard(lambda heard, last: {"mute": {"n2": ("look: nothing came",)}}),
-        "answers",
-        "no answer to look: nothing came",
-    ),
-}
+    "no answer": (_heard(lambda heard, last: {"mute": {"n2": ("look: nothing came",)}}), "answers", "no answer to look: nothing came"),
+}  # fmt: skip
 
 
 def _seen_by_torch(case: Case) -> Case:
@@ -343,12 +254,12 @@ def _hung(case: Case, part: str) -> Case:
     return replace(heard, hosts=(*heard.hosts[:-1], last)), links
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_healthy_hosts_have_no_fault(seed: int) -> None:
     assert [line.to_text() for line in lines_of(healthy(seed)) if line.level != "ok"] == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_is_one_line(fault: str, seed: int) -> None:
     plant, about, text = FAULTS[fault]
@@ -451,9 +362,7 @@ def _answers(rank: int) -> gathering.Answer:
     return lambda question: {"rank": rank, "heard": question["do"]}
 
 
-def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_what_they_are_asked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_what_they_are_asked(capsys):
     with socket.create_server(("127.0.0.1", 0)) as held:
         threading.Thread(target=_hang_up, args=(held,), daemon=True).start()
         ports = (int(held.getsockname()[1]), _free_port())
@@ -558,9 +467,7 @@ def test_a_meeting_point_that_is_every_host_itself_has_the_address_to_use() -> N
     assert "MASTER_ADDR=10.0.0.1 on all hosts" in line.remedy
 
 
-def test_a_python_that_cannot_be_started_and_a_thread_that_cannot_are_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_python_that_cannot_be_started_and_a_thread_that_cannot_are_no_traceback(monkeypatch):
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -52,11 +52,11 @@ def _after_the_job(out: str, begin: str) -> list[str]:
 
 def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layouts", "--set", "model.source=preset:gpt2", "--devices"]
-    assert main(*words, "24") == 0
+    assert main(*words, "12") == 0
     shown = _after_the_job(capsys.readouterr().out, r"\d+ of [\d,]+ layouts are valid")
     assert len(shown) <= 40
     assert re.match(r"\d+ of [\d,]+ layouts are valid, the first 20 of them", shown[0])
-    assert main(*words, "24", "--whole") == 0
+    assert main(*words, "12", "--whole") == 0
     whole = _after_the_job(capsys.readouterr().out, r"layout  ")
     legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
     assert len(whole) == every + 1
@@ -83,21 +83,14 @@ def test_a_preset_given_as_a_file_says_how_to_name_it(name: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("tables", "precision", "batch", "says"),
     [
-        (
-            {},
-            "bf16",
-            1536,
-            "is planned in bf16 and with its published 3.15M tokens per step, 1536 samples. Change by --set ",
-        ),
+        ({}, "bf16", 1536, "is planned in bf16 and with its published 3.15M tokens per step, 1536 samples. Change by --set "),
         ({"numerics": {"precision": "float32"}}, "float32", 1536, "is planned with its published 3.15M tokens"),
         ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16. Change by --set numerics.precision="),
         ({"train": {"global_batch": 32}, "numerics": {"precision": "float32"}}, "float32", 32, ""),
         ({"data": {"sequence_length": 1024}}, "bf16", 3072, "3072 samples"),
     ],
-)
-def test_a_preset_is_planned_as_published_unless_told_otherwise(
-    tables: dict[str, Any], precision: str, batch: int, says: str
-) -> None:
+)  # fmt: skip
+def test_a_preset_is_planned_as_published_unless_told_otherwise(tables, precision, batch, says):
     job, said = as_published(Job(model={"source": "preset:gpt3-175b"}, **tables))
     assert (job.numerics.precision, job.train.global_batch) == (precision, batch)
     assert says in said
@@ -117,7 +110,6 @@ def test_a_model_of_code_keeps_its_own_batch_and_precision() -> None:
     ("words", "bound"),
     [
         (["--hardware", "h100x8"], "launches of small kernels"),
-        (["--hardware", "cpu-laptop"], "compute"),
         (["--hardware", "h100x8", "--set", "model.source=preset:gpt2-xl"], "compute"),
     ],
 )
@@ -221,8 +213,10 @@ def test_a_sum_and_a_count_may_have_any_form() -> None:
     assert len({tuple(_losses(Classifier, _of(form), Pairs())) for form in forms}) == 1
 
 
-@pytest.mark.parametrize("source", [Pairs, lambda: torch.utils.data.DataLoader(Pairs(), batch_size=4)])
-def test_a_run_is_prepared_by_a_batch_or_by_samples_of_one(source: Callable[[], Any]) -> None:
+def test_a_run_is_prepared_by_a_batch_or_by_samples_of_one() -> None:
+    def source() -> Any:
+        return torch.utils.data.DataLoader(Pairs(), batch_size=4)
+
     batch = next(iter(samestep.batches(source(), Job(train={"global_batch": 4, "steps": 2}))))
     found = [_losses(Classifier, "cross_entropy", source(), one) for one in (None, batch, batch.samples([0]))]
     assert found[0] == found[1] == found[2]
@@ -270,9 +264,7 @@ class Broken(Tokens):
         ("model.source=own_functions.py:build", "module not found: 'own_functions.py'.*. Use own_functions:build"),
     ],
 )
-def test_failures_of_the_users_functions_are_one_line_with_theirs(
-    setting: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_of_the_users_functions_are_one_line_with_theirs(setting, says, tmp_path, monkeypatch, capsys):
     (tmp_path / "own_functions.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -286,6 +278,12 @@ def test_failures_of_the_users_functions_are_one_line_with_theirs(
     assert re.search(says, said[0]), said
 
 
+@pytest.fixture
+def _no_group() -> None:
+    """Leave the group that a run of one rank has made here: workers would start as new processes, of 3 s each."""
+    join.leave()
+
+
 ERRORS = """
 import samestep
 def main(place):
@@ -295,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("_no_group")
 def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(ERRORS)
@@ -306,12 +305,6 @@ def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: P
 
 
 # -- ranks that return early -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def _no_group() -> None:
-    """Leave the group that a run of one rank has made here: workers would start as new processes, of 3 s each."""
-    join.leave()
 
 
 def _early(place: RankInfo) -> None:
@@ -434,14 +427,11 @@ def test_a_waived_refusal_is_noted_once_and_another_raised() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (
-            "model.config.num_key_value_heads=3",
-            r"queries \(1, 4, 16, 4\) with keys \(1, 3, 16, 4\).* heads .* do not fit",
-        ),
+        ("model.config.num_key_value_heads=3", r"queries \(1, 4, 16, 4\) with keys \(1, 3, 16, 4\).* heads .* do not fit"),
         ("model.config.vocab_size=-5", "model.config does not fit hf:llama: .*negative dimension -5"),
         ("optimizer.options.betas=[0.9]", "AdamW rejects its settings: tuple index out of range"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_torch_refuses_are_one_line(setting: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--dry-run", "--layout", "dp=2", "--set", setting) == 2
     said = capsys.readouterr().err.splitlines()

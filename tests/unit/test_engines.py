@@ -80,9 +80,7 @@ SAVES = "mkdir -p runs/default && date +%N > runs/default/summary.json; exit 143
         ("torchrun", "kill -TERM $PPID; sleep 0.2; exit 1", "RUNNING", 6),
     ],
 )
-def test_a_slurm_script_goes_on_after_a_stop_and_a_few_failures(
-    by: str, srun: str, state: str, requeues: int, tmp_path: Path
-) -> None:
+def test_a_slurm_script_goes_on_after_a_stop_and_a_few_failures(by, srun, state, requeues, tmp_path):
     """The script with stand-ins for srun and scontrol, run six times, as Slurm would at each start of the job."""
     text = _script("slurm", f'[slurm]\nby = "{by}"\n', nodes=1, layout="dp=2")
     shown = (
@@ -114,9 +112,7 @@ def test_ssh_and_torchrun() -> None:
 
 
 @pytest.mark.usefixtures("stop_signals")
-def test_hosts_of_ssh_get_the_setup_and_the_variables_of_the_site(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_of_ssh_get_the_setup_and_the_variables_of_the_site(tmp_path, monkeypatch):
     values = {"A": "x 'y' $Z", "B": '"`id`\\', "C": "two\nlines", "D": ""}
     texts = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
     text = _script("ssh", f"[run]\nsetup = [\"S='of setup'; export S\"]\n[run.environment]\n{texts}")
@@ -151,9 +147,7 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 
 @given(st.sampled_from(["slurm", "mpi", "ssh", "torchrun", "ray"]), texts, texts, st.integers(1, 3), st.booleans())
-def test_a_shell_reads_every_script_and_passes_every_word_on(
-    on: str, setting: str, out: str, nodes: int, other: bool
-) -> None:
+def test_a_shell_reads_every_script_and_passes_every_word_on(on, setting, out, nodes, other):
     hosts = tuple(f"h{index}" for index in range(nodes + 1))
     table = {"slurm": {"by": "torchrun"}, "mpi": {"by": "mpich"}}.get(on, {}) if other else {}
     made = Site()
@@ -172,14 +166,8 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
         (["--on", "slrum"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slurm"], "--ranks-per-node missing"),
-        (
-            ["--on", "slurm", "--nodes", "2", "--layout", "dp=3"],
-            "2 nodes cannot share the 3 ranks of 'dp=3' equally. Use 2",
-        ),
-        (
-            ["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"],
-            "has 4 ranks, and 2 nodes of 4",
-        ),
+        (["--on", "slurm", "--nodes", "2", "--layout", "dp=3"], "2 nodes cannot share the 3 ranks of 'dp=3' equally. Use 2"),
+        (["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"], "has 4 ranks, and 2 nodes of 4"),
         (["--on", "slurm", "--nodes", "a,a", "--layout", "dp=2"], "--nodes a,a. Use a number, or names of hosts"),
         (["--on", "slurm", "--nodes", "0", "--layout", "dp=2"], "--nodes 0. Use at least one node"),
         (["--on", "kubernetes", "--layout", "dp=2"], 'Set image = "..." in [kubernetes] of --site'),
@@ -188,7 +176,7 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
         (["--on", "slurm", "--layout", "dp=2", "--site", "no.toml"], "--site no.toml: No such file or directory"),
         (["nope.toml", "--on", "slurm", "--layout", "dp=2"], "no job file at nope.toml"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err
@@ -211,13 +199,10 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition: 'a\\nrm -r x' has more than one line"),
         ("slurm = 3\n", "slurm: input should be a valid dictionary"),
         ("[slurm\n", "--site site.toml: "),
-        (
-            '[run.environment]\n"A; ls" = "1"\n',
-            "run.environment.A; ls.[key]: string should match pattern",
-        ),
+        ('[run.environment]\n"A; ls" = "1"\n', "run.environment.A; ls.[key]: string should match pattern"),
         ("[run.environment]\nA = 1\n", "run.environment.A: input should be a valid string, got 1"),
     ],
-)
+)  # fmt: skip
 def test_a_site_with_a_mistake_is_refused_by_its_key(toml: str, text: str) -> None:
     with pytest.raises(InputError) as caught:
         read_site(_site(toml))
@@ -225,9 +210,7 @@ def test_a_site_with_a_mistake_is_refused_by_its_key(toml: str, text: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_is_submitted_unless_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_nothing_is_submitted_unless_it_is_asked_for(monkeypatch, capsys, tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "sbatch").write_text('#!/bin/sh\ncp "$1" handed\n')

@@ -21,14 +21,32 @@ def rows(run: Path) -> list[tuple[int, float]]:
     return [(row.step, row.loss) for row in evaluations.read(run, 10**9)]
 
 
-def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> None:
-    settings = {"train.evaluate_every": 2, "train.evaluate_samples": 8, "checkpoint.keep_best": True}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert small.train("--layout", "dp=2 zero=1", "--out", whole, **settings) == 0
+_SETTINGS = {"train.evaluate_every": 2, "train.evaluate_samples": 8, "checkpoint.keep_best": True}
+_EVERY_STEP = {"checkpoint.every": 1, "checkpoint.keep": 9}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, of which the last has the least validation loss; it keeps the checkpoints of all."""
+    run = tmp_path_factory.mktemp("evaluations") / "whole"
+    assert small.train("--out", run, **_SETTINGS, **_EVERY_STEP) == 0
+    return run
+
+
+def continued(whole: Path, folder: Path, newest: int, *words: str, **changes: object) -> Path:
+    """Resume a copy of the run that has lost the checkpoints that are newer than one."""
+    run = folder / "run"
+    shutil.copytree(whole, run)
+    for step in range(newest + 1, 7):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    assert small.train("--resume", *words, "--out", run, **_SETTINGS, **_EVERY_STEP, **changes) == 0
+    return run
+
+
+def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(whole: Path, tmp_path: Path) -> None:
     assert [step for step, _ in rows(whole)] == [2, 4, 6]
     assert rows(whole)[-1][1] == json.loads((whole / "summary.json").read_text())["held_out_loss"]
-    assert small.train("--layout", "dp=2 zero=1", "--out", run, "--steps", "4", **settings) == 0
-    assert small.train("--layout", "dp=2 zero=1", "--out", run, "--resume", **settings) == 0
+    run = continued(whole, tmp_path, 4)
     assert rows(run) == rows(whole)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["held_out"]["held_out"]) for row in lines if "held_out" in row] == rows(run)
@@ -40,26 +58,17 @@ def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> Non
     assert found.loss == pytest.approx(least, rel=1e-5)
 
 
-@pytest.mark.parametrize(("newest", "every"), [(4, 2), pytest.param(3, 2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("newest", [4, pytest.param(3, marks=pytest.mark.nightly)])
 def test_the_best_of_steps_that_a_resume_drops_is_moved_aside(
-    newest: int, every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    newest: int, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Step 6 had the least loss; the run goes on from an older checkpoint at a rate with which no later one is as good."""
-    settings = {"train.evaluate_every": every, "train.evaluate_samples": 8, "checkpoint.keep_best": True}
-    run = tmp_path / "run"
-    assert small.train("--out", run, **settings, **{"checkpoint.every": 1, "checkpoint.keep": 9}) == 0
-    assert min(rows(run), key=lambda row: row[1])[0] == 6
-    for step in range(newest + 1, 7):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
-    again = ("--resume", "--allow", "optimizer.lr", "--out", run)
-    assert small.train(*again, **settings, **{"optimizer.lr": 3.0}) == 0
-    assert (
-        f"best held the weights of step 6, which is dropped as the run continues after step {newest}"
-        in capfd.readouterr().out
-    )
-    kept, _ = min(
-        (row for row in rows(run) if row[0] >= newest), key=lambda row: row[1]
-    )  # those of which there are weights
+    assert min(rows(whole), key=lambda row: row[1])[0] == 6
+    run = continued(whole, tmp_path, newest, "--allow", "optimizer.lr", **{"optimizer.lr": 3.0})
+    said = capfd.readouterr().out
+    assert f"best held the weights of step 6, which is dropped as the run continues after step {newest}" in said
+    # of those of which there are weights
+    kept, _ = min((row for row in rows(run) if row[0] >= newest), key=lambda row: row[1])
     (best,) = (run / evaluations.BEST).iterdir()
     found = samestep.evaluate(best)
     assert (found.step, found.loss) == (kept, pytest.approx(dict(rows(run))[kept], rel=1e-5))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.errors import InputError, RecordError
+from samestep.errors import RecordError
 from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, path_of, step_line
 from samestep.wings.explain.explain import explain, read_run
 from samestep.wings.explain.step_bytes import bytes_of, traffic_line
@@ -70,22 +70,14 @@ def explained(delays: Mapping[int, Mapping[str, int]], **more: Any) -> MeasuredS
 
 
 ROW_OF = {
-    "data": "data",
-    "gc": "host",
-    "begin": "host",
-    "forward:a": "compute",
-    "forward:b": "compute",
-    "backward:b": "compute",
-    "backward:a": "compute",
-    "update": "optimizer",
-}
+    "data": "data", "gc": "host", "begin": "host", "forward:a": "compute", "forward:b": "compute",
+    "backward:b": "compute", "backward:a": "compute", "update": "optimizer",
+}  # fmt: skip
 
 
 @LAW
 @given(st.integers(0, 3), st.sampled_from([*ROW_OF]), st.integers(10, 300))
-def test_a_planted_delay_lands_in_its_row_on_its_rank_and_its_waits_are_charged_to_it(
-    late: int, where: str, ms: int
-) -> None:
+def test_a_planted_delay_lands_in_its_row_on_its_rank_and_its_waits_are_charged_to_it(late, where, ms):
     clean, found = explained({}), explained({late: {where: ms * MS}})
     row = ROW_OF[where]
     moved = {
@@ -174,17 +166,7 @@ def test_what_takes_long_between_steps_is_the_verdict(kind: str) -> None:
     assert_adds_up(found)
 
 
-def test_slow_data_on_one_rank_is_the_input_and_no_straggler() -> None:
-    found = explained({2: {"data": 300 * MS}})
-    parts, _ = parts_of(found, found.busiest, None)
-    assert found.busiest == 2
-    verdict = verdict_of(found, parts)
-    assert (
-        verdict.kind == "input" or straggler_of(found) is not None
-    )  # a rank that reads with its own processor is late by it
-
-
-@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("late", [0, 3])
 def test_a_straggler_is_named_with_its_host(late: int) -> None:
     found = explained({late: {"backward:b": 200 * MS}}, clocks={0: 0, 1: 0, 2: 50 * MS, 3: 50 * MS})
     assert straggler_of(found) == (late, pytest.approx(0.2))
@@ -215,9 +197,7 @@ def seen(found: MeasuredSteps, had: float, queued_s: float | None) -> MeasuredSt
 
 @settings(max_examples=40, derandomize=True, database=None, deadline=None)
 @given(st.integers(0, 3), st.floats(0, 0.6), st.floats(0, 1))
-def test_time_without_a_processor_is_load_where_a_rank_was_queued_and_else_its_own_sleep(
-    rank: int, had: float, part: float
-) -> None:
+def test_time_without_a_processor_is_load_where_a_rank_was_queued_and_else_its_own_sleep(rank, had, part):
     found = explained({rank: {"backward:b": 200 * MS}})
     parts = parts_of(found, found.busiest, None)[0]
     own_s = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
@@ -372,7 +352,7 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     assert threads >= {f"rank {rank} compute" for rank in range(4)}
 
 
-@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("late", [0, 3])
 def test_arrows_of_a_trace_go_from_the_rank_that_entered_last_to_those_that_waited(late: int, tmp_path: Path) -> None:
     scripts = {rank: script({"backward:b": 50 * MS} if rank == late else {}) for rank in range(4)}
     write(records_of(LAYOUT, OPS, TRANSFER, scripts), tmp_path)
@@ -419,20 +399,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     write({rank: record for rank, record in some.items() if rank != 3}, tmp_path)
     found = explain(tmp_path)
     assert "no record of rank 3" in found.to_text()
-
-
-@pytest.mark.parametrize(
-    ("given_", "words"),
-    [
-        ({"step": 9}, "has no step 9: steps 1 to 3 are recorded"),
-        ({"step": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
-        ({"step": "3:2"}, "names no steps. Use FIRST:LAST"),
-    ],
-)
-def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], words: str) -> None:
-    write(records(), tmp_path)
-    with pytest.raises(InputError, match=words):
-        explain(tmp_path, **given_)
 
 
 def test_folders_without_records_say_how_to_make_some(tmp_path: Path) -> None:

@@ -30,15 +30,10 @@ class Store:
 def bucket_of(params: dict[str, nn.Parameter], store: Store) -> FlatBuffer:
     """Return a bucket of weights of four elements, whose gradients it takes in."""
     flat = FlatBuffer(
-        bucket=cast(Any, SimpleNamespace(members=[])),
-        gradients=torch.full((SIZE * len(params),), torch.nan),
-        starts=[],
-        finishes=[],
-        gathers=[],
-        names=frozenset(params),
-        mine=slice(0, SIZE * len(params)),
+        bucket=cast(Any, SimpleNamespace(members=[])), gradients=torch.full((SIZE * len(params),), torch.nan),
+        starts=[], finishes=[], gathers=[], names=frozenset(params), mine=slice(0, SIZE * len(params)),
         untouched=set(params),
-    )
+    )  # fmt: skip
     for (name, param), gradient in zip(params.items(), flat.gradients.split(SIZE), strict=True):
         slot = GradientSlot(flat, name, gradient, is_postponed=False, is_cast=param.dtype != gradient.dtype)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, cast(Any, weakref.ref(store)), slot))

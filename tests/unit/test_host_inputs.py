@@ -56,9 +56,7 @@ def trained(layout: str, steps: int = 2) -> list[Tensor]:
     return [piece.master().clone() for piece in run.updater.pieces]
 
 
-def test_a_run_has_the_bits_of_one_without_and_inputs_leave_and_come_back_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_has_the_bits_of_one_without_and_inputs_leave_and_come_back_in_order(monkeypatch):
     plain = trained("dp=1 microbatch=4")
     monkeypatch.setattr(host_inputs, "HostLanes", Watched)
     Watched.log.clear()

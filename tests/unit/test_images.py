@@ -66,17 +66,9 @@ def _tiff(path: Path, values: Any, bits: int, order: str = "<", meaning: int = 1
     height, width = values.shape
     data = values.tobytes()
     tags = [
-        (256, width),
-        (257, height),
-        (258, bits),
-        (259, 1),
-        (262, meaning),
-        (273, 8),
-        (277, 1),
-        (278, height),
-        (279, len(data)),
-        (339, kind),
-    ]
+        (256, width), (257, height), (258, bits), (259, 1), (262, meaning), (273, 8), (277, 1), (278, height),
+        (279, len(data)), (339, kind),
+    ]  # fmt: skip
     entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
     head = (b"II*\x00" if order == "<" else b"MM\x00*") + struct.pack(f"{order}I", 8 + len(data))
     path.write_bytes(head + data + struct.pack(f"{order}H", len(tags)) + entries + bytes(4))
@@ -243,9 +235,7 @@ def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Pa
         (("cat/train", "cat/val", "dog/train", "dog/val"), "the folders train, val in cat, which are parts of a data set. Use a folder of classes for each"),
     ],
 )  # fmt: skip
-def test_parts_by_other_names_or_a_level_below_are_no_classes(
-    names: tuple[str, ...], text: str, tmp_path: Path
-) -> None:
+def test_parts_by_other_names_or_a_level_below_are_no_classes(names, text, tmp_path):
     for name in names:
         (tmp_path / name).mkdir(parents=True)
         Image.fromarray(GREY).save(tmp_path / name / "1.png")

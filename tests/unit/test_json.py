@@ -121,6 +121,8 @@ def test_a_verb_gives_its_result(
     row = found[0] if isinstance(found, list) else found
     if verb != "train":
         assert not set(ASKS[verb]) - set(row), sorted(row)
+    if verb not in ("export", "simulate"):  # all write a file in the same way
+        return
     if verb == "export":
         words[-1] = "another"
     assert small.main(verb, *words, "--json", "result.json") == 0

@@ -16,9 +16,7 @@ DTYPES = [torch.float32, torch.float64, torch.int64]
     kinds=st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=6),
     reshaped=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(SHAPES)), max_size=2),
 )
-def test_values_are_put_back(
-    kinds: list[tuple[tuple[int, ...], torch.dtype]], reshaped: list[tuple[int, tuple[int, ...]]]
-) -> None:
+def test_values_are_put_back(kinds, reshaped):
     held = [torch.full(shape, float(number)).to(dtype) for number, (shape, dtype) in enumerate(kinds)]
     alike = AlikeTensors(held)
     alike.keep().restore()

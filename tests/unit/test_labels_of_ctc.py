@@ -20,19 +20,13 @@ LENGTHS = torch.tensor([4, 2, 1])
 STEPS = torch.full((N,), T)
 
 
-def by_function(labels: Tensor, lengths: Any) -> Tensor:
-    return F.ctc_loss(LOG_PROBS, labels, STEPS, lengths, reduction="sum")
-
-
-def by_module(labels: Tensor, lengths: Any) -> Tensor:
-    return nn.CTCLoss(reduction="sum")(LOG_PROBS, labels, STEPS, lengths)
-
-
-def by_names(labels: Tensor, lengths: Any) -> Tensor:
-    return torch.ctc_loss(LOG_PROBS, targets=labels, input_lengths=STEPS, target_lengths=lengths, reduction=2)
-
-
-WAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {"function": by_function, "module": by_module, "names": by_names}
+WAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "function": lambda labels, lengths: F.ctc_loss(LOG_PROBS, labels, STEPS, lengths, reduction="sum"),
+    "module": lambda labels, lengths: nn.CTCLoss(reduction="sum")(LOG_PROBS, labels, STEPS, lengths),
+    "names": lambda labels, lengths: torch.ctc_loss(
+        LOG_PROBS, targets=labels, input_lengths=STEPS, target_lengths=lengths, reduction=2
+    ),
+}
 
 
 def watched(way: str, labels: Tensor, lengths: Any) -> Tensor:

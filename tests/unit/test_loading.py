@@ -27,22 +27,14 @@ from tests import audit, folders, small
 from tests.pool import pool
 
 
-def run_of(folder: Path) -> Path:
+def samples_exports_and_resumes(folder: Path) -> None:
     assert small.train("--layout", "dp=2 zero=3", "--steps", "2", "--out", folder) == 0
     audit.planted(folder)
     audit.planted(folder / "checkpoints" / "step-000002")
-    return folder
-
-
-def resumes(folder: Path) -> None:
-    assert small.main("train", "--resume", "--out", run_of(folder), "--layout", "tp=2", "--steps", "4") == 0
-
-
-def samples_and_exports(folder: Path) -> None:
-    run = run_of(folder)
-    assert samestep.evaluate(run, samples=2).step == 2
-    assert small.main("sample", run, "--tokens", "2") == 0
-    assert small.main("export", run, "--out", folder / "exported") == 0
+    assert samestep.evaluate(folder, samples=2).step == 2
+    assert small.main("sample", folder, "--tokens", "2") == 0
+    assert small.main("export", folder, "--out", folder / "exported") == 0
+    assert small.main("train", "--resume", "--out", folder, "--layout", "tp=2", "--steps", "3") == 0
 
 
 def starts_from_a_folder(folder: Path) -> None:
@@ -77,7 +69,7 @@ def plans_with_a_profile(folder: Path) -> None:
     assert small.main("plan", "--devices", "2", "--hardware", folder / "mine.toml", "--json", folder / "plan.json") == 0
 
 
-LOADS = (resumes, samples_and_exports, starts_from_a_folder, reads_data, plans_with_a_profile)
+LOADS = (samples_exports_and_resumes, starts_from_a_folder, reads_data, plans_with_a_profile)
 
 
 @pytest.mark.filterwarnings("ignore:text becomes bytes")  # the folder's tokenizer is planted, and must not be read

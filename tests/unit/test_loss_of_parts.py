@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
 from samestep.runtime.axes.precision import for_loss
-from samestep.runtime.guards.divided_samples import Samples, divisions, tensors_in, with_tensors
+from samestep.runtime.guards.divided_samples import Samples, divisions, tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial, judge, judge_tokens
 from samestep.trees import parts_of, with_parts
 
@@ -90,9 +89,6 @@ def times_names(outputs: Any, batch: Any) -> Any:
     return outputs.square().sum() * len(batch.names), len(outputs)
 
 
-Pair = namedtuple("Pair", "logits hidden")
-
-
 def flat(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs, batch["labels"].view(-1), reduction="sum"), outputs.shape[0]
 
@@ -113,11 +109,6 @@ def picked(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
 
-def mean_of_picked(outputs: Any, batch: Any) -> Any:
-    labels = batch["labels"][batch["labels"] != -100]
-    return F.cross_entropy(outputs, labels), 1
-
-
 def mean_of_each(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none").mean(1).sum(), len(outputs)
 
@@ -133,11 +124,6 @@ def two_views(outputs: Any, batch: Any) -> Any:
 
 def sequence_first(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs.permute(1, 2, 0), batch["labels"], reduction="sum"), batch["labels"].numel()
-
-
-def distilled(outputs: Any, batch: Any) -> Any:
-    student, teacher = outputs["student"].log_softmax(-1), outputs["teacher"].softmax(-1)
-    return F.kl_div(student, teacher, reduction="sum"), torch.tensor([len(student)])
 
 
 def penalised(outputs: Any, batch: Any) -> Any:
@@ -191,44 +177,22 @@ LEGAL = {
     "learned weights beside": (uncertain, {"rows": ROWS, "weights": Of(lambda rows: ROWS[:, 0])}, (ROWS, CLASSES)),
     "a table of as many classes as samples": (by_table, ROWS, (ROWS, CLASSES, Of(lambda rows: TABLE))),
     "names in a dataclass": (of_names, ROWS, Batch(ROWS, list("abcdef"), [])),
-    "parts in a dataclass": (
-        of_parts,
-        ROWS,
-        (Batch(ROWS, list("abcdef"), [ROWS[i, : i % 3 + 1] for i in range(B)]), 0),
-    ),
-    "as many weights as samples": (
-        with_norms,
-        (ROWS, Of(lambda rows: [nn.Parameter(torch.ones(V)) for _ in range(B)])),
-        (ROWS, CLASSES),
-    ),
-    "as many norms as samples": (with_norms, (ROWS, Of(lambda rows: [torch.ones(())] * B)), (ROWS, CLASSES)),
+    "parts in a dataclass": (of_parts, ROWS, (Batch(ROWS, list("abcdef"), [ROWS[i, : i % 3 + 1] for i in range(B)]), 0)),
+    "as many weights as samples": (with_norms, (ROWS, Of(lambda rows: [nn.Parameter(torch.ones(V)) for _ in range(B)])), (ROWS, CLASSES)),
     "cross entropy": (cross_entropy, LOGITS, {"labels": IDS}),
-    "cross entropy, masked": (cross_entropy, LOGITS, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "classes": (cross_entropy, ROWS, (ROWS, CLASSES)),
     "mse": (mse, ROWS, (ROWS, ROWS.cos())),
     "dataclass": (cross_entropy, Output(LOGITS), {"labels": IDS}),
-    "half precision": (cross_entropy, LOGITS.bfloat16(), {"labels": IDS}),
     "flattened tokens": (flat, FLAT, {"labels": IDS}),
     "rows that labels pick": (picked, PICKED, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "own mask": (masked, LOGITS, {"labels": IDS}),
-    "own shift": (own_shift, LOGITS, {"labels": IDS}),
-    "mean of each sample": (mean_of_each, LOGITS, {"labels": IDS}),
     "class weights": (weighted, ROWS, (ROWS, CLASSES)),
     "two views": (two_views, VIEWS, {"x": ROWS}),
-    "two views of equal rows": (two_views, Of(lambda rows: torch.ones(2 * len(rows), V)), {"x": ROWS}),
     "sequence first": (sequence_first, Of(lambda rows: LOGITS[rows].transpose(0, 1)), {"labels": IDS}),
-    "distillation": (distilled, {"student": ROWS, "teacher": ROWS.cos(), "scale": WEIGHTS}, {"x": ROWS}),
     "gradient in the loss": (penalised, ROWS, {"x": ROWS}),
     "numpy": (in_numpy, ROWS, {"x": ROWS}),
     "module": (Scaled(), ROWS, {"x": ROWS}),
-    "named tuple": (
-        lambda out, batch: (out.hidden.square().sum(), len(out.hidden)),
-        Pair(ROWS, ROWS.sin()),
-        {"x": ROWS},
-    ),
-    "namespace": (lambda out, batch: (out.z.square().sum(), len(out.z)), SimpleNamespace(z=ROWS), {"x": ROWS}),
-    "constant head": (flat, Of(lambda rows: torch.zeros(len(rows) * T, V)), {"labels": IDS}),
-}
+}  # fmt: skip
 
 
 def mean(outputs: Any, batch: Any) -> Any:
@@ -250,18 +214,9 @@ def with_spread(outputs: Any, batch: Any) -> Any:
     return outputs.square().sum() + 1e-5 * (1 - outputs.std(0)).relu().sum(), len(outputs)
 
 
-def with_balance(outputs: Any, batch: Any) -> Any:
-    use = outputs.softmax(-1).mean(0)
-    return outputs.square().sum() + 0.01 * (use * use.log()).sum() * len(outputs), len(outputs)
-
-
 def ranked(outputs: Any, batch: Any) -> Any:
     scores = outputs[:, 0]
     return (scores[:, None] - scores[None]).relu().sum(), len(scores)
-
-
-def hardest(outputs: Any, batch: Any) -> Any:
-    return outputs.square().sum(-1).topk(2).values.sum(), 2
 
 
 def constant_count(outputs: Any, batch: Any) -> Any:
@@ -278,16 +233,12 @@ COUPLED = {
     "advantages of two samples": (normalised, ROWS, {"x": ROWS}),
     "mean": (mean, ROWS, {"labels": CLASSES}),
     "mean over unequal counts": (mean_times_size, LOGITS, {"labels": IDS}),
-    "mean of rows that labels pick": (mean_of_picked, PICKED, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "contrastive": (contrastive, ROWS, {"x": ROWS}),
     "number of names in a dataclass": (times_names, ROWS, Batch(ROWS, list("abcdef"), [])),
     "contrastive, two views": (contrastive, VIEWS, {"x": ROWS}),
     "penalty on the spread": (with_spread, 0.01 * ROWS, {"x": ROWS}),
-    "balance": (with_balance, ROWS, {"x": ROWS}),
     "ranking": (ranked, ROWS, {"x": ROWS}),
-    "hardest samples": (hardest, ROWS, {"x": ROWS}),
     "constant count": (constant_count, ROWS, {"x": ROWS}),
-    "contrastive of equal outputs": (contrastive, torch.ones(B, V), {"x": ROWS}),
 }
 
 
@@ -297,7 +248,7 @@ def test_a_sum_over_samples_passes(case: str) -> None:
     assert judged(*LEGAL[case], graded=graded) == LossTrial()
 
 
-@pytest.mark.parametrize("case", ["cross entropy", "classes", "dataclass", "own mask", "two views", "module", "mse"])
+@pytest.mark.parametrize("case", ["cross entropy", "classes", "own mask", "two views"])
 def test_a_sum_over_samples_passes_with_two_samples(case: str) -> None:
     assert judged(*LEGAL[case], [3, 5]) == LossTrial()
 
@@ -360,9 +311,8 @@ def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
     assert judge_tokens(mean_of_each, whole, T).reason.startswith("its ")
 
 
-@pytest.mark.parametrize("largest", [1e-6, 1.0, 1e3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-6), (torch.float32, 1e3), (torch.float64, 1.0)])
+@pytest.mark.parametrize("seed", range(3))
 def test_sums_whose_terms_cancel_pass_and_coupled_ones_do_not(seed: int, dtype: torch.dtype, largest: float) -> None:
     """As in the first step of GRPO, where each ratio is 1 and the advantages of a group add up to nothing."""
     drawn = torch.Generator().manual_seed(seed)
@@ -419,9 +369,7 @@ def test_a_loss_that_keeps_something_does_not_pass_and_is_as_before() -> None:
         (lambda kept, each: setattr(kept, "calls", kept.calls + 1), ""),
     ],
 )
-def test_a_loss_that_only_logs_passes_by_name_and_its_log_is_as_before(
-    keep: Callable[[Any, Tensor], Any], name: str
-) -> None:
+def test_a_loss_that_only_logs_passes_by_name_and_its_log_is_as_before(keep, name):
     kept = SimpleNamespace(log=[], seen=0, total=torch.zeros(()), calls=0)
 
     def logging(outputs: Any, batch: Any) -> Any:
@@ -435,7 +383,7 @@ def test_a_loss_that_only_logs_passes_by_name_and_its_log_is_as_before(
     assert kept == SimpleNamespace(log=[], seen=0, total=torch.zeros(()), calls=0)
 
 
-@pytest.mark.parametrize("begins", [lambda calls: calls > 20, lambda calls: calls % 50 == 49, lambda calls: calls == 3])
+@pytest.mark.parametrize("begins", [lambda calls: calls % 50 == 49, lambda calls: calls == 3])
 def test_a_loss_that_counts_its_calls_says_so(begins: Callable[[int], bool]) -> None:
     kept = SimpleNamespace(calls=0)
 
@@ -485,8 +433,10 @@ def mean_of(kept: Any) -> Any:
     return sum(kept) / len(kept) if isinstance(kept, list) else kept
 
 
-@pytest.mark.parametrize("read", [*READ, None])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    ("kept", "read"),
+    [*((kept, "a factor") for kept in KEPT), *(("a running mean", read) for read in ("a threshold", "a limit", None))],
+)
 def test_a_loss_that_reads_what_it_keeps_of_other_batches_does_not_pass(kept: str, read: str | None) -> None:
     keep, at_first = KEPT[kept]
 
@@ -502,6 +452,7 @@ def test_a_loss_that_reads_what_it_keeps_of_other_batches_does_not_pass(kept: st
 def test_nothing_is_judged_where_nothing_counts() -> None:
     assert not judged(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}).judged
     assert not judged(cross_entropy, LOGITS * float("nan"), {"labels": IDS}).judged
+    assert not judged(lambda out, batch: ((out - 1e9).relu().sum(), len(out)), ROWS, {"x": ROWS}).judged
 
 
 def triplet(outputs: Any, batch: Any) -> Any:
@@ -509,10 +460,6 @@ def triplet(outputs: Any, batch: Any) -> Any:
     distances, alike = torch.cdist(outputs, outputs), batch["labels"][:, None] == batch["labels"]
     near = (distances + 1e3 * alike).min(1).values
     return ((distances * alike).max(1).values - near + 100.0).relu().sum(), len(outputs)
-
-
-def test_what_is_zero_everywhere_is_not_judged() -> None:
-    assert not judged(lambda out, batch: ((out - 1e9).relu().sum(), len(out)), ROWS, {"x": ROWS}).judged
 
 
 def test_two_samples_of_one_class_have_no_hardest_pair_alone() -> None:
@@ -543,8 +490,10 @@ def test_a_sum_that_is_rounded_says_so(dtype: torch.dtype) -> None:
     assert reason.endswith(f"for the halves, and it is rounded to {name}. Use a loss that computes it in float32")
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(B), torch.ones(B, 2), torch.ones(2, 3)])
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weight", "precision"),
+    [(torch.zeros(B), torch.bfloat16), (torch.ones(B, 2), torch.float32), (torch.ones(2, 3), torch.float32)],
+)
 def test_a_weight_with_as_many_rows_as_there_are_samples_belongs_to_all(weight: Tensor, precision: torch.dtype) -> None:
     """Weights of two tasks, where no sample has a label of the second one."""
 
@@ -624,14 +573,6 @@ def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
     assert "AssertionError: a batch of another size" in judged(rigid, ROWS, {"x": ROWS}).reason
 
 
-def test_trees_are_copied_with_other_tensors() -> None:
-    tree = (Output(ROWS), OrderedDict(x=[ROWS, "name"]), Pair(ROWS, None), SimpleNamespace(z=ROWS, k=3))
-    twins = with_tensors(tree, [torch.full((), float(i)) for i in range(4)])
-    assert [float(leaf) for leaf in tensors_in(twins)] == [0.0, 1.0, 2.0, 3.0]
-    assert all(leaf is ROWS for leaf in tensors_in(tree)), "the original is as it was"
-    assert (twins[3].k, type(twins[0]), twins[1]["x"][1]) == (3, Output, "name")
-
-
 def writing(outputs: Any, batch: Any) -> Any:
     """A loss that changes a detached output and the labels in place, as one with a padding label of its own does."""
     batch["ids"][batch["ids"] == 0] = -100
@@ -640,8 +581,7 @@ def writing(outputs: Any, batch: Any) -> Any:
     return (each * outputs["weights"]).sum(), (batch["ids"] != -100).sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("graded", [(True, False), (False, False)])
+@pytest.mark.parametrize(("dtype", "graded"), [(torch.float32, (True, False)), (torch.float64, (False, False))])
 def test_what_a_loss_writes_in_place_ends_with_its_call(dtype: torch.dtype, graded: tuple[bool, bool]) -> None:
     """The canary compares the same outputs afterwards."""
     outputs = {"logits": ROWS.to(dtype), "weights": torch.rand(B, generator=_draw, dtype=dtype)}

@@ -1,4 +1,4 @@
-"""The verb `measure`: a profile that loads, whose every number has a source; and who reads it."""
+"""The verb `measure`: a profile that loads, whose every number has a source; who reads it, and what steps that are run refit in it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ import torch
 
 from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import presets
+from samestep.strategies import programs_of
+from samestep.wings.plan import calibrate
+from samestep.wings.plan.calibrate import calibrated, fit_of
+from samestep.wings.plan.measured_steps import TimedStep
 from samestep.wings.plan.measurement import microbenchmarks, profile
 from samestep.wings.plan.simulation.kernel_rates import scores_s
 from tests import small
@@ -56,12 +63,13 @@ def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.Captu
     assert "hardware profile cpu-laptop: not measured on this machine" in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "cpu-laptop"
 
-    assert cli.main(["measure", "--device", "cpu"]) == 0
+    assert cli.main(["measure", "--device", "cpu", "--ranks", "2"]) == 0
     said = capfd.readouterr().out
     path = home / ".cache" / "samestep" / "this-machine.toml"
     assert f"written: {path}" in said
     machine = load("this-machine")
     assert f"{machine.memory_bytes_per_s / 1e9:.4g} GB/s" in said
+    assert_every_number_has_its_source(path, ranks=2)
 
     assert cli.main(plan) == 0
     assert "not measured" not in capfd.readouterr().out
@@ -75,20 +83,9 @@ def test_more_ranks_than_this_machine_has_devices_are_named() -> None:
     assert line.startswith("this-machine has 2 devices, so 4 are predicted as several such machines")
 
 
-@pytest.mark.usefixtures("quick", "home")
-def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["measure", "--device", "cpu", "--ranks", "1", "--out", "mine.toml"]) == 0
-    said = capfd.readouterr().out
-    assert said.startswith("1 device of ")
-    assert "no link measured: one device sends nothing" in said
-    assert "a hop" not in said
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.usefixtures("quick")
-def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
-    machine = profile.benchmark_hardware(out=tmp_path / "mine.toml", ranks=ranks, device="cpu")
-    table = tomllib.loads((tmp_path / "mine.toml").read_text())
+def assert_every_number_has_its_source(path: Path, ranks: int) -> None:
+    """Each is measured, or said to be assumed."""
+    machine, table = load(path), tomllib.loads(path.read_text())
     sources = table.pop("sources")
     keys = {
         f"{key}.{part}" if isinstance(value, dict) else key
@@ -107,6 +104,16 @@ def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Pa
         rates = [float(rate) for rate in re.findall(r"\^3 (\S+?)[,;]", sources[f"flops_per_s.{dtype}"])]
         assert len(rates) == 2
         assert machine.flops_per_s[dtype] == pytest.approx(max(rates), rel=0.01)
+
+
+@pytest.mark.usefixtures("quick", "home")
+def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["measure", "--device", "cpu", "--ranks", "1", "--out", "mine.toml"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("1 device of ")
+    assert "no link measured: one device sends nothing" in said
+    assert "a hop" not in said
+    assert_every_number_has_its_source(Path("mine.toml"), ranks=1)
 
 
 def _sent(ranks: int, collective_s: float, latency_s: float, bytes_per_s: float) -> dict[str, dict[int, float]]:
@@ -168,9 +175,7 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
     assert 2 * 4096**2 * 128 * 16 / attended == pytest.approx(2.5e14, rel=0.01)
 
 
-def test_what_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile.workers, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
     assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
@@ -231,3 +236,59 @@ def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     monkeypatch.setattr(hardware, "own", lambda: tiny)
     assert small.train("--layout", "auto", "--ranks", "2") == 2
     assert "--layout auto found no layout for 2 ranks: nothing fits" in capfd.readouterr().err
+
+
+# -- plan --measure-top --------------------------------------------------------------------------------------------------
+
+
+def test_the_best_are_run_and_the_own_profile_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_why_kept", lambda _: "")  # how busy the machine is decides otherwise
+    shipped = hardware.load("cpu-laptop")
+    words = ["plan", *small.settings(), "--devices", "2", "--measure-top", "2", "--json", str(tmp_path / "plan.json")]
+    assert small.main(*words) == 0
+    said = capsys.readouterr().out
+    steps = json.loads((tmp_path / "plan.json").read_text())["measured"]["steps"]
+    assert len(steps) == 2
+    assert all(step["measured_s"] > 0 and step["before_s"] > 0 for step in steps)
+    assert re.search("layout +measured s +before +after", said)
+    assert f"written: {hardware.own_path()}" in said
+    assert hardware.load(hardware.OWN).memory_bytes == shipped.memory_bytes
+    assert hardware.load("cpu-laptop") == shipped
+
+
+def test_one_step_refits_nothing(tmp_path: Path) -> None:
+    """What a fit is worth is said by steps that had no part in it, and there are none."""
+    machine, job = hardware.load("cpu-laptop"), Job(model={"source": "preset:gpt2"}, train={"global_batch": 4})
+    layout, model = Layout("dp=1"), presets.preset("gpt2")
+    step = TimedStep(origin="5 steps", job=job, model=model, layout=layout, step_s=1.0)
+    fit = fit_of([step], [programs_of(model, job, layout, 2)], machine)
+    calibration = calibrated([step], fit, machine, tmp_path / "own.toml", [])
+    assert calibration.hardware == machine
+    assert "nothing written: one step" in calibration.to_text()
+    assert not (tmp_path / "own.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "is_busy"),
+    [(7.0, 2, True), (1.9, 2, False), (1.2, 1, False), (40.0, 64, True), (20.0, 64, False)],
+)
+def test_a_measurement_on_a_busy_machine_says_so(load, cores, is_busy, monkeypatch):
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    lines = profile.busy()
+    assert [f"the load was {load:.1f} on {cores} CPU cores" in line for line in lines] == [True] * is_busy
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--hardware", "h100x8"], "--measure-top runs on this machine, and --hardware h100x8 is another"),
+        (["--set", "model.source=preset:gpt2"], "preset:gpt2 has a shape but no code"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_first(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.main("plan", "--devices", "2", "--measure-top", "2", *words) == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1

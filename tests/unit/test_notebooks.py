@@ -150,9 +150,7 @@ def test_the_notebook_of_the_quickstart_runs() -> None:
 
 
 @pytest.mark.parametrize(("module", "in_cell"), [("_io", False), ("ipykernel.iostream", True)])
-def test_a_worker_of_a_notebook_writes_its_progress_as_text(
-    module: str, in_cell: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_a_notebook_writes_its_progress_as_text(module, in_cell, monkeypatch):
     """A fork has the kernel of its parent in memory, but not its standard output."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr(sys, "stdout", type("Stream", (io.StringIO,), {"__module__": module})())

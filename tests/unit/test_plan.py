@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from samestep import Job, Layout, cli, hardware
-from samestep.models import catalog, presets
+from samestep import Job, Layout, hardware
+from samestep.models import presets
 from samestep.output.text import digits, duration
 from samestep.wings.pages import prediction_page
 from samestep.wings.plan import other_numerics, search
@@ -25,16 +25,9 @@ GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
 A100 = ("--hardware", "a100-80x8", "--set", "numerics.precision=bf16")
 
 
-def run(*words: str | Path) -> int:
-    try:
-        return cli.main([str(word) for word in words])
-    except SystemExit as end:  # argparse's way
-        return int(end.code or 0)
-
-
 def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    assert run("plan", *GPT2, *A100, "--devices", 2, "--top", 2, "--json", file, "--days-for-tokens", "1B") == 0
+    assert small.main("plan", *GPT2, *A100, "--devices", 2, "--top", 2, "--json", file, "--days-for-tokens", "1B") == 0
     said = capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["devices"] == 2
@@ -85,23 +78,11 @@ def test_an_interval_is_that_of_the_class_of_machine(machine: str, devices: int,
     assert page.notes[-len(said) :] == said
 
 
-@pytest.mark.parametrize(("rank", "least", "most"), [(8, 1.9, 2.1), (64, 1.9, 2.3)])
-def test_flops_of_adapters_are_no_gradients_of_frozen_weights(rank: int, least: float, most: float) -> None:
-    """With all weights frozen a step is one forward and one gradient of each input: two forwards, and not three."""
-    plain = Job(model={"source": "preset:llama2-7b"})
-    frozen = Job(model={"source": "preset:llama2-7b", "lora": {"targets": ("all-linear",), "r": rank}})
-    model, adapted = (catalog.model_spec(job) for job in (plain, frozen))
-    masked = sum(product.flops // 2 for layer in model.layers for product in layer.products if product.is_attention)
-    forward = model.forward_flops - masked
-    assert model.sample_flops == pytest.approx(3 * forward, rel=1e-6)
-    assert least < adapted.sample_flops / forward < most
-
-
 def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*words: str) -> dict[str, Any]:
         file = tmp_path / "plan.json"
         flags = ("--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file)
-        assert run("plan", *GPT2, "--set", "numerics.precision=float32", *flags, *words) == 0
+        assert small.main("plan", *GPT2, "--set", "numerics.precision=float32", *flags, *words) == 0
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -110,14 +91,14 @@ def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytes
     (half,) = [one for one in plain["other_numerics"] if one["change"] == "numerics.precision=bf16"]
     assert "other numerics, which may change results: numerics.precision=bf16: " in said
     file = tmp_path / "simulation.json"
-    assert run("simulate", *GPT2, *A100, "--layout", plain["best"][0]["layout"], "--json", file) == 0
+    assert small.main("simulate", *GPT2, *A100, "--layout", plain["best"][0]["layout"], "--json", file) == 0
     asked = json.loads(file.read_text())
     assert half["step_s"] == pytest.approx(asked["step_s"])
     rounded = next(one for one in plain["other_numerics"] if one["change"] == "numerics.tf32=true")
     assert half["step_s"] < rounded["step_s"] < 0.97 * plain["best"][0]["step_s"]
     full = ("--set", "numerics.precision=float32", "--set", "numerics.tf32=true")
     words = (*GPT2, *A100, *full, "--layout", plain["best"][0]["layout"])
-    assert run("simulate", *words, "--json", file) == 0
+    assert small.main("simulate", *words, "--json", file) == 0
     assert rounded["step_s"] == pytest.approx(json.loads(file.read_text())["step_s"])
     assert half["step_s"] < 0.97 * plain["best"][0]["step_s"]
     assert half["peak_bytes"] == max(use["peak"] for use in asked["memory_bytes"])
@@ -135,12 +116,10 @@ def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytes
         (["model.source=preset:resnet50", "data.sequence_length=256"], "samples", 1),
     ],
 )
-def test_a_preset_knows_how_long_its_samples_are(
-    words: list[str], unit: str, each: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_knows_how_long_its_samples_are(words, unit, each, tmp_path, capsys):
     file = tmp_path / "plan.json"
     settings = [part for word in words for part in ("--set", word)]
-    assert run("plan", *settings, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file) == 0
+    assert small.main("plan", *settings, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file) == 0
     best = json.loads(file.read_text())["best"][0]
     assert best["unit"] == unit
     batch = best["tokens_per_s_per_device"] * best["step_s"] * 2
@@ -168,7 +147,7 @@ def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -
             assert said.step_s - said.exposed_comm_s <= one.step_s < said.step_s, text
 
 
-@pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "zero=3 microbatch=2 accumulate=full"])
+@pytest.mark.parametrize("words", ["zero=1", "zero=3 microbatch=2 accumulate=full"])
 def test_gradients_of_a_byte_save_time_where_each_node_has_one_device(words: str) -> None:
     job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}, numerics={"precision": "bf16"})
     machine = hardware.load("v100x8")
@@ -203,10 +182,9 @@ def test_a_codec_that_costs_more_than_it_saves_is_named(bytes_per_s: float, cost
 
 
 def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--set", "model.source=preset:gpt3-175b", "--set", "train.global_batch=4")
-    assert run("plan", *words, *A100, "--devices", 2) == 1
+    assert small.main("plan", *GPT2, *A100, "--devices", "2", "--keep-free", "0.999") == 1
     said = capsys.readouterr().out
-    assert said.splitlines()[0].startswith("job: built-in default, changed by --set: model.source=preset:gpt3-175b, ")
+    assert said.splitlines()[0].startswith("job: built-in default, changed by --set: model.source=preset:gpt2, ")
     assert '\nnothing fits; "' in said
     assert "needs" in said
 
@@ -218,7 +196,6 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--device", "2"], "required: --devices; unknown argument --device (did you mean '--devices'?)"),
         (["--devices", "0"], "argument --devices: must be a whole number from 1 to 1048576, got 0"),
         (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
-        (["--devices", "2", "--hardware", "H100"], "no hardware 'H100' (did you mean 'h100x8'?)"),
         (["--devices", "2", "--hardware", "a100x8"], "no hardware 'a100x8' (did you mean 'a100-40x8' or 'a100-80x8'?)"),
         (["--devices", "2", "--hardware", "gb200"], "no hardware 'gb200' (did you mean 'gb200-nvl72' or 'gb200x4'?)"),
         (["--devices", "2", "--set", "model.source=hf:meta-llama/Meta-Llama-3-8B"], "To plan, use preset:llama3-8b."),
@@ -226,39 +203,17 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--hardware", "nope.toml"], "there is no file nope.toml: the profiles are a100-40x8, "),
         (["--devices", "2", "--hardware", "/proc"], "/proc is a folder; a hardware profile is a TOML file"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
-        (["--devices", "2", "--why", "dp=0"], "dp=0 must be from 1 to 1048576"),
         (["--devices", "2", "--why", "dp=1,tp=two"], "tp=two is not a whole number"),
-        (
-            ["--devices", "2", "--cost-per-hour", "-3"],
-            "must be a number greater than 0, such as 2.5, 300B or 2T, got -3",
-        ),
-        (
-            ["--devices", "2", "--days-for-tokens", "many"],
-            "must be a number greater than 0, such as 2.5, 300B or 2T, got many",
-        ),
-        (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
         (["--devices", "2", "--set", "model.source=GPT2-XL"], "(did you mean 'preset:gpt2-xl'?)"),
         (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),
-        (
-            ["--devices", "2", "--json", "/nope/plan.json"],
-            "/nope/plan.json cannot be written: there is no folder /nope",
-        ),
-        (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' must be one of adadelta, "),
+        (["--devices", "2", "--json", "/nope/plan.json"], "/nope/plan.json cannot be written: there is no folder /nope"),
         (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), or module:function"),
         (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
-        (["--devices", "2", "--top", "300"], "300 rows are too many to play. Use 50"),
-        (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
-        (
-            ["--devices", "2", "--set", "numerics.precision=fp8"],
-            "input should be 'float64', 'float32', 'bf16' or 'fp16'",
-        ),
     ],
-)
-def test_mistakes_are_told_before_anything_is_searched(
-    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_is_searched(words, says, monkeypatch, capsys):
     monkeypatch.setattr(search, "plan", lambda *_, **__: pytest.fail("it was searched"))
-    assert run("plan", *GPT2, *words) == 2
+    assert small.main("plan", *GPT2, *words) == 2
     complaint = capsys.readouterr().err
     assert says in complaint
     assert complaint.count("\n") == 1
@@ -266,7 +221,7 @@ def test_mistakes_are_told_before_anything_is_searched(
 
 def test_a_dtype_the_hardware_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--hardware", "V100x8", "--devices", 2, "--set", "numerics.precision=bf16")
-    assert run("plan", *GPT2, *words) == 2
+    assert small.main("plan", *GPT2, *words) == 2
     assert small.without_code(capsys.readouterr().err) == (
         "samestep: hardware v100x8 has no flops_per_s for bfloat16; it has float64, float32, float16. Use "
         "numerics.precision=fp16 or float32 or float64\n"
@@ -289,5 +244,5 @@ def test_planning_a_preset_never_imports_torch() -> None:
         "    except SystemExit: pass\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules), words"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (0, "")

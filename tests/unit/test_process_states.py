@@ -34,9 +34,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("seed", range(3))
-def test_states_differ_where_something_was_drawn_and_go_back_to_the_number(
-    draw: Callable[[], object], seed: int
-) -> None:
+def test_states_differ_where_something_was_drawn_and_go_back_to_the_number(draw, seed):
     random.seed(seed)
     np.random.seed(seed)
     for number in range(2 * seed):  # an odd number of normal ones leaves one that no word shows

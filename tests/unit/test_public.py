@@ -38,73 +38,16 @@ def _modules_after(code: str, home: Path) -> set[str]:
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(samestep.__all__) == [
-        "Batch",
-        "CheckpointError",
-        "CheckpointTable",
-        "DataError",
-        "DataTable",
-        "DriftError",
-        "EarlyStopping",
-        "Hardware",
-        "InputError",
-        "Job",
-        "JobError",
-        "Layout",
-        "LayoutError",
-        "ModelError",
-        "ModelTable",
-        "NonFiniteError",
-        "NumericsTable",
-        "OptimizerTable",
-        "OutOfMemoryError",
-        "Plan",
-        "Prediction",
-        "RecordError",
-        "RepeatError",
-        "Run",
-        "RunError",
-        "RunTable",
-        "SamestepError",
-        "SaveError",
-        "ScheduleTable",
-        "SpikeError",
-        "StepReport",
-        "TrainTable",
-        "UnprovenError",
-        "Verdict",
-        "WorkerError",
-        "after_step",
-        "batch_cat",
-        "batch_mean",
-        "batch_sum",
-        "batches",
-        "benchmark_hardware",
-        "benchmark_layouts",
-        "calibrate",
-        "doctor",
-        "evaluate",
-        "explain",
-        "export",
-        "independent",
-        "inspect",
-        "latest",
-        "launch",
-        "layouts",
-        "load",
-        "mean_over",
-        "model_loss",
-        "parallelize",
-        "plan",
-        "ray_worker",
-        "sample",
-        "simulate",
-        "track",
-        "train",
-        "verify",
-        "whole_batch",
-        "write_submission",
-    ]
+    public = """
+    Batch CheckpointError CheckpointTable DataError DataTable DriftError EarlyStopping Hardware InputError Job
+    JobError Layout LayoutError ModelError ModelTable NonFiniteError NumericsTable OptimizerTable OutOfMemoryError
+    Plan Prediction RecordError RepeatError Run RunError RunTable SamestepError SaveError ScheduleTable SpikeError
+    StepReport TrainTable UnprovenError Verdict WorkerError after_step batch_cat batch_mean batch_sum batches
+    benchmark_hardware benchmark_layouts calibrate doctor evaluate explain export independent inspect latest
+    launch layouts load mean_over model_loss parallelize plan ray_worker sample simulate track train verify
+    whole_batch write_submission
+    """
+    assert sorted(samestep.__all__) == public.split()
     assert all(getattr(samestep, name).__doc__ for name in samestep.__all__)
 
 
@@ -128,21 +71,15 @@ def test_it_is_typed() -> None:
 COMMANDS = [["--help"], ["--version"], ["train", "--help"], ["train", "--ranks", "0"], ["train", "nope.toml"]]
 
 
-def test_help_and_mistakes_import_no_torch(tmp_path: Path) -> None:
+def test_torch_is_imported_by_names_that_need_it_and_triton_by_kernels_alone(tmp_path: Path) -> None:
     lines = ["import sys, samestep", f"assert not {{*{HEAVY}}} & {{*sys.modules}}", "import samestep.cli"]
     for words in COMMANDS:
         lines += [f"try: samestep.cli.main({words})", "except SystemExit: pass"]
         lines += [f"assert not {{*{HEAVY}}} & {{*sys.modules}}, {words}"]
-    assert not HEAVY & _modules_after("\n".join(lines), tmp_path)
-
-
-def test_planning_names_import_no_torch(tmp_path: Path) -> None:
-    code = "import samestep; samestep.plan, samestep.simulate, samestep.layouts, samestep.doctor"
-    assert not HEAVY & _modules_after(code, tmp_path)
-
-
-def test_a_name_that_needs_torch_imports_it_and_no_file_that_needs_triton(tmp_path: Path) -> None:
-    modules = _modules_after("import samestep; samestep.launch; import samestep.runtime.run", tmp_path)
+    lines += ["samestep.plan, samestep.simulate, samestep.layouts, samestep.doctor"]
+    lines += [f"assert not {{*{HEAVY}}} & {{*sys.modules}}, 'names of planning'"]
+    lines += ["samestep.launch", "import samestep.runtime.run"]
+    modules = _modules_after("\n".join(lines), tmp_path)
     assert "torch" in modules
     kernels = (ROOT / "src/samestep/kernels").glob("*.py")
     assert not modules & {f"samestep.kernels.{path.stem}" for path in kernels if "import triton" in path.read_text()}

@@ -135,14 +135,6 @@ def test_a_thread_reads_the_next_while_one_is_in_use() -> None:
     assert dataset.read_here == expected  # the first two, and two ahead
 
 
-def test_a_quick_data_set_is_read_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "WORTH_A_THREAD_S", 1e9)
-    dataset = Squares()
-    stream = taken(dataset, 0)
-    _, indices, _ = next(stream)
-    assert dataset.read_here == list(indices)
-
-
 def test_a_data_set_that_seeds_a_generator_of_the_process_is_read_where_it_is_used() -> None:
     class Seeded(Squares):
         def __getitem__(self, index: int) -> dict[str, Tensor]:

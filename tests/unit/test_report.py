@@ -63,9 +63,7 @@ def test_a_line_has_the_plain_keys_even_where_they_are_nothing(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_what_the_allocator_of_a_gpu_has_taken_is_shown_and_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_allocator_of_a_gpu_has_taken_is_shown_and_kept(tmp_path, capsys):
     report = _report(1, memory_bytes=2**28, reserved_bytes=2**29)
     _write(tmp_path, 0, report)
     assert list(_rows(tmp_path)[0].items())[-2:] == [("memory_bytes", 2**28), ("reserved_bytes", 2**29)]
@@ -307,9 +305,7 @@ def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("word", [*trackers.SERVICES, trackers.TENSORBOARD])
-def test_the_time_of_a_step_reaches_trackers_axis_by_axis(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_a_step_reaches_trackers_axis_by_axis(word, tmp_path, monkeypatch):
     service = _Service(word)
     if word in trackers.SERVICES:
         monkeypatch.setitem(sys.modules, word, service)
@@ -329,9 +325,7 @@ def test_the_time_of_a_step_reaches_trackers_axis_by_axis(
     assert all(events.read_bytes().count(name.encode()) == 1 for name in expected)
 
 
-def test_a_disk_that_is_full_at_the_start_costs_the_numbers_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_at_the_start_costs_the_numbers_and_not_the_run(tmp_path, monkeypatch):
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -343,9 +337,7 @@ def test_a_disk_that_is_full_at_the_start_costs_the_numbers_and_not_the_run(
     assert len(_rows(tmp_path)) == 2
 
 
-def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_fails_is_named_once_and_the_run_goes_on(tmp_path, monkeypatch):
     job, service = Job(run={"report": "mlflow"}), _Service("mlflow")
     monkeypatch.setitem(sys.modules, "mlflow", service)
     metrics = Metrics(tmp_path, 0, trackers.open_trackers(job, tmp_path, 0))
@@ -386,31 +378,17 @@ def _write_to(folder: Path, job: Job, *reports: StepReport) -> None:
 
 def test_a_profile_has_the_names_of_the_program(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = {"run__profile": "2:3", "train__steps": 4, "run__log_every": 2, "train__watch_every": 0}
+    words = {"run__profile": "2:2", "train__steps": 3, "run__log_every": 2, "train__watch_every": 0}
     assert small.train("--layout", "dp=2 microbatch=2", "--out", out, **words) == 0
     for rank in range(2):
-        with gzip.open(out / "profile" / f"steps-2-3.rank{rank}.json.gz", "rt") as file:
+        with gzip.open(out / "profile" / f"steps-2-2.rank{rank}.json.gz", "rt") as file:
             names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
-        assert names["samestep::task F0"] == names["samestep::task B1"] == 2
-        assert names["samestep::op forward:model.layers.1"] == 4
-        assert names["samestep::owner scalars"] == 2
+        assert names["samestep::task F0"] == names["samestep::task B1"] == 1
+        assert names["samestep::op forward:model.layers.1"] == 2
+        assert names["samestep::owner scalars"] == 1
     rows = small.metrics(out, timings=True)
-    assert [row["step"] for row in rows] == [1, 2, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["tflops_per_device"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("run.profile", "12:10", "ends before it begins"),
-        ("run.profile", "ten", "names no steps. Use FIRST:LAST"),
-        ("run.device", "mps", "no process groups on MPS"),
-        ("run.log_every", "0", "greater than or equal to 1"),
-    ],
-)
-def test_wrong_words_are_refused(key: str, value: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert small.train("--set", f"{key}={value}", "--dry-run") == 2
-    assert text in capsys.readouterr().err
 
 
 class _FullDisk(io.BytesIO):
@@ -427,9 +405,7 @@ class _FullDisk(io.BytesIO):
         return 2
 
 
-def test_a_full_disk_costs_tensorboard_its_numbers_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_tensorboard_its_numbers_and_not_the_run(tmp_path, monkeypatch):
     """More steps than the queue of tensorboardX's own thread holds."""
     file = _FullDisk()
     monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda _: file)

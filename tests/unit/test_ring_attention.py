@@ -165,8 +165,5 @@ def test_documents_around_a_ring_are_those_of_one_device(form: str) -> None:
     whole = of_form(0, 1, form, False, torch.float64)
     for may_split in (False, True):
         parts = pool(3).run(of_form, form, may_split, torch.float64)
-        placement = SlicePlacement.of(12, len(parts), may_split=may_split)
-        order = torch.tensor([token for rank in range(len(parts)) for run in placement.runs(rank) for token in run])
-        found = [torch.cat([part[index] for part in parts], 2)[:, :, order.argsort()] for index in range(4)]
-        for ours, theirs in zip(found, whole, strict=True):
+        for ours, theirs in zip(joined(parts, 12, may_split), whole, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)

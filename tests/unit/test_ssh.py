@@ -54,9 +54,7 @@ def _pretend(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("stop_signals")
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_run_that_may_go_on_without_a_host_is_not_stopped(
-    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_may_go_on_without_a_host_is_not_stopped(goes_on, tmp_path, monkeypatch, capfd):
     _pretend(_LOST, tmp_path, monkeypatch)
     monkeypatch.setattr(ssh, "_OTHERS_END_S", 0.2)
     assert ssh.start(["h1", "h2"], None, ["train"], goes_on=goes_on) == (0 if goes_on else 1)
@@ -64,9 +62,7 @@ def test_a_run_that_may_go_on_without_a_host_is_not_stopped(
 
 
 @pytest.mark.usefixtures("stop_signals")
-def test_hosts_get_one_command_and_a_secret_that_no_other_process_sees(
-    said: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_get_one_command_and_a_secret_that_no_other_process_sees(said, capfd):
     def stop() -> None:
         small.wait_for(lambda: len([*said.glob("*.words")]) == 2)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -18,32 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import samestep
 from samestep.building import torch_seams
 from samestep.runtime.axes.recompute import in_our_modes
 from tests import fsdp_sources
-from tests.pool import pool
 
-PUBLIC_OF_FSDP = """
-    set_is_last_backward set_requires_gradient_sync set_requires_all_reduce set_reshard_after_backward
-    set_modules_to_backward_prefetch set_unshard_in_backward set_gradient_divide_factor set_force_sum_reduction_for_comms
-    set_custom_reduce_scatter reshard unshard
-"""
 PRIVATE: dict[str, tuple[Any, str]] = {
     "runtime/axes/compiled_blocks.py, calls that leave a graph": (nn.Module, "_compiled_call_impl _call_impl"),
     "runtime/axes/recompute.py": (
         importlib.import_module("torch.utils.checkpoint"),
         "_checkpoint_without_reentrant_generator CheckpointFunction noop_context_fn create_selective_checkpoint_contexts",
     ),
-    "runtime/weights/sharded.py": (
-        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter",
-    ),
-    "runtime/weights/fsdp_units.py": (
-        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), "TrainingState",
-    ),
+    "runtime/weights/sharded.py": (importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter"),
+    "runtime/weights/fsdp_units.py": (importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), "TrainingState"),
 }  # fmt: skip
 SEAMS = {
     "building/torch_seams.py": r"torch\._(C|dynamo|guards|inductor)\b|torch\.(overrides|utils\._python_dispatch|_C\b).*",
@@ -109,7 +98,9 @@ def test_nested_tensors_are_walked_in_one_file():
     elsewhere = [
         f"{path.relative_to(root)}:{node.lineno} {node.name}"
         for path, text in _source(root)
-        if "Tensor" in text or "is_tensor" in text
+        if re.search(
+            r"\bis_tensor\(|isinstance\([^:]{0,200}?\bTensor\b", text
+        )  # before it is parsed, which takes the most time
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef) and _walks_tensors(node) and str(path.relative_to(root)) not in WALKERS
     ]
@@ -119,15 +110,12 @@ def test_nested_tensors_are_walked_in_one_file():
 @pytest.mark.parametrize(
     ("code", "walks"),
     [
-        (
-            "def f(x):\n if isinstance(x, Tensor): return [x]\n return [y for z in x for y in f(z)] if isinstance(x, list) else []",
-            1,
-        ),
+        ("def f(x):\n if isinstance(x, Tensor): return [x]\n return [y for z in x for y in f(z)] if isinstance(x, list) else []", 1),
         ("def f(x):\n if torch.is_tensor(x): return 1\n return is_dataclass(x) and all(map(f, vars(x).values()))", 1),
         ("def f(x):\n return [x] if isinstance(x, Tensor) else isinstance(x, list) and len(x)", 0),
         ("def f(x):\n return [f(y) for y in x] if isinstance(x, list | tuple) else x", 0),
     ],
-)
+)  # fmt: skip
 def test_a_walker_of_tensors_is_known_by_its_code(code, walks):
     assert _walks_tensors(ast.parse(code).body[0]) == bool(walks)
 
@@ -192,69 +180,6 @@ def test_what_a_model_checkpoints_is_repeated_in_the_modes_of_its_forward(is_ree
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
-def sharded(rank: int, world: int) -> tuple[list[str], dict[str, Any]]:
-    """Run one unit as `runtime/weights` does; return the names that are missing, and what the run has shown."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    missing = [name for name in PUBLIC_OF_FSDP.split() if not hasattr(FSDPModule, name)]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unit = nn.Linear(4, 6)
-        given = torch.randn(world, 4)
-    whole = unit.weight.detach().clone()
-    fully_shard(unit, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=True)
-    state = unit._get_fsdp_state()
-    missing += [
-        name
-        for name in ("_lazy_init", "_root_post_backward_final_callback", "_register_pre_backward_hook")
-        if not hasattr(state, name)
-    ]
-    state._lazy_init()
-    unit.set_is_last_backward(False)
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_requires_gradient_sync(False, recurse=False)
-    unit.set_reshard_after_backward(False, recurse=False)
-    group = state._fsdp_param_group
-    weight = group.fsdp_params[0]
-    missing += [
-        name
-        for name in (
-            "sharded_param",
-            "_unsharded_param",
-            "unsharded_accumulated_grad",
-            "_orig_size",
-            "_contiguous_orig_stride",
-        )
-        if not hasattr(weight, name) and name != "_unsharded_param"  # which the first gather makes
-    ]
-    shown: dict[str, Any] = {}
-    local = weight.sharded_param._local_tensor
-    shown["rows"] = torch.equal(local, whole.chunk(world)[rank])
-    output = unit(given[rank : rank + 1])
-    shown["freed after the forward"] = weight._unsharded_param.untyped_storage().size() == 0
-    first = weight._unsharded_param
-    output.sum().backward()
-    shown["one object for all gathers"] = weight._unsharded_param is first
-    shown["gathered again for the backward"] = torch.equal(weight._unsharded_param, whole)
-    shown["not reduced by itself"] = weight.sharded_param.grad is None
-    held = (
-        weight._unsharded_param.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
-    )
-    shown["whole gradient before the reduction"] = torch.equal(held, given[rank].expand(6, 4))
-    unit.set_requires_gradient_sync(True, recurse=False)
-    unit.set_reshard_after_backward(True, recurse=False)
-    group.post_backward()
-    unit.set_is_last_backward(True)
-    state._root_post_backward_final_callback()
-    summed = given.sum(0).expand(6, 4).chunk(world)[rank]
-    shown["sums its own rows of the gradient"] = torch.allclose(weight.sharded_param.grad._local_tensor, summed)
-    shown["freed after the reduction"] = weight._unsharded_param.untyped_storage().size() == 0
-    dist.barrier()
-    return missing, shown
-
-
 def test_what_is_reached_of_fsdp2_is_in_its_sources_and_called_by_its_signatures(tmp_path: Path) -> None:
     held, copy = Path(torch.__file__).parents[1], tmp_path / "torch/distributed/fsdp/_fully_shard"
     assert {home for home, _ in fsdp_sources.reached()} == {*fsdp_sources.HOLDERS.values()}
@@ -264,12 +189,6 @@ def test_what_is_reached_of_fsdp2_is_in_its_sources_and_called_by_its_signatures
         text = path.read_text(encoding="utf-8").replace("_unsharded_param", "_gathered_param")
         (copy / path.name).write_text(text.replace("def unshard(self, ", "def unshard(self, now, "), encoding="utf-8")
     assert fsdp_sources.faults(tmp_path) == ["FSDPModule.unshard needs {'now'}", "FSDPParam has no _unsharded_param"]
-
-
-def test_fsdp2_gathers_frees_and_reduces_when_it_is_told_to():
-    for missing, shown in pool(2).run(sharded):
-        assert not missing
-        assert all(shown.values()), [claim for claim, holds in shown.items() if not holds]
 
 
 def test_a_module_whose_forward_is_compiled_is_seen() -> None:

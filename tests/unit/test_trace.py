@@ -14,26 +14,19 @@ from samestep.building.initial_values import blueprint
 from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing import meta_tensors
 from samestep.tracing.batch_norms import channels_first
 from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.costs import costs_of
 from samestep.tracing.module_inputs import ForwardCalls, Groups, groups_of
-from samestep.tracing.operations import SavedTensor, Work
 from samestep.tracing.trace import model_spec, trace
 
 T, H, V, FF, HEADS, KV = 16, 64, 100, 160, 4, 2
 LLAMA = {
-    "hidden_size": H,
-    "intermediate_size": FF,
-    "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
-    "vocab_size": V,
-}
+    "hidden_size": H, "intermediate_size": FF, "num_hidden_layers": 3, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "vocab_size": V,
+}  # fmt: skip
 TOKENS = {"input_ids": torch.arange(T)[None] % V, "labels": torch.zeros(1, T, dtype=torch.long)}
 PACKED = {**TOKENS, "position_ids": torch.arange(T)[None] % (T // 2)}
 
@@ -104,15 +97,13 @@ def test_a_tied_weight_is_one_weight_of_two_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "config"),
+    ("family", "config", "sample"),
     [
-        ("llama", LLAMA),
-        ("qwen3", {**LLAMA, "head_dim": 16}),
-        ("gemma2", {**LLAMA, "head_dim": 16}),
-        ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": V, "attn_pdrop": 0.0}),
+        ("llama", LLAMA, PACKED),
+        ("gemma2", {**LLAMA, "head_dim": 16}, TOKENS),
+        ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": V, "attn_pdrop": 0.0}, TOKENS),
     ],
 )
-@pytest.mark.parametrize("sample", [TOKENS, PACKED], ids=["tokens", "packed"])
 def test_what_is_saved_is_what_a_real_forward_saves(family: str, config: dict[str, Any], sample: Any) -> None:
     job = Job(model={"source": f"hf:{family}", "config": config})
     model = model_source(job)()
@@ -136,13 +127,8 @@ def test_what_is_saved_is_what_a_real_forward_saves(family: str, config: dict[st
 def test_tables_of_tokens_and_positions_are_told_apart(sample: Any) -> None:
     """BERT's table of segments, whose rows are picked by zeros, is neither."""
     gpt = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": V}
-    bert = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "vocab_size": V,
-    }
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    bert = {**sizes, "intermediate_size": 8, "vocab_size": V}
     for family, config, task in (("gpt2", gpt, "causal"), ("bert", bert, "masked")):
         spec = model_spec(Job(model={"source": f"hf:{family}", "config": config, "task": task}), sample)
         found = {
@@ -164,32 +150,15 @@ def test_packed_documents_take_the_branch_they_really_take() -> None:
     assert packed.forward_flops == plain.forward_flops
 
 
-def test_experts_cost_what_a_token_uses() -> None:
-    config = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
-    spec = hf_spec("mixtral", **config)
-    attention = 2 * H * H + 2 * H * H * KV // HEADS
-    matrices = attention + 2 * 3 * H * FF + 4 * H  # two experts of four, and the router
-    assert spec.layers[2].forward_flops == 2 * matrices * T + 2 * 2 * T * T * H
-
-
-@pytest.mark.parametrize(
-    ("layers", "num_params"), [(8, 8_946_589_696), pytest.param(80, 70_553_706_496, marks=pytest.mark.nightly)]
-)
-def test_a_large_model_is_traced_without_its_weights(layers: int, num_params: int) -> None:
-    config = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    }
+def test_a_large_model_is_traced_without_its_weights() -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = {**sizes, "num_hidden_layers": 2, "vocab_size": 128256}
     job = Job(model={"source": "hf:llama", "config": config})
     with torch.device("meta"):
         module = model_source(job)()
     spec = trace(module, {"input_ids": torch.zeros(1, 8192, dtype=torch.long)}, "llama-70b")
-    assert spec.num_params == num_params
-    assert len(spec.layers) == layers + 2
+    assert spec.num_params == 2 * 8192 * (128256 + 2 * 8192 + 2 * 1024 + 3 * 28672 + 2) + 8192
+    assert len(spec.layers) == 2 + 2
     assert len({layer.forward_flops for layer in spec.layers[1:-1]}) == 1
     assert not module._forward_hooks
     assert not any(part._forward_pre_hooks for part in module.modules())
@@ -379,14 +348,13 @@ def test_stages_of_convolutions_are_blocks_and_batch_norm_couples() -> None:
     assert trace(module, (torch.zeros(1, 3, 8, 8),), "still").coupled_modules == ()
 
 
-@pytest.mark.parametrize("channels", [8, 32])
-def test_a_batch_norm_reads_its_input_twice_and_has_a_block_for_each_channel(channels: int) -> None:
+def test_a_batch_norm_reads_its_input_twice_and_has_a_block_for_each_channel() -> None:
     def build() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, channels, 1), nn.BatchNorm2d(channels))
+        return nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
 
     layers = spec_of(build, (torch.zeros(1, 3, 6, 6), torch.zeros(1))).layers
     moved = [sum(getattr(layer.moved, name) for layer in layers) for name in ("elements", "channel_elements")]
-    assert [moved[0] // channels, moved[1]] == [3 * 36 + 3, 3 * 36 + 3]  # and the six of a channel, of two samples
+    assert [moved[0] // 8, moved[1]] == [3 * 36 + 3, 3 * 36 + 3]  # and the six of a channel, of two samples
 
 
 def test_channels_that_stand_last_in_memory_have_no_blocks() -> None:
@@ -594,27 +562,6 @@ def test_a_failing_forward_is_named() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in plan.module.modules())
     query = torch.zeros(1, 2, 3, 4, device="meta", requires_grad=True)
     assert "Attention" not in str(F.scaled_dot_product_attention(query, query, query).grad_fn)
-
-
-def test_costs_are_a_function_of_events_alone() -> None:
-    """Two regions: `a` makes storage 2 of storage 1 by a product, and `b` reads it, adds to it, and keeps storages 2 and 3."""
-    product = Product(rows=2, inner=4, columns=3, factors="weight", owner="a")
-    events: list[Work | SavedTensor] = [
-        Work("a", ((1, 8), (9, 12)), ((2, 6),), "product", 48, product, is_cut=False, is_view=False),
-        SavedTensor("a", "a", 1, is_inside=True),
-        Work("b", ((2, 6),), ((2, 3),), "other", None, None, is_cut=False, is_view=True),
-        Work("b", ((2, 6),), ((3, 6),), "fusible", None, None, is_cut=False, is_view=False),
-        SavedTensor("b", "b.norm", 2, is_inside=True),
-        SavedTensor("b", "b", 3, is_inside=False),
-        SavedTensor("b", "b", 3, is_inside=False),
-    ]
-    costs = costs_of(events, {"": "", "a": "a", "b": "b"}, weights={9}, norms={"b.norm"})
-    assert costs.makers == {2: "a", 3: "b"}
-    assert costs.readers == {1: ["a"], 2: ["b"]}  # of a weight no region is the reader
-    assert costs.regions["a"].products == [product]
-    assert (costs.regions["a"].flops, costs.regions["a"].results, costs.regions["a"].repeated) == (48, {2}, 1)
-    assert (costs.savers, costs.norm_savers, costs.saves) == ({1: "a", 3: "b"}, {2: "b"}, {1: 1, 2: 1, 3: 2})
-    assert costs.moved.of({"b"}, {2: 6, 3: 6}, {3})[0].elements == 12  # a view moves nothing
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,9 @@ from tests.models import MODELS, ExpertDispatch, Tokens
 from tests.pool import pool
 
 EXAMINATIONS = [
-    (experts, "experts_of"),
-    (tensor_plan, "cuts_of"),
-    (tensor_plan, "shareable_heads"),
-    (sequence_proof, "_parts"),
-    (token_slices, "prove"),
-    (masks, "has_dropout"),
-    (traced_forward, "trace"),
-]
+    (experts, "experts_of"), (tensor_plan, "cuts_of"), (tensor_plan, "shareable_heads"), (sequence_proof, "_parts"),
+    (token_slices, "prove"), (masks, "has_dropout"), (traced_forward, "trace"),
+]  # fmt: skip
 """Functions that find something out about a model."""
 
 
@@ -72,9 +67,7 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
     return before, after
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [("mixtral", "tp=2 sequence_parallel"), ("mixtral", "dp=2 ep=2"), ("llama_even", "cp=2")]
-)
+@pytest.mark.parametrize(("model", "layout"), [("mixtral", "tp=2 sequence_parallel"), ("llama_even", "cp=2")])
 def test_a_run_of_a_traced_model_examines_nothing(model: str, layout: str) -> None:
     for before, after in pool(2).run(step_of_a_traced_model, model, layout):
         assert before.count("experts_of") == before.count("has_dropout") == before.count("trace") == 1
@@ -105,8 +98,8 @@ def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        ("mixtral", ["dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full"]),
-        ("llama_even", ["dp=1", "cp=2", "pp=2 microbatch=2 schedule=zero-bubble", "dp=2 loss_chunk=8"]),
+        ("mixtral", ["dp=2 ep=2 zero=1"]),
+        ("llama_even", ["cp=2", "dp=2 loss_chunk=8"]),
     ],
 )
 def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[str]) -> None:
@@ -136,15 +129,12 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
 @pytest.mark.parametrize(
     ("examined_for", "lacking"),
     [
-        ("dp=1", {"dp=4 zero=3": False, "dp=2 loss_chunk=8": True, "pp=2": False, "ep=2": False, "cp=2": True, "tp=2": True, "tp=2 cp=2": True}),
-        ("cp=2", {"dp=2": False, "dp=2 cp=2": False, "cp=4": True, "tp=2": True}),
-        ("", {"dp=2": False, "dp=2 loss_chunk=8": False, "tp=2": False, "tp=4": True, "tp=2 sequence_parallel": True, "cp=2": True}),
-        ("tp=2 sequence_parallel", {"dp=2 tp=2": False, "tp=4 sequence_parallel": True, "tp=2 cp=2": True}),
+        ("dp=1", {"dp=4 zero=3": False, "dp=2 loss_chunk=8": True, "pp=2": False, "ep=2": False, "cp=2": True, "tp=2": True}),
+        ("cp=2", {"dp=2": False, "dp=2 cp=2": False, "cp=4": True}),
+        ("", {"dp=2": False, "dp=2 loss_chunk=8": False, "tp=2": False, "tp=4": True, "tp=2 sequence_parallel": True}),
     ],
 )  # fmt: skip
-def test_a_traced_model_is_examined_further_only_if_a_finding_is_missing(
-    examined_for: str, lacking: dict[str, bool]
-) -> None:
+def test_a_traced_model_is_examined_further_only_if_a_finding_is_missing(examined_for, lacking):
     """A model with all findings that a layout needs is returned as it is; missing ones are examined, and known from then on."""
     source = Source(MODELS["llama_even"], loss_of(clipped()), optimizer_of(clipped()), "llama_even")
     example = next(batches(Tokens(), clipped())).samples([0])
@@ -185,7 +175,7 @@ class Remembering(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(6, 6, dtype=torch.bool), torch.zeros(6, 6)], ids=str)
+@pytest.mark.parametrize("mask", [None, torch.zeros(6, 6)], ids=str)
 def test_an_attention_that_a_buffer_keeps_is_of_samples(mask: torch.Tensor | None) -> None:
     example = {"tokens": torch.arange(24).view(4, 6) % 16, "labels": torch.arange(24).view(4, 6) % 16}
     source = Source(lambda: Remembering(mask), loss_of(clipped()), optimizer_of(clipped()), "remembering")

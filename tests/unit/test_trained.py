@@ -15,9 +15,7 @@ from samestep.training.trained import StoredRun
 from tests import small
 
 
-def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(tmp_path, capfd):
     run = tmp_path / "run"
     sampling = {"train.sample_tokens": 12, "train.sample_temperature": 0.0, "train.evaluate_samples": 8}
     assert small.train("--layout", "tp=2", "--out", run, **sampling, train__prompt="the ") == 0

@@ -362,13 +362,9 @@ class _TokenProver(SliceProver):
         }
         """Storages of weights that are used between the parts, and of what is made of them there."""
 
-    def failure(self, reason: str) -> str:
-        """Return the refusal of a forward that fails."""
-        return f"on a part of the tokens {reason}"
-
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks and cut parts are given what a rank gives them."""
-        hooks = ExitStack()
+        hooks = super().placed(module)
         first, last = (module.get_submodule(path) for path in (self.blocks[0], self.blocks[-1]))
         hooks.enter_context(first.register_forward_pre_hook(self._split, with_kwargs=True))
         for path in self._parts:

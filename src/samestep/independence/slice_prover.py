@@ -58,34 +58,19 @@ class SliceProver(Prover):
         num_tokens: int,
         table: Table,
         looking: Collection[str] = (),
-        wider: Collection[str] = (),
     ) -> None:
         super().__init__(module, size, table)
-        self.looking, self.wider = looking, wider
-        """Modules whose code looks at values, and parts that compute all tokens."""
+        self.blocks, self.whole, self.looking = blocks, num_tokens, looking
+        """Blocks, tokens of the whole sequence, and modules whose code looks at values."""
         self.held = [named.tensor for named in tensors_of(module)]
         self.outcome: list[Hashable] = []
         """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
-        self.blocks, self.size, self.whole, self.refusal = blocks, size, num_tokens, ""
-        self.is_following = False
-        self.slices: dict[str, int | None] = {}
-        """Arguments of blocks by their position: the dimension that is sliced, or None."""
-        self.passed: set[str] = set()
-        """Arguments of blocks that were slices when they were given."""
+        self.is_following, self.refusal = False, ""
         self._mixed = self._mixed_at = ""
         self._joined = set[str]()
         """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls(self.tracer.modules)
-        self.is_in_function = False
-        """Whether a recurrence runs that needs the state of the rank before."""
-        self._others = ""
-        """The shape of hidden states that have other rows than one for each token, as text."""
-        self._part = ""
-        """Path of the part that computes all tokens now; empty outside of such parts."""
-        self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
-        """Slices of arguments of blocks, by identity, with the whole tensor of each."""
 
     def run(self, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules) -> str:
         """Run the forward of a model as a rank runs it; return why it is not shown to work on a slice, or an empty text."""
@@ -99,133 +84,22 @@ class SliceProver(Prover):
         return self.refusal
 
     def failure(self, reason: str) -> str:
-        """Return the refusal of a forward that fails: behind the blocks because tensors of all tokens, as labels, meet those of a slice."""
-        is_behind = self.slices and not self.is_in_block
-        return f"on a slice {reason}. {RETURNS_LOGITS if is_behind else WORKS}"
+        """Return the refusal of a forward that fails."""
+        return f"on {self.of_rank} {reason}"
 
     def placed(self, module: nn.Module) -> ExitStack:
-        """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
-        hooks = ExitStack()
-        for path in self.blocks:
-            enter = functools.partial(self.enter_block, path)
-            hooks.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
-        for path in self.wider:
-            part, enter = module.get_submodule(path), functools.partial(self.enter_part, path)
-            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(functools.partial(self.leave_part, path)))
-        hooks.enter_context(module.register_forward_hook(lambda _, args, outputs: self.check_outputs(outputs)))
-        hooks.enter_context(Reshaping(self.whole, self.size, lambda: self.is_on_slices, self.slice_of))
-        return hooks
-
-    @property
-    def is_on_slices(self) -> bool:
-        """Whether the code that runs now is given slices."""
-        return bool(self.slices) and not self._part and not self.is_in_function
-
-    @property
-    def is_in_block(self) -> bool:
-        """Whether the forward of a block runs."""
-        return not self.tracer.modules.paths.isdisjoint(self.blocks)
+        """Return a context in which blocks are given what a rank gives them."""
+        return ExitStack()
 
     # -- events of the forward ---------------------------------------------------------------------
 
-    def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a block's arguments, with slices of those that have a row for each token."""
-        self.parts.enter_block(path)
-        self.is_following = not self.refusal
-        leaves, tree = tree_flatten_with_path((args, kwargs))
-        arguments = [
-            self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves
-        ]
-        return tree_unflatten(arguments, tree)
-
-    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
-        if self.known.of(leaf) is not None:
-            self.passed.add(argument)
-            return leaf
-        is_bias = (
-            leaf.dim() == 3 and leaf.shape[0] > 1 and leaf.shape[1] == leaf.shape[2]
-        )  # of pairs of tokens, for each head
-        dim = None if is_bias else sequence_dim(leaf.shape, self.whole)
-        if not self.slices and leaf.dim() == 3 and leaf.is_floating_point() and self.whole not in leaf.shape[:2]:
-            self._others = f", but {list(leaf.shape)}"
-        if self.slices.setdefault(argument, dim) != dim:
-            self.refuse(f"{argument} has rows of tokens in one block and not in another")
-        if dim is None:
-            return leaf
-        part = self.slice_of(leaf, dim)
-        if not leaf.requires_grad:
-            self._wholes[id(part)] = part, leaf
-        return part
-
     def slice_of(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
-        part = tensor.narrow(dim, self.whole - self.size, self.size).clone()
+        part = tensor.narrow(dim, self.whole - self.num_rows, self.num_rows).clone()
         with disable_current_modes():
             self.numbers.take_rows(part, tensor, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
-
-    def enter_part(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of a part that computes all tokens, as gathered from all ranks."""
-        if not self.is_following:
-            return None
-        leaves, tree = tree_flatten_with_path((args, kwargs))
-        tensors: list[GatheredTensor] = []
-        arguments = [self._gathered(path, keystr(place), leaf, tensors) for place, leaf in leaves]
-        if self.refusal:
-            return None
-        self.parts.enter(GatheredPart(owner=path, given=tuple(tensors)))
-        self._part, self.is_following = path, False
-        return tree_unflatten(arguments, tree)
-
-    def _gathered(self, path: str, place: str, leaf: Any, tensors: list[GatheredTensor]) -> Any:
-        """Return an argument of a part as a rank gives it, and add it to `tensors` if that is a slice."""
-        dependence = self.known.of(leaf) if isinstance(leaf, Tensor) else None
-        if dependence is None or self.refusal:
-            return leaf
-        at = dependence.dim if isinstance(dependence, Along) else 0
-        slice_, whole = self._wholes.get(id(leaf), (None, leaf))
-        is_known = slice_ is leaf
-        if at < 1 or not self.known.has_rows(leaf, at) or not (is_known or leaf.is_floating_point()):
-            self.refuse(self._mixed or f"{path} is not given a row for each token", self._mixed_at or path)
-            return leaf
-        if alone := self.of_some_tokens(leaf):
-            self.refuse(alone, path)
-            return leaf
-        elements = leaf.numel() * self.whole // self.size
-        takes_gradient = leaf.requires_grad and torch.is_grad_enabled()
-        tensors.append(
-            GatheredTensor(place=place, dim=at, elements=elements, takes_gradient=takes_gradient, is_known=is_known)
-        )
-        if is_known:
-            return whole
-        self.is_following = False
-        gathered = torch.cat([leaf] * (self.whole // self.size), at)
-        self.is_following = True
-        with disable_current_modes():
-            self.learn(gathered, None)
-            self.numbers.name(gathered, "whole", self.numbers.of(leaf))
-        return gathered
-
-    def leave_part(self, path: str, _: nn.Module, args: Any, output: Any) -> Any:
-        """Return a rank's tokens of what a part that computes all tokens has returned."""
-        if self._part != path:
-            return None
-        leaves, tree = tree_flatten_with_path(output)
-        results, returned = [], []
-        for place, leaf in leaves:
-            dim = sequence_dim(leaf.shape, self.whole) if isinstance(leaf, Tensor) else None
-            if not dim:
-                results.append(leaf)
-                continue
-            returned.append((keystr(place), dim))
-            results.append(self.slice_of(leaf, dim))
-            if not leaf.requires_grad:
-                self._wholes[id(results[-1])] = results[-1], leaf
-        self.parts.leave(returned, output)
-        self._part, self.is_following = "", not self.refusal
-        return tree_unflatten(results, tree)
 
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
         """Check a module whose forward starts, which must be given no slice if its code looks at values."""
@@ -288,50 +162,6 @@ class SliceProver(Prover):
         if not self.is_following:
             super().check_attention(call)
 
-    def attended(self, call: AttentionCall, output: Tensor) -> None:
-        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
-        self.number_attention(call, output)
-        query, key, value, mask = call[:4]
-        if query.dim() == 4:
-            self.parts.attended(is_within=bool(self._part))
-        if not self.is_following:
-            return
-        with disable_current_modes():
-            if query.dim() != 4:
-                self.refuse(f"the attention in {self.where} has no dimension of heads")
-            elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
-                reason = f"; {self._mixed}" if self._mixed else ""
-                if self._others or all(dim is None for dim in self.slices.values()):
-                    reason = f"; the blocks are not given a row for each of the {self.whole} tokens of a sample{self._others}"
-                self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
-            elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
-                self.refuse(alone)
-            elif mask is not None and not _fits(mask.shape, self.whole):
-                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
-            elif not self.is_in_block:
-                self.refuse(f"the attention in {self.where} stands outside the blocks")
-            else:
-                self.learn(output, Along(2, 1, 0))
-
-    def check_outputs(self, outputs: Any) -> None:
-        """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
-        self.tracer.places.reach(every := tensors_in(outputs))
-        of_loss = next((vars(tensor)[OF_SLICE][0] for tensor in every if OF_SLICE in vars(tensor)), None)
-        try:
-            logits = token_rows_of(outputs) if of_loss is None else of_loss
-        except InputError as error:
-            self.refuse(str(error))
-            return
-        with disable_current_modes():
-            self.outcome = [self.numbers.of(tensor) for tensor in (logits, *self.held)]
-            dims = (0, 2) if of_loss is not None else (1, 2) if logits.dim() == 3 else ()
-            if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
-                self.refuse(
-                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
-                )
-            elif reason := self.of_some_tokens(logits):
-                self.refuse(reason)
-
     def of_some_tokens(self, tensor: Tensor) -> str:
         """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
         alone = self.numbers.apart(tensor)
@@ -376,15 +206,213 @@ class SliceProver(Prover):
 
     def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
         """Return where the tokens of gradients are before the blocks: each rank's gradient is zero outside of its slice."""
-        if self.slices or self.refusal:
+        if self.refusal:
             return None
         return [sequence_dim(gradient.shape, self.whole) for gradient in gradients]
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before its
         first use."""
-        if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
+        if self.num_rows < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself. Use positions made before the blocks")
+
+
+class BlockProver(SliceProver):
+    """Follows a forward as a rank of `cp` runs it: blocks have a slice of the tokens, and parts that mix them otherwise than attention all."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        size: int,
+        num_tokens: int,
+        table: Table,
+        looking: Collection[str] = (),
+        wider: Collection[str] = (),
+    ) -> None:
+        super().__init__(module, blocks, size, num_tokens, table, looking)
+        self.wider = wider
+        """Parts that compute all tokens."""
+        self.slices: dict[str, int | None] = {}
+        """Arguments of blocks by their position: the dimension that is sliced, or None."""
+        self.passed: set[str] = set()
+        """Arguments of blocks that were slices when they were given."""
+        self.parts = PartCalls(self.tracer.modules)
+        self.is_in_function = False
+        """Whether a recurrence runs that needs the state of the rank before."""
+        self._others = ""
+        """The shape of hidden states that have other rows than one for each token, as text."""
+        self._part = ""
+        """Path of the part that computes all tokens now; empty outside of such parts."""
+        self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slices of arguments of blocks, by identity, with the whole tensor of each."""
+
+    def failure(self, reason: str) -> str:
+        """Return the refusal of a forward that fails: behind the blocks because tensors of all tokens, as labels, meet those of a slice."""
+        is_behind = self.slices and not self.is_in_block
+        return f"on a slice {reason}. {RETURNS_LOGITS if is_behind else WORKS}"
+
+    def placed(self, module: nn.Module) -> ExitStack:
+        """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
+        hooks = super().placed(module)
+        for path in self.blocks:
+            enter = functools.partial(self.enter_block, path)
+            hooks.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
+        for path in self.wider:
+            part, enter = module.get_submodule(path), functools.partial(self.enter_part, path)
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(functools.partial(self.leave_part, path)))
+        hooks.enter_context(module.register_forward_hook(lambda _, args, outputs: self.check_outputs(outputs)))
+        hooks.enter_context(Reshaping(self.whole, self.num_rows, lambda: self.is_on_slices, self.slice_of))
+        return hooks
+
+    @property
+    def is_on_slices(self) -> bool:
+        """Whether the code that runs now is given slices."""
+        return bool(self.slices) and not self._part and not self.is_in_function
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs."""
+        return not self.tracer.modules.paths.isdisjoint(self.blocks)
+
+    def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a block's arguments, with slices of those that have a row for each token."""
+        self.parts.enter_block(path)
+        self.is_following = not self.refusal
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        arguments = [
+            self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves
+        ]
+        return tree_unflatten(arguments, tree)
+
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
+        if self.known.of(leaf) is not None:
+            self.passed.add(argument)
+            return leaf
+        is_bias = (
+            leaf.dim() == 3 and leaf.shape[0] > 1 and leaf.shape[1] == leaf.shape[2]
+        )  # of pairs of tokens, for each head
+        dim = None if is_bias else sequence_dim(leaf.shape, self.whole)
+        if not self.slices and leaf.dim() == 3 and leaf.is_floating_point() and self.whole not in leaf.shape[:2]:
+            self._others = f", but {list(leaf.shape)}"
+        if self.slices.setdefault(argument, dim) != dim:
+            self.refuse(f"{argument} has rows of tokens in one block and not in another")
+        if dim is None:
+            return leaf
+        part = self.slice_of(leaf, dim)
+        if not leaf.requires_grad:
+            self._wholes[id(part)] = part, leaf
+        return part
+
+    def enter_part(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a part that computes all tokens, as gathered from all ranks."""
+        if not self.is_following:
+            return None
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        tensors: list[GatheredTensor] = []
+        arguments = [self._gathered(path, keystr(place), leaf, tensors) for place, leaf in leaves]
+        if self.refusal:
+            return None
+        self.parts.enter(GatheredPart(owner=path, given=tuple(tensors)))
+        self._part, self.is_following = path, False
+        return tree_unflatten(arguments, tree)
+
+    def _gathered(self, path: str, place: str, leaf: Any, tensors: list[GatheredTensor]) -> Any:
+        """Return an argument of a part as a rank gives it, and add it to `tensors` if that is a slice."""
+        dependence = self.known.of(leaf) if isinstance(leaf, Tensor) else None
+        if dependence is None or self.refusal:
+            return leaf
+        at = dependence.dim if isinstance(dependence, Along) else 0
+        slice_, whole = self._wholes.get(id(leaf), (None, leaf))
+        is_known = slice_ is leaf
+        if at < 1 or not self.known.has_rows(leaf, at) or not (is_known or leaf.is_floating_point()):
+            self.refuse(self._mixed or f"{path} is not given a row for each token", self._mixed_at or path)
+            return leaf
+        if alone := self.of_some_tokens(leaf):
+            self.refuse(alone, path)
+            return leaf
+        elements = leaf.numel() * self.whole // self.num_rows
+        takes_gradient = leaf.requires_grad and torch.is_grad_enabled()
+        tensors.append(
+            GatheredTensor(place=place, dim=at, elements=elements, takes_gradient=takes_gradient, is_known=is_known)
+        )
+        if is_known:
+            return whole
+        self.is_following = False
+        gathered = torch.cat([leaf] * (self.whole // self.num_rows), at)
+        self.is_following = True
+        with disable_current_modes():
+            self.learn(gathered, None)
+            self.numbers.name(gathered, "whole", self.numbers.of(leaf))
+        return gathered
+
+    def leave_part(self, path: str, _: nn.Module, args: Any, output: Any) -> Any:
+        """Return a rank's tokens of what a part that computes all tokens has returned."""
+        if self._part != path:
+            return None
+        leaves, tree = tree_flatten_with_path(output)
+        results, returned = [], []
+        for place, leaf in leaves:
+            dim = sequence_dim(leaf.shape, self.whole) if isinstance(leaf, Tensor) else None
+            if not dim:
+                results.append(leaf)
+                continue
+            returned.append((keystr(place), dim))
+            results.append(self.slice_of(leaf, dim))
+            if not leaf.requires_grad:
+                self._wholes[id(results[-1])] = results[-1], leaf
+        self.parts.leave(returned, output)
+        self._part, self.is_following = "", not self.refusal
+        return tree_unflatten(results, tree)
+
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
+        self.number_attention(call, output)
+        query, key, value, mask = call[:4]
+        if query.dim() == 4:
+            self.parts.attended(is_within=bool(self._part))
+        if not self.is_following:
+            return
+        with disable_current_modes():
+            if query.dim() != 4:
+                self.refuse(f"the attention in {self.where} has no dimension of heads")
+            elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
+                reason = f"; {self._mixed}" if self._mixed else ""
+                if self._others or all(dim is None for dim in self.slices.values()):
+                    reason = f"; the blocks are not given a row for each of the {self.whole} tokens of a sample{self._others}"
+                self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
+            elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
+                self.refuse(alone)
+            elif mask is not None and not _fits(mask.shape, self.whole):
+                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
+            elif not self.is_in_block:
+                self.refuse(f"the attention in {self.where} stands outside the blocks")
+            else:
+                self.learn(output, Along(2, 1, 0))
+
+    def check_outputs(self, outputs: Any) -> None:
+        """Check that the logits, or those of a loss that the forward returns, have a row for each token of the slice."""
+        self.tracer.places.reach(every := tensors_in(outputs))
+        of_loss = next((vars(tensor)[OF_SLICE][0] for tensor in every if OF_SLICE in vars(tensor)), None)
+        try:
+            logits = token_rows_of(outputs) if of_loss is None else of_loss
+        except InputError as error:
+            self.refuse(str(error))
+            return
+        with disable_current_modes():
+            self.outcome = [self.numbers.of(tensor) for tensor in (logits, *self.held)]
+            dims = (0, 2) if of_loss is not None else (1, 2) if logits.dim() == 3 else ()
+            if not any(self.known.has_rows(logits, dim) for dim in dims[: logits.dim() - 1]):
+                self.refuse(
+                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
+                )
+            elif reason := self.of_some_tokens(logits):
+                self.refuse(reason)
+
+    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
+        """Return where the tokens of gradients are before the blocks, and nothing from these on."""
+        return None if self.slices else super().sums_along(gradients)
 
 
 def compare_forwards(

@@ -28,7 +28,7 @@ from samestep.building.recurrences import functions_of, intercepting
 from samestep.building.torch_seams import FunctionMode
 from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
-from samestep.independence.slice_prover import WHOLE, SliceProver, compare_forwards
+from samestep.independence.slice_prover import WHOLE, BlockProver, compare_forwards
 from samestep.independence.sliced_shapes import tokens_of
 from samestep.independence.traced_moves import TracedMoves, TracedStates
 from samestep.independence.value_numbers import Table
@@ -63,11 +63,11 @@ def prove(
         return _refuse_slices(spec, length, reason)
     sample = map_tensors(sample, lambda t: t[:, : size * parts] if t.dim() > 1 and t.shape[1] == length else t)
 
-    def run(wider: frozenset[str]) -> tuple[tuple[_BlockProver, _BlockProver], str, str]:
+    def run(wider: frozenset[str]) -> tuple[tuple[_ProverWithMoves, _ProverWithMoves], str, str]:
         """Return the two forwards, why they do not prove that blocks work on slices, and the module where that shows."""
         table = Table()
         whole, part = (
-            _BlockProver(module, blocks, tokens, size * parts, table, spec.looks_in, wider)
+            _ProverWithMoves(module, blocks, tokens, size * parts, table, spec.looks_in, wider)
             for tokens in (size * parts, size)
         )
         for watch in (whole, part):
@@ -92,7 +92,7 @@ def prove(
 
 
 def _with_slices(
-    spec: ModelSpec, watches: Sequence[_BlockProver], length: int, num_tokens: int, reasons: Mapping[str, str]
+    spec: ModelSpec, watches: Sequence[_ProverWithMoves], length: int, num_tokens: int, reasons: Mapping[str, str]
 ) -> ModelSpec:
     """Return the spec with what two forwards, on `num_tokens` and on a slice of them, show of each tensor; `reasons` are those of modules
     that compute all tokens.
@@ -118,7 +118,7 @@ def _needs_slices(spec: ModelSpec) -> bool:
     return bool(spec.balanced_experts or spec.couples_samples or spec.differentiates_at)
 
 
-class _BlockProver(SliceProver):
+class _ProverWithMoves(BlockProver):
     """Follows a forward on a slice, in which calls that need tokens of neighbours, and recurrences, are carried out."""
 
     def placed(self, module: nn.Module) -> ExitStack:

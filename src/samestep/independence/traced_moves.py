@@ -22,7 +22,7 @@ from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
 from samestep.independence.dependence import NO_DIM, Along, Mixed, Wide
 from samestep.independence.operation_trial import gradients_of, is_same
-from samestep.independence.slice_prover import SliceProver
+from samestep.independence.slice_prover import BlockProver
 from samestep.independence.token_moves import (
     Edge,
     MoveForm,
@@ -40,7 +40,7 @@ from samestep.trees import operands, tree_leaves, tree_map_only
 class TracedMoves:
     """Receives the functions that a forward calls, and finds those of blocks which need tokens of neighbours."""
 
-    def __init__(self, watch: SliceProver) -> None:
+    def __init__(self, watch: BlockProver) -> None:
         self._watch = watch
         self._calls = Counter[int]()
         """Number of such calls in each call of a module."""
@@ -75,7 +75,7 @@ class TracedMoves:
             known, margin = watch.known.of(x) if x.is_meta else None, 0
             if isinstance(known, Along) and isinstance(known.start, Wide):
                 margin = known.start.last
-                if known.start.rows != watch.size + margin:
+                if known.start.rows != watch.num_rows + margin:
                     continue
                 known = known._replace(start=0)
             if not isinstance(known, Along) or known.dim < 0 or known.inner != 1 or not isinstance(known.start, int):
@@ -83,14 +83,14 @@ class TracedMoves:
             place = TokenPlace(operand, known.dim, known.start)
             if watch.of_some_tokens(x) or not (margin or self._has_all(x, place)):
                 continue
-            if (form := form_of(func, args, kwargs, place, watch.size, self._sources, margin)) is not None:
+            if (form := form_of(func, args, kwargs, place, watch.num_rows, self._sources, margin)) is not None:
                 return form
         return None
 
     def _has_all(self, x: Tensor, place: TokenPlace) -> bool:
         """Return whether an operand, with what code has cut off of it, has a row for each token."""
         try:
-            return self._watch.known.has_rows(whole_of(x, place, self._watch.size, self._sources), place.dim)
+            return self._watch.known.has_rows(whole_of(x, place, self._watch.num_rows, self._sources), place.dim)
         except ValueError:
             return False
 
@@ -107,9 +107,9 @@ class TracedMoves:
             if form.kind != "cat" or not isinstance(known, Along) or not isinstance(known.start, int):
                 return None
             rows = 1 if known.dim == NO_DIM else operand.shape[form.place.dim]
-            if known.dim not in (form.place.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
+            if known.dim not in (form.place.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.num_rows:
                 return None
-            ends.append(known.start - (0 if at < form.place.operand else watch.size))
+            ends.append(known.start - (0 if at < form.place.operand else watch.num_rows))
         return tuple(ends)
 
     def _moved(self, form: MoveForm, number: int, ends: tuple[int, ...]) -> Any:
@@ -123,7 +123,7 @@ class TracedMoves:
         watch.is_following = True
         result = form.given[-1] if outcome is None else outcome
         with disable_current_modes():
-            is_wide = form.rows > watch.size
+            is_wide = form.rows > watch.num_rows
             start = Wide(form.rows, form.last, f"{watch.where} by {form.kind}") if is_wide else 0
             watch.learn(result, None)
             watch.learn(result, Along(form.place.dim, 1, start))
@@ -181,7 +181,7 @@ _LIMIT = 5e-6
 class TracedStates:
     """Receives the calls of functions with a state."""
 
-    def __init__(self, watch: SliceProver) -> None:
+    def __init__(self, watch: BlockProver) -> None:
         self._watch = watch
         self._calls = Counter[tuple[int, str]]()
 

@@ -80,6 +80,82 @@ class _Weight:
     """For each event that reads it, the reader if it reads past its arguments; empty otherwise."""
 
 
+@dataclass(slots=True)
+class _Traced:
+    """One value of the forward, with the last event that reads it."""
+
+    value: Value
+    node: Node | None
+    """The node of autograd that made it."""
+    storage: int | None
+    """Its storage, if it is on the meta device."""
+    last_read: int = -1
+
+
+class _Values:
+    """The values of one forward, by the tensors that they are and by the storages that hold them."""
+
+    def __init__(self, key: Callable[[Tensor], int]) -> None:
+        self._key = key
+        self._numbers = WeakIdKeyDictionary()
+        self.traced: list[_Traced] = []
+        """The values by their numbers."""
+        self.makers: dict[int, int] = {}
+        """For each storage that an event has written, the first such event."""
+
+    def of(self, tensor: Tensor) -> int | None:
+        """Return the number of the value that a tensor is."""
+        number: int | None = self._numbers.get(tensor)
+        return number
+
+    def add(self, tensor: Tensor, event: int, maker: str) -> int:
+        """Number a new value."""
+        number = self._numbers[tensor] = len(self.traced)
+        value = Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        self.traced.append(_Traced(value, tensor.grad_fn, self._key(tensor) if tensor.is_meta else None))
+        return number
+
+    def maker_of(self, tensor: Tensor) -> int | None:
+        """Return the event that has first written the storage of a tensor."""
+        return self.makers.get(self._key(tensor)) if tensor.is_meta else None
+
+    def viewed_with(self, tensor: Tensor, event: int) -> Iterator[Value]:
+        """Return the values of earlier events than this one that view the same memory as a tensor."""
+        key = self._key(tensor)
+        for other, number in list(self._numbers.items()):
+            value = self.traced[number].value
+            if other is not tensor and self._key(other) == key and value.event < event:
+                yield value
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place in a forward at which code runs."""
+
+    is_recorded: bool = False
+    """Whether the forward that is recorded runs."""
+    depth: int = 0
+    """Number of calls that run within each other."""
+    running: _Running | None = None
+    last_call: str = ""
+    """Path of the module whose call has ended last."""
+
+    @property
+    def is_between(self) -> bool:
+        """Whether code runs outside of calls and functions."""
+        return self.running is None and self.depth == 0
+
+
+@dataclass(slots=True)
+class _BatchNorm:
+    """How functions of batch norm run."""
+
+    runs: bool = False
+    """Whether one runs now."""
+    takes_any_size: bool = False
+    """Whether they take one value per channel."""
+
+
 class FlowRecorder(TorchFunctionMode):
     """Runs the functions of one forward on the meta device with the numbers that are known, and records its events; `ran` reports its
     operations."""
@@ -87,30 +163,15 @@ class FlowRecorder(TorchFunctionMode):
     def __init__(self, key: Callable[[Tensor], int], read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._key, self._read = key, read
-        self.in_batch_norm = False
-        """Whether a function of batch norm runs."""
-        self.norms_any_size = False
-        """Whether batch norm takes one value per channel."""
-        self._numbers = WeakIdKeyDictionary()
-        """The value that each tensor is."""
+        self.batch_norm = _BatchNorm()
+        self._values = _Values(key)
         self._events: list[Event] = []
-        self._values: list[Value] = []
-        self._last_reads: list[int] = []
         self._hidden: dict[tuple[int, int], str] = {}
-        self._makers: dict[int, int] = {}
-        """For each storage that an event has written, the first such event."""
-        self._nodes: dict[int, Node | None] = {}
-        """The node of autograd that made each value."""
-        self._storages: dict[int, int] = {}
-        """The storage of each value."""
         self.flow: Flow | None = None
         """What passes between modules; None before the forward has ended."""
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
-        self._running: _Running | None = None
-        self._last_call = ""
-        self._depth = 0
-        self._is_active = False
+        self._at = _Place()
         self.differentiates_at = ""
         """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
         self._picks_from: int | None = None
@@ -119,18 +180,19 @@ class FlowRecorder(TorchFunctionMode):
 
     def picks(self) -> bool:
         """Return whether an event works on the rows that are at hand, and not every stage for itself."""
-        return self._is_active and self._running is not None and self._running.number >= 0
+        running = self._at.running
+        return self._at.is_recorded and running is not None and running.number >= 0
 
     @property
     def is_between(self) -> bool:
         """Whether code of the model runs outside of its modules on values that no weight has changed: every stage repeats it."""
-        return self._is_active and self._running is None and self._depth == 0
+        return self._at.is_recorded and self._at.is_between
 
     def pick(self) -> None:
         """Note that the event at hand passes rows on which values pick."""
         if self.picks() and self._picks_from is None:
-            assert self._running is not None
-            self._picks_from = self._running.number
+            assert self._at.running is not None
+            self._picks_from = self._at.running.number
 
     @contextmanager
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
@@ -146,31 +208,30 @@ class FlowRecorder(TorchFunctionMode):
             hooks.enter_context(backward_hooks_pass_on())
             hooks.enter_context(self)
             hooks.enter_context(seen_by(self))
-            self._is_active = True
+            self._at.is_recorded = True
             yield
-            self._is_active = False
+            self._at.is_recorded = False
 
     def finish(self, outputs: Any) -> None:
         """Set the flow of a forward with these outputs."""
         for tensor in tensors_in(outputs):
-            number = self._numbers.get(tensor)
+            number, maker = self._values.of(tensor), self._values.maker_of(tensor)
             if self._is_weight(tensor):
                 self._weights[self._key(tensor)].uses.setdefault(len(self._events), "")
             if number is not None:
-                self._last_reads[number] = len(self._events)
-            elif self._maker(tensor) is not None:
-                self._note_hidden(self._maker(tensor), len(self._events), "the model's outputs")
+                self._values.traced[number].last_read = len(self._events)
+            elif maker is not None:
+                self._note_hidden(maker, len(self._events), "the model's outputs")
         used = [weight for weight in self._weights.values() if weight.uses]
         for weight in used:
             self._end_weight(weight)
+        numbers = [(weight.names[0], self._values.of(weight.param)) for weight in used]
         self.flow = Flow(
             events=tuple(self._events),
-            values=tuple(self._values),
+            values=tuple(traced.value for traced in self._values.traced),
             hidden=tuple((*ends, text) for ends, text in self._hidden.items()),
-            last_reads=tuple(self._last_reads),
-            weights=tuple(
-                (weight.names[0], self._numbers[weight.param]) for weight in used if weight.param in self._numbers
-            ),
+            last_reads=tuple(traced.last_read for traced in self._values.traced),
+            weights=tuple((name, number) for name, number in numbers if number is not None),
             uses=tuple((weight.names[0], tuple(sorted(weight.uses))) for weight in used),
             picks_from=self._picks_from,
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
@@ -180,25 +241,24 @@ class FlowRecorder(TorchFunctionMode):
         """Let values take no gradient on which the loss, given as the tensors at which its backward begins, does not depend."""
         assert self.flow is not None, "the forward has ended"
         nodes = set(nodes_from(root.grad_fn for root in roots))
-        idle = {number for number, node in self._nodes.items() if node is not None and node not in nodes}
+        made_by = (traced.node for traced in self._values.traced)
         if nodes:
             values = (
-                replace(value, takes_gradient=value.takes_gradient and number not in idle)
-                for number, value in enumerate(self.flow.values)
+                replace(value, takes_gradient=value.takes_gradient and (node is None or node in nodes))
+                for value, node in zip(self.flow.values, made_by, strict=True)
             )
             self.flow = replace(self.flow, values=tuple(values))
 
     def values_in(self, storages: Collection[int]) -> frozenset[int]:
         """Return the values that are in some storages."""
-        return frozenset(number for number, storage in self._storages.items() if storage in storages)
+        return frozenset(number for number, traced in enumerate(self._values.traced) if traced.storage in storages)
 
     def _end_weight(self, weight: _Weight) -> None:
         """Set the first use of a weight that is a value as its event; note uses that no stage is seen to make."""
         first, last = min(weight.uses), max(weight.uses)
-        number = self._numbers.get(weight.param)
-        if number is not None:
-            self._values[number] = replace(self._values[number], event=first)
-            self._last_reads[number] = last
+        if (number := self._values.of(weight.param)) is not None:
+            traced = self._values.traced[number]
+            traced.value, traced.last_read = replace(traced.value, event=first), last
         for use, reader in weight.uses.items():
             if use > first and _UNSEEN in (reader, weight.uses[first]):
                 text = f"{_UNSEEN} reads {weight.names[0]}, and a layer uses it"
@@ -206,26 +266,26 @@ class FlowRecorder(TorchFunctionMode):
 
     def ran(self, read: Collection[int], written: Collection[int]) -> None:
         """Record the storages that one operation reads, and those that it makes or writes into."""
-        if not self._is_active:
+        if not self._at.is_recorded:
             return
-        running = self._running
-        if running is None and any(key in self._makers or key in self._weights for key in read):
+        running, makers = self._at.running, self._values.makers
+        if running is None and any(key in makers or key in self._weights for key in read):
             for key in written:  # no event passes it on, so it stays on the stage of the event before
                 if key not in self._weights:
-                    self._makers.setdefault(key, len(self._events) - 1)
+                    makers.setdefault(key, len(self._events) - 1)
         now = running.number if running else len(self._events)
         allowed = running.storages if running else ()
         for key in read:
             if key in self._weights:
                 self._use(self._weights[key], key, running)
-            maker = self._makers.get(key)
+            maker = makers.get(key)
             if maker is not None and maker != now and key not in allowed:
                 self._note_hidden(maker, now, running.name if running else _UNSEEN)
         if running is None or running.number < 0:
             return
         for key in written:
             if key not in allowed and key not in self._weights:
-                self._makers.setdefault(key, now)
+                makers.setdefault(key, now)
 
     def _use(self, weight: _Weight, key: int, running: _Running | None) -> None:
         """Note that an event reads a weight: one that it is given, one of the module called, or another."""
@@ -246,23 +306,23 @@ class FlowRecorder(TorchFunctionMode):
     ) -> Any:
         if func not in BATCH_NORMS:
             return call_with_numbers(func, args, kwargs or {}, functools.partial(self._call, func), self._read)
-        self.in_batch_norm = True
+        self.batch_norm.runs = True
         try:
             return self._call(func, *args, **(kwargs or {}))
         finally:
-            self.in_batch_norm = False
+            self.batch_norm.runs = False
 
     def _call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and record it if it is an event."""
-        if not self._is_active:
+        if not self._at.is_recorded:
             return self._run(func, args, kwargs)
         if func in (torch.autograd.grad, Tensor.backward):
             self._note_gradient(*args, **kwargs)
-        if self._depth or self._running is not None or is_transformed():
+        if not self._at.is_between or is_transformed():
             return self._run(func, args, kwargs)
         tensors = given_to(func, args, kwargs)
         self._note_untracked(tensors, name_of(func))
-        if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in tensors):
+        if not any(self._values.of(tensor) is not None or self._is_weight(tensor) for tensor in tensors):
             return self._run(func, args, kwargs)
         number = -1 if reads_shape_alone(func) else len(self._events)
         running = self._begin(number, name_of(func), tensors)
@@ -271,20 +331,22 @@ class FlowRecorder(TorchFunctionMode):
             if number >= 0 and (tensors_in(outcome) or running.versions_now() != running.versions):
                 self._append(running, outcome)
         finally:
-            self._running = None
+            self._at.running = None
         return outcome
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.norms_any_size and func in BATCH_NORMS:
+        if self.batch_norm.takes_any_size and func in BATCH_NORMS:
             return run_of_any_size(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _note_gradient(self, outputs: Any, inputs: Any = None, *_: Any, **__: Any) -> None:
         """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""
-        self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
-        if self._depth == 0 and self._running is None:
-            numbers = [self._numbers.get(tensor) for tensor in tensors_in(inputs)]
-            maker = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
+        running = self._at.running
+        self.differentiates_at = self.differentiates_at or (running.name if running else "the model itself")
+        if self._at.is_between:
+            numbers = map(self._values.of, tensors_in(inputs))
+            events = (-1 if number is None else self._values.traced[number].value.event for number in numbers)
+            maker = min(events, default=-1)
             end = (
                 len(self._events) if inputs is not None else sys.maxsize
             )  # what backward() leaves in x.grad, no event passes on
@@ -292,7 +354,8 @@ class FlowRecorder(TorchFunctionMode):
 
     def note_several(self, tensors: Sequence[Tensor]) -> None:
         """Note that one hook is given the gradients of several tensors, which one stage must compute."""
-        events = [self._values[self._numbers[tensor]].event for tensor in tensors if tensor in self._numbers]
+        numbers = map(self._values.of, tensors)
+        events = [self._values.traced[number].value.event for number in numbers if number is not None]
         if events and min(events) < max(events):
             self._hidden.setdefault((min(events), max(events)), "one hook is given gradients of both sides")
 
@@ -301,9 +364,9 @@ class FlowRecorder(TorchFunctionMode):
     ) -> _Running:
         """Note the event that runs now; a call is given its containers."""
         storages = {self._key(tensor) for tensor in tensors}
-        self._running = _Running(number, name, tensors, storages, containers or [], containers is not None)
-        self.is_random = False
-        return self._running
+        running = _Running(number, name, tensors, storages, containers or [], containers is not None)
+        self._at.running, self.is_random = running, False
+        return running
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._key(tensor) in self._weights
@@ -311,35 +374,31 @@ class FlowRecorder(TorchFunctionMode):
     def _note_untracked(self, tensors: Sequence[Tensor], name: str) -> None:
         """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
         for tensor in tensors:
-            maker = None if tensor in self._numbers else self._maker(tensor)
+            maker = None if self._values.of(tensor) is not None else self._values.maker_of(tensor)
             if maker is not None and not name.endswith("__get__"):
                 self._note_hidden(maker, len(self._events), name)
 
-    def _maker(self, tensor: Tensor) -> int | None:
-        return self._makers.get(self._key(tensor)) if tensor.is_meta else None
-
-    def _note_hidden(self, maker: int | None, reader: int, name: str) -> None:
-        assert maker is not None
+    def _note_hidden(self, maker: int, reader: int, name: str) -> None:
         maker_name = self._events[maker].name if 0 <= maker < len(self._events) else name
         text = f"{name} reads a tensor of {maker_name} that is not passed on by arguments and results"
         self._hidden.setdefault((maker, reader), text)
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._depth += 1
-            if self._depth == 1 and self._running is None:
+            if self._at.is_between:
                 tensors = tensors_in((args, kwargs))
                 self._note_untracked(tensors, path)
                 self._begin(len(self._events), path, tensors, containers_in((args, kwargs)))
+            self._at.depth += 1
 
         return hook
 
     def _leave(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
-            self._depth -= 1
-            if self._depth == 0 and self._running is not None and self._running.is_call:
-                self._append(self._running, outcome, first_input_of(args, kwargs))
-                self._running, self._last_call = None, path
+            self._at.depth -= 1
+            if self._at.depth == 0 and (running := self._at.running) is not None and running.is_call:
+                self._append(running, outcome, first_input_of(args, kwargs))
+                self._at.running, self._at.last_call = None, path
 
         return hook
 
@@ -348,16 +407,18 @@ class FlowRecorder(TorchFunctionMode):
         number, name, tensors, is_call = len(self._events), running.name, running.tensors, running.is_call
         changes = changes_of(running.containers, running.contents)
         for tensor in tensors:
-            if tensor not in self._numbers and self._is_weight(tensor):
+            if self._values.of(tensor) is None and self._is_weight(tensor):
                 name_of_weight = self._weights[self._key(tensor)].names[0]
                 self._new_value(tensor, number, f"the weight {name_of_weight}")
-        reads = tuple(self._numbers[tensor] for tensor in tensors if tensor in self._numbers)
+        numbers_given = [self._values.of(tensor) for tensor in tensors]
+        reads = tuple(value for value in numbers_given if value is not None)
         for value in reads:
-            self._last_reads[value] = number
-        maker = name if is_call else f"the code after {self._last_call or 'the start'}"
-        begins_with = None if first is None else self._numbers.get(first)
+            self._values.traced[value].last_read = number
+        maker = name if is_call else f"the code after {self._at.last_call or 'the start'}"
+        begins_with = None if first is None else self._values.of(first)
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
-        views = {self._key(tensor) for tensor in tensors if tensor.is_meta and tensor not in self._numbers}
+        pairs = zip(tensors, numbers_given, strict=True)
+        views = {self._key(tensor) for tensor, value in pairs if tensor.is_meta and value is None}
         writes = []
         for place, (tensor, version) in enumerate(zip(tensors, running.versions, strict=True)):
             if tensor._version != version and places[id(tensor)] == place:
@@ -380,25 +441,16 @@ class FlowRecorder(TorchFunctionMode):
 
     def _new_value(self, tensor: Tensor, event: int, maker: str, views: Collection[int] = ()) -> int:
         """Number a new value; one in a storage of `views` views a tensor that depends on no weight."""
-        number = len(self._values)
-        self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        self._last_reads.append(-1)
-        self._nodes[number] = tensor.grad_fn
-        self._numbers[tensor] = number
-        if tensor.is_meta:
-            self._storages[number] = self._key(tensor)
+        number = self._values.add(tensor, event, maker)
         if tensor.is_meta and self._key(tensor) not in views and self._key(tensor) not in self._weights:
-            self._makers.setdefault(self._key(tensor), event)
+            self._values.makers.setdefault(self._key(tensor), event)
         return number
 
     def _note_views(self, tensor: Tensor, event: int) -> None:
         """Note that other tensors which view the same memory see what an event writes into one of them."""
-        key = self._key(tensor)
-        for other, number in list(self._numbers.items()):
-            if other is not tensor and self._key(other) == key and self._values[number].event < event:
-                maker = self._values[number].event
-                text = f"{self._running.name if self._running else ''} writes into a view of a tensor of {self._values[number].maker}"
-                self._hidden.setdefault((maker, event), text)
+        name = self._at.running.name if self._at.running else ""
+        for value in self._values.viewed_with(tensor, event):
+            self._hidden.setdefault((value.event, event), f"{name} writes into a view of a tensor of {value.maker}")
 
 
 def _without_data(outcome: Any) -> Any:
