@@ -340,15 +340,19 @@ def prove_refused(layout: str, model: str, words: str, error: type[InputError] =
 
     What the program refuses needs no ranks; rows with `zero` run on them.
     """
-    where, job = Layout(layout), job_for(model)
     with pytest.raises(error, match=words) as refusal:
-        found = source_of(model, where, job).prepared
-        if found is not None and not where.zero:
-            program_of(found.spec, job, where)
-        on_ranks(layout, observe, model, job)
+        _start(layout, model, job_for(model))
     if waiver:
         assert isinstance(refusal.value, UnprovenError)
         assert refusal.value.waiver == waiver
+
+
+def _start(layout: str, model: str, job: Job) -> None:
+    where = Layout(layout)
+    found = source_of(model, where, job).prepared
+    if found is not None and not where.zero:
+        program_of(found.spec, job, where)
+    on_ranks(layout, observe, model, job)
 
 
 def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Observed]:
