@@ -26,7 +26,7 @@ TESTS_OF: dict[str, tuple[str, ...]] = {
     "independence": ("proof", "code", "parity/test_tensor_axis.py", "parity/test_plans_from_data_flow.py"),
     "tracing": ("proof", "code", "parity/test_tensor_axis.py", "parity/test_pipeline_axis.py"),
     "examination": ("proof", "code"),
-    "building": ("code", "parity/test_model_loss.py", "parity/test_lora.py", "parity/test_qlora.py", "parity/test_pretrained.py"),
+    "building": ("code", "parity/test_model_loss.py", "parity/test_lora.py", "parity/test_qlora.py", "parity/test_save_pretrained.py"),
     "proof": ("proof",),
     "training": ("parity/test_training.py", "parity/test_checkpoint.py"),
     "datasets": ("parity/test_loaders.py", "parity/test_given_batches.py", "parity/test_labels.py"),

@@ -110,7 +110,7 @@ IN_GRAPH, ISLANDS, ANY = " as 1 graph of aot_eager, with 0 islands", "islands", 
 SLICES = [
     ("cp=2 exchange=heads recompute=selective", "gpt2_with_dropout", "bf16", IN_GRAPH),
     ("cp=2 exchange=ring", "gpt2_with_dropout", "bf16", "it draws masks of dropout, and its graph breaks"),
-    ("cp=2 exchange=ring", "llama", "float64", ISLANDS),
+    ("cp=2 exchange=ring", "odd_by_module", "float64", ISLANDS),
     ("cp=2", "neighbours", "float32", "uncompiled: it needs tokens of neighbours under cp"),
     ("cp=2 exchange=ring", "odd_shaped", "float32", ANY),
 ]
@@ -129,7 +129,7 @@ NIGHTLY_SLICES = [
     ("cp=4 exchange=hybrid", "many_heads", "float64", ISLANDS),
     ("tp=2 cp=2 sequence_parallel exchange=ring", "llama_even", "float64", ISLANDS),
     ("cp=2 exchange=ring", "odd_placed", "float32", ANY),
-    ("cp=2 exchange=ring", "odd_by_module", "float32", ANY),
+    ("cp=2 exchange=ring", "llama", "float64", ISLANDS),
 ]
 
 

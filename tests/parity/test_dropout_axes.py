@@ -1,62 +1,28 @@
-"""Dropout under tensor cuts and pipelines: the masks of one device, cut as the tensors are, and counted as one counts.
+"""Dropout under tensor cuts and pipelines, which a layout places or rejects, and dropouts that are intercepted by their names.
 
-float64, 1e-9. Dropout in attention (written out, and the argument of the fused kernel), in what lies between two cut
-layers, in what every rank holds, and before the first block.
+Those draw the masks of the mode, and a forward that needs the mode gets it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout as imported_dropout
+from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import LayoutError, UnprovenError
-from samestep.randomness import dropout_state
-from samestep.randomness import mode as dropout
-from samestep.randomness.masks import MaskSlice
-from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, observe, reference
+from samestep import Job, batches, parallelize
+from samestep.errors import LayoutError
+from samestep.randomness.mode import _TRACKERS, DropoutMode
+from tests.laboratory import TOLERANCE, assert_same, clipped, observe, reference
 from tests.models import MODELS, Attentive
 from tests.parts import Words
 from tests.pool import pool
-
-
-class ByRank(dropout.DropoutMode):
-    """Draws what a rank without coordination would draw."""
-
-    def __init__(self, fault: str, rank: int, model: nn.Module, draw: Any, part: MaskSlice | None = None) -> None:
-        if fault == "samples of every rank count from 0":
-            draw = dropout.Draw(draw.seed, draw.step, torch.arange(len(draw.samples)))
-        if fault == "every rank of a cut has the first part":
-            part = part and MaskSlice(part.model, part.degree, 0)
-        if fault == "ranks of a cut differ in what they hold alike":
-            draw = dropout.Draw(draw.seed + (part.index if part else 0), draw.step, draw.samples)
-        super().__init__(model, draw, part)
-
-
-def observe_faulty(rank: int, world: int, fault: str, model: str, layout: str) -> Observed:
-    with mock.patch.object(dropout_state, "DropoutMode", functools.partial(ByRank, fault, rank)):
-        return observe(rank, world, model, layout, clipped())
-
-
-@pytest.mark.parametrize(
-    ("fault", "layout"),
-    [
-        ("samples of every rank count from 0", "dp=2"),
-        ("every rank of a cut has the first part", "tp=2"),
-        ("ranks of a cut differ in what they hold alike", "tp=2"),
-    ],
-)
-def test_masks_of_another_rank_are_found_out(fault: str, layout: str) -> None:
-    assert_same(pool(2).run(observe_faulty, "none", "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
-    with pytest.raises((AssertionError, UnprovenError)):  # by the proof, or by the sample that is run again before it
-        assert_same(pool(2).run(observe_faulty, fault, "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
-
-
-# -- what cannot be cut or counted -------------------------------------------------------------------------------------
 
 
 def shared_dropout() -> nn.Module:
@@ -116,3 +82,116 @@ def test_what_cannot_be_placed_is_refused_by_name(model: str, layout: str, text:
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2 microbatch=4"])
 def test_a_module_shared_by_layers_draws_the_masks_of_each(layout: str) -> None:
     assert_same(pool(2).run(observe, "shared_dropout", layout, clipped()), reference("shared_dropout"), TOLERANCE)
+
+
+# -- dropouts that are intercepted by their names -----------------------------------------------------
+
+STEPS = 7
+LATER = 13
+"""The sample at which some models draw in another way: of step 5."""
+
+
+class Samples(torch.utils.data.Dataset):
+    """Samples (values, target, index)."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        values = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6) * (1 + index % 5)
+        return values, torch.tensor(float(index % 3)), torch.tensor(index)
+
+
+class Mixer(nn.Module):
+    """An attention and an MLP with dropouts; `draw` is one more of them, given the values and the samples' indices."""
+
+    def __init__(self, draw: Callable[[Tensor, Tensor], Tensor] | None = None, recomputes: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 1)
+        self.drop = nn.Dropout(0.3)
+        self.draw, self.recomputes = draw, recomputes
+        self.kept = F.dropout
+
+    def mixed(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return self.drop(x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)[:, 0])
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        y = checkpoint(self.mixed, x, use_reentrant=False) if self.recomputes else self.mixed(x)
+        y = self.drop(F.scaled_dot_product_attention(y, y, y))
+        if self.draw is not None:
+            y = self.draw(y, index)
+        return self.out(y).mean((1, 2))
+
+
+class Kept(Mixer):
+    """A model that calls a dropout by an attribute of its own."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return super().forward(self.kept(x, 0.3), index)
+
+
+def by_import(x: Tensor, index: Tensor) -> Tensor:
+    return imported_dropout(x, 0.4)
+
+
+def other_dropout(x: Tensor, index: Tensor) -> Tensor:
+    return F.alpha_dropout(x, 0.4, training=True)
+
+
+def later(x: Tensor, index: Tensor) -> Tensor:
+    """Draw by a function without a name here, of one rank's samples in one step alone; which other samples are there decides."""
+    return F.alpha_dropout(x, 0.4, training=True) if bool((index == LATER).any()) else x
+
+
+def loss(outputs: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), len(outputs)
+
+
+BY_NAME: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "plain": (Mixer, False),
+    "recomputed": (lambda: Mixer(recomputes=True), False),
+    "imported": (lambda: Mixer(by_import), False),
+    "kept": (Kept, True),
+    "another": (lambda: Mixer(other_dropout), True),
+    "later": (lambda: Mixer(later), True),
+}
+
+
+def losses(name: str, layout: str, precision: str) -> tuple[list[float], bool]:
+    """Return the losses of some steps, and whether the model needs the mode."""
+    job = Job(
+        train={"global_batch": 4, "steps": STEPS, "watch_every": 0},
+        numerics={"precision": precision},
+        run={"device": "cpu", "allow": ["samples"] if name == "later" else []},
+    )
+    made = BY_NAME[name][0]
+    run = parallelize(made, loss, lambda params: torch.optim.SGD(params, lr=0.01), layout=layout, job=job)
+    found = [run.step(batch).loss for batch in batches(Samples(), job)]
+    return found, _TRACKERS[run.model].names.needs_mode
+
+
+def both(rank: int, world: int, name: str, layout: str, precision: str) -> tuple[list[float], list[float], bool]:
+    """Return the losses with names, those under the mode alone, and whether the model needs the mode."""
+    by_names, needs_mode = losses(name, layout, precision)
+    with mock.patch.object(DropoutMode, "may_go_by_name", lambda self: self):
+        by_mode, _ = losses(name, layout, precision)
+    return by_names, by_mode, needs_mode
+
+
+CASES = [
+    *((name, "dp=1", "float32") for name in ("plain", "recomputed", "imported", "another")),
+    ("plain", "dp=1 microbatch=1", "bf16"),
+    *((name, "dp=2", "float64") for name in ("kept", "later")),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "precision"), CASES)
+def test_names_draw_the_masks_of_the_mode(name: str, layout: str, precision: str) -> None:
+    world = 2 if layout == "dp=2" else 1
+    found = pool(world).run(both, name, layout, precision)
+    for by_names, by_mode, _ in found:
+        assert by_names == by_mode
+    assert BY_NAME[name][1] in {
+        needs_mode for *_, needs_mode in found
+    }  # a rank that draws no such mask goes on by names

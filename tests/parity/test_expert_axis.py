@@ -60,7 +60,6 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     [
         ("dp=2 ep=2", "llama", r"ep=2: llama has no experts .*Use .*ep=1"),
         ("dp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate=2. Use ep=2"),
-        ("dp=1 cp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate x cp=2. Use ep=2"),
         ("dp=2 ep=2 reduce=hierarchical", "mixtral", r"experts differ with ep=2. Use reduce=ring"),
         ("tp=2 sequence_parallel", "mixtral_balanced", r"counted from whole samples, .*Use .*tp=2 alone"),
         ("dp=2 ep=2", "three_experts", r"ep=2 does not divide the 3 experts of blocks.0.experts.up. Use ep=1"),

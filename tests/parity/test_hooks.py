@@ -68,12 +68,9 @@ def _sum(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     [
         ("dp=1", to_unit_norm, False, False, False),
         ("dp=1 microbatch=4", limited, False, True, False),
-        ("dp=1", limited, True, True, False),
-        ("dp=1 microbatch=4", to_unit_norm, False, True, True),
         ("dp=1", limited, True, True, True),
         ("dp=2", limited, False, True, True),
         ("dp=2", to_unit_norm, False, True, False),
-        pytest.param("tp=2", to_unit_norm, False, False, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_hook_sees_gradients_of_the_mean(
@@ -124,42 +121,6 @@ def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: st
     assert all(of_rank == pytest.approx(wanted, rel=1e-9) for of_rank in losses)
 
 
-class WarmLoss:
-    """A loss that grows in its first calls, which it counts in some way; a log of them changes nothing."""
-
-    def __init__(self, kept: str) -> None:
-        self.kept, self.calls, self.seen, self.is_first = kept, 0, list[int](), True
-        self.number = torch.zeros((), dtype=torch.float64)
-
-    def __call__(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first, self.is_first = self.is_first, False
-        self.calls += 1
-        self.number += 1
-        self.seen.append(1)
-        counts = {
-            "a number": self.calls,
-            "a tensor": self.number,
-            "a list": len(self.seen),
-            "a flag": 1 if first else 3,
-        }
-        total, count = _sum(outputs, batch)
-        return total * min(1.0, counts.get(self.kept, 3) / 3), count
-
-
-@pytest.mark.parametrize("kept", ["a number", "a tensor", "a list", "a flag", "a log"])
-def test_a_loss_that_acts_by_its_first_calls_is_refused_with_micro_batches(kept: str) -> None:
-    """The warm-up ends within the first step, whose last micro-batch shows none of it."""
-    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    model = Net(limited, False).double()
-    given = _sgd([*model.parameters()])
-    run = samestep.parallelize(model, WarmLoss(kept), given, layout="dp=1 microbatch=3", job=job)
-    if kept == "a log":
-        run.step(_batch(True))
-        return
-    with pytest.raises(UnprovenError, match=r"number of its calls.*a number that the loop sets"):
-        run.step(_batch(True))
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> None:
     """A step of 12 samples, which no power of two divides; the hooks come behind the first one."""
@@ -188,8 +149,10 @@ def _halve(param: Tensor) -> None:
     param.grad *= 0.5
 
 
-@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=1 microbatch=6"])
-@pytest.mark.parametrize("late", [_halve, lambda p: setattr(p, "grad", p.grad * 0.5), lambda p: p.grad.clamp_(-1, 1)])
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [("dp=1 microbatch=4", _halve), ("dp=1 microbatch=6", lambda p: setattr(p, "grad", p.grad * 0.5))],
+)
 def test_a_late_hook_of_a_loop_is_refused_with_micro_batches(layout: str, late: Callable[[Tensor], None]) -> None:
     """It would act on the sums of each micro-batch's gradients with those before it."""
     run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout=layout, job=JOB)
@@ -198,40 +161,3 @@ def test_a_late_hook_of_a_loop_is_refused_with_micro_batches(layout: str, late: 
         param.register_post_accumulate_grad_hook(late)
     with pytest.raises(UnprovenError, match=r"a hook (after the accumulated|on the) gradient of"):
         run.step(_batch(False))
-
-
-class GrowingHook:
-    """Scales gradients by the number of its calls, or those of every third call."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.calls = kind, 0
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        self.calls += 1
-        return gradient * (1 + 0.1 * self.calls if self.kind != "third" else 2 - (self.calls % 3 > 0))
-
-
-def _registered(rank: int, world: int, kind: str) -> str:
-    """Return why a step is refused behind which a loop has registered one hook on all weights of a pipeline, or one on each."""
-    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    model = Net(limited, False).double()
-    run = samestep.parallelize(
-        model, "cross_entropy", _sgd([*model.parameters()]), layout="pp=2 microbatch=32", job=job
-    )
-    run.step(_batch(False))
-    shared = GrowingHook(kind)
-    for param in run.model.parameters():
-        hook = GrowingHook("each") if kind == "own" else shared
-        param.register_hook((lambda gradient: shared(gradient)) if kind == "apart" else hook)
-    try:
-        run.step(_batch(False))
-    except UnprovenError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("kind", ["each", "third", "apart", "own"])
-def test_a_counting_hook_that_stages_share_is_refused(kind: str) -> None:
-    """A stage calls it for its own weights alone."""
-    for text in pool(2).run(_registered, kind):
-        assert ("pp=2 calls it for the weights of a stage alone" in text) is (kind != "own"), text

@@ -30,7 +30,7 @@ from samestep.job_tables import RunTable
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import small, traced
+from tests import folders, small, traced
 from tests.laboratory import combinations
 from tests.models import Tokens
 from tests.plain import train_plainly, whole_batches
@@ -88,14 +88,6 @@ def assigned() -> nn.Module:
     return net
 
 
-def on_meta_then_assigned() -> nn.Module:
-    with torch.device("meta"):
-        net = Net()
-    net.load_state_dict(torch.load(folder() / "net.pt"), assign=True)
-    net.angles, net.table = 1.0 / 100 ** (torch.arange(0, 8, 2) / 8), torch.arange(4.0)
-    return net
-
-
 def to_empty_then_loaded() -> nn.Module:
     with torch.device("meta"):
         net = Net()
@@ -137,11 +129,6 @@ def from_file_of_numbers() -> nn.Module:
     net = from_pt()
     size = net.first.weight.numel()
     net.first.weight = nn.Parameter(torch.from_file(str(folder() / "first.bin"), size=size).view(8, 6).clone())
-    return net
-
-
-def written_through_numpy() -> nn.Module:
-    net = from_pt()
     net.first.bias.data.numpy()[:] = 2.5
     return net
 
@@ -163,26 +150,17 @@ def with_own_generator() -> nn.Module:
     return net
 
 
-def ones_on_meta() -> nn.Module:
-    """Code that fills only what is not on the meta device, as several models do."""
-    net = from_pt()
-    if not net.first.weight.is_meta:
-        nn.init.ones_(net.first.weight)
-    return net
-
-
 LOADED: dict[str, Callable[[], nn.Module]] = {
     "pt": from_pt,
     "pt, mapped": functools.partial(from_pt, mmap=True),
     "pt, all of pickle": functools.partial(from_pt, weights_only=False),
     "pt, old": lambda: (net := Net(), net.load_state_dict(torch.load(folder() / "old.pt")))[0],
-    "whole module": lambda: torch.load(folder() / "whole.pt", weights_only=False),
-    "copy of a whole module": lambda: copy.deepcopy(torch.load(folder() / "whole.pt", weights_only=False)),
+    "whole module": lambda: copy.deepcopy(torch.load(folder() / "whole.pt", weights_only=False)),
     **{
         function.__name__: function
         for function in (
-            assigned, on_meta_then_assigned, to_empty_then_loaded, nested, from_safetensors, from_npz, memory_mapped,
-            from_file_of_numbers, written_through_numpy, averaged, with_own_generator, ones_on_meta,
+            assigned, to_empty_then_loaded, nested, from_safetensors, from_npz, memory_mapped,
+            from_file_of_numbers, averaged, with_own_generator,
         )
     },
 }  # fmt: skip
@@ -244,14 +222,6 @@ def test_a_function_that_returns_one_module_each_time():
     assert blueprint(cached, SEED).drawn == {"first.weight", "first.bias", "second.weight", "second.bias"}
 
 
-def test_the_calls_change_no_random_state():
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
-    blueprint(Net, SEED)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert (states[1] == np.random.get_state()[1]).all()  # type: ignore[index]
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
 def test_a_large_model_without_files_is_not_called_plainly(monkeypatch):
     monkeypatch.setattr(drawn_rows, "SMALL_BYTES", 8)
     calls = []
@@ -280,18 +250,11 @@ def unfilled() -> nn.Module:
 
 
 _SUPPLY = itertools.count()
-_GENERATOR = torch.Generator()
 
 
 def used_up() -> nn.Module:
     net = from_pt()
     net.scale = torch.full((8,), float(next(_SUPPLY)))
-    return net
-
-
-def by_a_generator_outside() -> nn.Module:
-    net = Net()
-    net.scale = torch.randn(8, generator=_GENERATOR)
     return net
 
 
@@ -301,18 +264,10 @@ def without_a_seed() -> nn.Module:
     return net
 
 
-def looks_at_random_numbers() -> nn.Module:
-    net = Net()
-    net.first.bias.data.fill_(float(net.first.weight.detach().max()))
-    return net
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unfilled": (unfilled, r"scale is never given values \(torch.empty\)"),
     "used up": (used_up, "scale differs between two calls .*uses up"),
-    "generator outside": (by_a_generator_outside, "scale differs between two calls"),
     "no seed": (without_a_seed, "scale differs between two calls"),
-    "random numbers read": (looks_at_random_numbers, "looks at random values"),
     "to_empty": (lambda: Net().to_empty(device="cpu"), "first.weight is never given values"),
 }
 
@@ -361,40 +316,20 @@ def test_a_wrapped_part_starts_as_the_part_does():
 
 # -- a fine-tune -----------------------------------------------------------------------------------
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_SIZES, "num_key_value_heads": 2},
-    "qwen3": {**_SIZES, "num_key_value_heads": 2, "head_dim": 8},
-    "gpt_neox": _SIZES,
-    "gpt2": {
-        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    },
-}  # fmt: skip
-LAYOUTS = ("dp=2", "dp=2 zero=3", "tp=2", "dp=1 pp=2 microbatch=4")
+LAYOUTS = ("dp=2 zero=3", "dp=1 pp=2 microbatch=4")
 
 
 @functools.cache
 def saved(family: str) -> str:
     """A folder with a small model of a family, whose weights are no first values."""
-    transformers = pytest.importorskip("transformers")
-    path = folder() / family
     with torch.random.fork_rng():
-        torch.manual_seed(7)
-        config = transformers.AutoConfig.for_model(
-            family, vocab_size=64, bos_token_id=1, eos_token_id=2, use_cache=False, **FAMILIES[family]
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(0.05 * torch.randn(param.shape))
-        model.save_pretrained(path)
-    return str(path)
+        return str(folders.saved(folder() / family, family))
 
 
 def fine_tuned(family: str) -> nn.Module:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(saved(family)).train()
+    return transformers.AutoModelForCausalLM.from_pretrained(saved(family), use_cache=False).train()
 
 
 def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -434,27 +369,21 @@ def loss_of_tokens(model: nn.Module, samples: Any) -> Tensor:
     return F.cross_entropy(model(samples["input_ids"]).logits.flatten(0, 1), samples["labels"].flatten())
 
 
-@pytest.mark.parametrize(("layout", "family"), combinations(LAYOUTS, tuple(FAMILIES)))
+@pytest.mark.parametrize(("layout", "family"), combinations(LAYOUTS, ("llama", "gpt2")))
 def test_a_fine_tune_through_a_function_is_a_plain_loop(family, layout):
-    for known in FAMILIES:  # all before the ranks are forked
-        make_run(0, 2, known, "dp=2")
+    make_run(0, 2, family, "dp=2")  # before the ranks are forked
     expected = losses_of_a_plain_loop(family)
     for losses in pool(2).run(losses_of, family, layout):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS[1], *(pytest.param(one, marks=pytest.mark.nightly) for one in (LAYOUTS[0], *LAYOUTS[2:]))]
-)
-def test_a_fine_tune_by_a_job_file_is_a_plain_loop(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fine_tune_by_a_job_file_is_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model.py").write_text(
         "from transformers import AutoModelForCausalLM\n\n"
         "def build(path):\n    return AutoModelForCausalLM.from_pretrained(path)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    np.random.default_rng(SEED).integers(0, 64, 4096, dtype=np.uint8).tofile(tmp_path / "tokens.bin")
+    np.random.default_rng(SEED).integers(0, 61, 4096, dtype=np.uint8).tofile(tmp_path / "tokens.bin")
     path = tmp_path / "job.toml"
     path.write_text(
         f'[model]\nsource = "own_model:build"\nconfig = {{ path = "{saved("llama")}" }}\n'
@@ -462,7 +391,7 @@ def test_a_fine_tune_by_a_job_file_is_a_plain_loop(
         "[train]\nglobal_batch = 8\nsteps = 6\nevaluate_samples = 0\nsample_tokens = 0\n"
         '[optimizer]\nname = "adamw"\nlr = 0.01\nclip_norm = 1.0\n[schedule]\nwarmup_steps = 2\n'
     )
-    assert small.main("train", path, "--layout", layout, "--out", tmp_path / "run") == 0
+    assert small.main("train", path, "--layout", LAYOUTS[0], "--out", tmp_path / "run") == 0
     expected = _adamw_losses(jobs.load(path), fine_tuned("llama"))
     sys.modules.pop("own_model")
     assert small.losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -170,6 +169,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "replacement": lambda: DataLoader(Points(), 4, sampler=RandomSampler(Points(), replacement=True, num_samples=9)),
     "weighted": lambda: DataLoader(Points(), 4, sampler=WeightedRandomSampler(torch.arange(1.0, 23.0), 10)),
     "subset": lambda: DataLoader(Words(), 4, sampler=SubsetRandomSampler(range(3, 16)), collate_fn=padded),
+    "subset of points": lambda: DataLoader(Points(), 4, sampler=SubsetRandomSampler(range(3, 16))),
     "own sampler": lambda: DataLoader(Words(), 4, sampler=Sorted(22), collate_fn=padded, num_workers=0),
     "batch sampler": lambda: DataLoader(Words(), batch_sampler=BatchSampler(Sorted(22), 4, True), collate_fn=padded),
     "by length": lambda: DataLoader(Words(), batch_sampler=ByLength(Words())),
@@ -177,10 +177,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "distributed": lambda: DataLoader(Points(), 2, sampler=DistributedSampler(Points(), 2, 1, seed=11)),
     "workers": lambda: DataLoader(Points(), 4, shuffle=True, num_workers=1),
 }  # fmt: skip
-
-
-def _by_default(kinds: Iterable[str], daily: Collection[str]) -> list[Any]:
-    return [pytest.param(kind, marks=() if kind in daily else pytest.mark.nightly) for kind in kinds]
 
 
 # -- samples that are changed at random ------------------------------------------------------------
@@ -214,10 +210,8 @@ def masked(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 CHANGED: dict[str, Callable[[], Any]] = {
     "jittered": Jittered,
     "jittered, read together": Batched,
-    "jittered, loader": lambda: DataLoader(Jittered(), batch_size=4, shuffle=True),
     "jittered, workers": lambda: DataLoader(Jittered(), batch_size=4, shuffle=True, num_workers=1),
     "masked": lambda: DataLoader(Words(), batch_size=4, shuffle=True, collate_fn=masked),
-    "masked and jittered": lambda: DataLoader(Jittered(), batch_size=4, collate_fn=masked),
 }
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -377,12 +371,12 @@ def test_a_loader_has_one_order(kind: str) -> None:
         assert all(torch.equal(one[0], other[0]) for one, other in zip(batches, plainly, strict=True))
 
 
-TRAINED = ("in order, dropped", "shuffled", "batch sampler", "workers", "forever", "distributed")
-"""Loaders that train by default: samples with and without a `collate_fn`, batches of indices, workers, no end, and a rank of its own;
-the others differ from them in their order alone."""
+TRAINED = ("shuffled", "batch sampler", "workers", "distributed")
+"""Loaders that train: with a `collate_fn`, by batches of indices, with workers, and of a rank of its own; the others differ from them
+in their order alone."""
 
 
-@pytest.mark.parametrize("kind", _by_default(LOADERS, TRAINED))
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_loader_has_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
     check(LAYOUTS[len(kind) % 3], kind, plain(_order_of(kind)[1]), str(tmp_path))
 
@@ -413,7 +407,7 @@ def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loader", "text"),
+    ("source", "text"),
     [
         (lambda: DataLoader(Points(), batch_size=8), r"batch_size = 8, and train.global_batch = 4 .*. Set train.global_batch = 8"),
         (
@@ -422,12 +416,19 @@ def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
         ),
         (lambda: DataLoader(Points(), 4, sampler=["a", "b"]), "sampler yields a str and not indices"),
         (lambda: DataLoader(Points(), 4, sampler=[], drop_last=True), "the DataLoader has no batch in an epoch"),
+        (lambda: DataLoader(Flow(), batch_size=8), r"batch_size = 8, and train.global_batch = 4 samples"),
+        (lambda: "points", "the dataset is a str without samples at the numbers 0, 1, .... Use a list of samples"),
+        (lambda: {"x": torch.ones(8, 6)}, r"the dataset is a dict .*TensorDataset\(x, labels\)$"),
+        (lambda: Points, r"the dataset is the class Points. Use a data set, such as Points\(\)"),
+        (lambda: 7, "the dataset is a int without __len__ and __getitem__. Use .* an IterableDataset "),
     ],
 )  # fmt: skip
-def test_a_loader_that_cannot_be_taken_apart_is_refused_in_one_line(loader: Callable[[], Any], text: str) -> None:
+def test_a_source_that_cannot_be_taken_apart_is_refused_in_one_line(source: Callable[[], Any], text: str) -> None:
     with pytest.raises(DataError, match=text) as raised:
-        list(samestep.batches(loader(), JOB))
+        list(samestep.batches(source(), JOB))
     assert "\n" not in str(raised.value)
+    with pytest.raises(DataError, match=r"lanes = 'yes'. Use True and False"):
+        samestep.batches(Points(), JOB, lanes="yes")  # type: ignore[arg-type]
 
 
 def _said(rank: int, world: int) -> list[tuple[str, ...]]:
@@ -443,8 +444,8 @@ def test_what_is_taken_of_a_loader_is_said_once(capfd: Any) -> None:
     assert not [line for line in second if "DataLoader" in line]
 
 
-class ByProcess(Sampler[int]):
-    """An order that Python's generator draws, anew in each epoch."""
+class ByEpoch(Sampler[int]):
+    """An order that Python's generator draws, anew in each epoch, which a loop tells it."""
 
     def __len__(self) -> int:
         return 22
@@ -452,25 +453,15 @@ class ByProcess(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(random.sample(range(22), 22))
 
-
-class ByEpoch(ByProcess):
-    """One that a loop tells the epoch."""
-
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
 
 ORDERS: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffled": (lambda: RandomSampler(Points()), "its RandomSampler (seeded by train.seed),"),
-    "weighted": (lambda: WeightedRandomSampler(torch.ones(22), 22), "WeightedRandomSampler (seeded by train.seed),"),
     "generator": (lambda: RandomSampler(Points(), generator=torch.Generator()), "its RandomSampler, the last"),
-    "one's own": (
-        ByProcess,
-        "its ByProcess (seeded by train.seed, if it draws from generators of the process), the last",
-    ),
     "told": (ByEpoch, "draws from generators of the process), with set_epoch(0) and so on, the last"),
     "with a generator": (lambda: DrawnOnce(), "its DrawnOnce, the last"),
-    "in order": (lambda: SequentialSampler(Points()), "its SequentialSampler, the last"),
     "distributed": (lambda: DistributedSampler(Points(), 2, 1), "on one rank, with set_epoch(0) and so on, the last"),
 }
 
@@ -482,23 +473,29 @@ def test_an_order_that_is_not_that_of_a_plain_loop_is_said_to_be_the_seeds(kind:
     assert words in loaders.parts_of(DataLoader(Points(), size, sampler=sampler()), JOB).remark
 
 
-def _evaluated(rank: int, world: int, kind: str) -> float:
+def _evaluated(rank: int, world: int, kinds: list[str]) -> list[float]:
     run = prepared()
-    run.prepare(samestep.batches(LOADERS[kind](), JOB).__next__().samples([0]))
-    return run.evaluate(LOADERS[kind]())["loss"]
+    run.prepare(Batch(0, np.arange(1), Points()).samples([0]))
+    return [run.evaluate(SOURCES[kind]())["loss"] for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", ["in order", "subset"])
-def test_a_loader_is_evaluated_once_a_sample(kind: str) -> None:
-    loader, model = LOADERS[kind](), build().double()
-    rows = range(22) if kind == "in order" else range(3, 16)
-    batch = loader.collate_fn([loader.dataset[row] for row in rows])
-    with torch.no_grad():
-        total, count = loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
-    assert pool(2).run(_evaluated, kind) == pytest.approx([float(total) / count] * 2, rel=1e-9)
+def test_an_evaluation_counts_each_sample_of_a_loader_or_a_stream_once() -> None:
+    """Changed samples are the same each time, and in every layout."""
+    model, wanted = build().double(), []
+    for rows in (range(22), range(3, 16)):
+        points, labels = zip(*[Points()[row] for row in rows], strict=True)
+        with torch.no_grad():
+            total, count = loss(model(torch.stack(points)), (None, torch.stack(labels)))
+        wanted.append(float(total) / count)
+    changed = ["jittered", "jittered", "jittered, workers"]
+    ((alone, again, _),) = pool(1).run(_evaluated, changed)
+    assert alone == again
+    kinds = ["in order", "iterable", "function of batches", "subset of points"]
+    for found in pool(2).run(_evaluated, [*kinds, *changed]):
+        assert found == pytest.approx([wanted[0]] * 3 + [wanted[1]] + [alone] * 3, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", CHANGED)
+@pytest.mark.parametrize("kind", ["jittered, read together", "jittered, workers", "masked"])
 def test_samples_changed_by_generators_of_the_process_are_functions_of_seed_step_and_sample(
     kind: str, tmp_path: Any
 ) -> None:
@@ -515,39 +512,6 @@ def test_samples_changed_by_generators_of_the_process_are_functions_of_seed_step
     wanted = plain(found)
     random.random(), torch.rand(1)
     check(LAYOUTS[len(kind) % 3], kind, wanted, str(tmp_path))
-
-
-def _evaluated_twice(rank: int, world: int, kind: str) -> tuple[float, float]:
-    run = prepared()
-    run.prepare(samestep.batches(CHANGED[kind](), JOB).__next__().samples([0]))
-    return run.evaluate(CHANGED[kind]())["loss"], run.evaluate(CHANGED[kind]())["loss"]
-
-
-@pytest.mark.parametrize("kind", ["jittered", "masked and jittered"])
-def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str) -> None:
-    ((alone, again),) = pool(1).run(_evaluated_twice, kind)
-    assert alone == again
-    for one in pool(2).run(_evaluated_twice, kind):
-        assert one == pytest.approx((alone, alone), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        (
-            "points",
-            "the dataset is a str without samples at the numbers 0, 1, .... Use a list of samples",
-        ),
-        ({"x": torch.ones(8, 6)}, r"the dataset is a dict .*TensorDataset\(x, labels\)$"),
-        (Points, r"the dataset is the class Points. Use a data set, such as Points\(\)"),
-        (7, "the dataset is a int without __len__ and __getitem__"),
-    ],
-)
-def test_what_holds_no_samples_is_refused_in_one_line(source: Any, text: str) -> None:
-    with pytest.raises(DataError, match=text):
-        samestep.batches(source, JOB)
-    with pytest.raises(DataError, match=r"lanes = 'yes'. Use True and False"):
-        samestep.batches(Points(), JOB, lanes="yes")  # type: ignore[arg-type]
 
 
 def _of_stream(batch: Any) -> Any:
@@ -584,9 +548,7 @@ def _with_generator(kind: str) -> DataLoader[Any]:
     weights = torch.arange(22.0) + 1
     made: dict[str, Callable[[], DataLoader[Any]]] = {
         "shuffle": lambda: DataLoader(points, 4, shuffle=True, generator=drawn),
-        "random": lambda: DataLoader(points, 4, sampler=RandomSampler(points, generator=drawn)),
         "fewer": lambda: DataLoader(points, 4, sampler=RandomSampler(points, num_samples=9, generator=drawn), drop_last=True),
-        "weighted": lambda: DataLoader(points, 4, sampler=WeightedRandomSampler(weights, 20, generator=drawn)),
         "of both": lambda: DataLoader(
             points, 4, sampler=WeightedRandomSampler(weights, 20, generator=drawn), generator=drawn
         ),
@@ -599,7 +561,7 @@ def _with_generator(kind: str) -> DataLoader[Any]:
     return made[kind]()
 
 
-OF_GENERATORS = "shuffle", "random", "fewer", "weighted", "of both", "subset", "of batches", "one's own"
+OF_GENERATORS = "shuffle", "fewer", "of both", "subset", "of batches", "one's own"
 
 
 @pytest.mark.parametrize("kind", OF_GENERATORS)
@@ -622,20 +584,11 @@ def test_a_generator_of_whole_batches_is_followed() -> None:
     assert all(torch.equal(ours, plain) for ours, plain in zip(found, expected, strict=True))
 
 
-TRAINED_STREAMS = (
-    "shuffled iterable",
-    "stateful",
-    "without its buffer",
-    "of a library",
-    "generator once",
-    "list of batches",
-    "stream, collated",
-    "batches, data set",
-)
-"""Streams that train by default: of samples, with a place, of which there is one, of whole batches, through a loader, and as a data set."""
+TRAINED_STREAMS = ("stateful", "of a library", "stream, collated", "batches, data set")
+"""Streams that train: with a place, shuffled in a buffer that its state lacks, through a loader, and of whole batches as a data set."""
 
 
-@pytest.mark.parametrize("kind", _by_default(STREAMS, TRAINED_STREAMS))
+@pytest.mark.parametrize("kind", TRAINED_STREAMS)
 def test_a_stream_has_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
     found = [_of_stream(batch) for batch in samestep.batches(STREAMS[kind](), JOB)]
     check(LAYOUTS[len(kind) % 3], kind, plain(found), str(tmp_path))
@@ -714,9 +667,10 @@ def _of_unequal_lengths(rank: int, world: int, kind: str, counts: list[int], lay
     return "", steps
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
-@pytest.mark.parametrize("counts", [(8, 12), (12, 8), (12, 10), (8, 8)])
-def test_a_stream_that_is_shorter_on_one_rank_is_named_on_all_at_once(counts: tuple[int, int], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "counts"), [("dp=2", (8, 12)), ("tp=2", (12, 8)), ("dp=2", (12, 10)), ("tp=2", (8, 8))]
+)
+def test_a_stream_that_is_shorter_on_one_rank_is_named_on_all_at_once(layout: str, counts: tuple[int, int]) -> None:
     (first, taken), (second, also) = pool(2).run(_of_unequal_lengths, "samples", counts, layout)
     assert (first, taken) == (second, also)
     assert taken == 2
@@ -743,24 +697,3 @@ def test_a_generator_that_has_begun_cannot_be_resumed() -> None:
         DataError, match=r"the generator has begun, and first_step = 2 .*Use .* the function that makes it"
     ):
         samestep.batches(begun, JOB, first_step=2)
-    with pytest.raises(DataError, match=r"batch_size = 8, and train.global_batch = 4 samples"):
-        samestep.batches(DataLoader(Flow(), batch_size=8), JOB)
-    with pytest.raises(
-        DataError, match=r"the dataset is a int without __len__ and __getitem__. Use .* an IterableDataset "
-    ):
-        samestep.batches(3, JOB)
-
-
-def _evaluated_stream(rank: int, world: int, kind: str) -> float:
-    run = prepared()
-    run.prepare(Batch(0, np.arange(1), Points()).samples([0]))
-    return run.evaluate(STREAMS[kind]())["loss"]
-
-
-@pytest.mark.parametrize("kind", ["iterable", "function of batches"])
-def test_a_stream_is_evaluated_to_its_end(kind: str) -> None:
-    model = build().double()
-    points, labels = zip(*[Points()[index] for index in range(22)], strict=True)
-    with torch.no_grad():
-        total, count = loss(model(torch.stack(points)), (None, torch.stack(labels)))
-    assert pool(2).run(_evaluated_stream, kind) == pytest.approx([float(total) / count] * 2, rel=1e-9)

@@ -160,8 +160,8 @@ def weights_of(batch: Any) -> Tensor:
 Kind = tuple[Callable[[], nn.Module], type[Tokens], Any, Rule]
 KINDS: dict[str, Kind] = {
     "causal": (llama, Aligned, "model", Rule.NEXT_LABELS),
-    "seq2seq": (t5, Aligned, "model", Rule.LABELS),
     "mean": (functools.partial(own, "mean"), Tokens, "model", Rule.SAMPLES),
+    "seq2seq": (t5, Aligned, "model", Rule.LABELS),
     "sum": (functools.partial(own, "sum"), Given, "model", Rule.SUM),
     "count": (functools.partial(own, "count"), Tokens, "model", Rule.RETURNED),
     "behind": (functools.partial(seeded, Behind), Targets, "model", Rule.LABELS),

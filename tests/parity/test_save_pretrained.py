@@ -1,8 +1,12 @@
-"""What a run leaves for transformers is what it has trained: to the bit, in every layout, and again as a start."""
+"""A run that starts from a folder of transformers has the losses of a plain loop over `from_pretrained`, and leaves what it has trained.
+
+To the bit, in every layout, and again as a start.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +20,89 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import samestep
 from samestep.building.families import quiet
 from samestep.building.initial_values import blueprint
+from samestep.building.loss import loss_of
 from samestep.building.model import model_source
+from samestep.building.optimizer import optimizer_of
 from samestep.building.pretrained_form import PretrainedForm
+from samestep.datasets import batches
 from samestep.errors import JobError, ModelError, SaveError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, checkpoint_files
 from samestep.training import trained
+from tests import traced
 from tests.folders import FAMILIES, saved
 from tests.laboratory import follow, job_of, run_from
 from tests.models import Plain, Tokens
 from tests.parity.test_frozen import run_of
-from tests.parity.test_pretrained import source_of
+from tests.parity.test_lora import trained_plainly
 from tests.pool import pool
+
+
+def source_of(job: Job, layout: Layout) -> Source:
+    source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
+    example = next(batches(Tokens(), job)).samples([0])
+    return replace(source, prepared=traced.prepared(job.model.source, source, job, example, layout))
+
+
+def losses_of(rank: int, world: int, layout: str, job: Job) -> list[float]:
+    where = Layout(layout)
+    run = run_from(source_of(job, where), where, job, rank, world)
+    return follow(run, Tokens(), job).losses
+
+
+def plain_losses(folder: Path, job: Job) -> list[float]:
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    return trained_plainly(model, job)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: saved(tmp_path_factory.mktemp(family), family, torch.bfloat16) for family in ("llama", "mixtral")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "dp=2 zero=3"),
+        ("llama", "pp=2 microbatch=4"),
+        ("mixtral", "dp=2 ep=2"),
+    ],
+)
+def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str, folders: dict[str, Path]) -> None:
+    job = job_of("float32", model={"source": f"hf:{folders[family]}"})
+    source_of(job, Layout(layout))  # the ranks inherit it
+    expected = plain_losses(folders[family], job)
+    for losses in pool(2).run(losses_of, layout, job):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", "tp=2"), ("gpt2", "dp=2 zero=3")],
+)
+def test_tokens_that_are_added_are_trained_as_in_a_plain_loop(family: str, layout: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, family, vocab_size=50, tie_word_embeddings=True)
+    job = job_of("float32", model={"source": f"hf:{folder}", "resize_embeddings": 61})
+    source = source_of(job, Layout(layout))
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        model.resize_token_embeddings(61, mean_resizing=False)
+    assert source.prepared is not None
+    plan = source.prepared.blueprint
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if plan.canonical[name] in plan.drawn:
+                assert torch.equal(param[:50], plan.materialize(name, torch.device("cpu"))[:50])
+                param.copy_(plan.materialize(name, torch.device("cpu")))
+    expected = trained_plainly(model, job)
+    for losses in pool(2).run(losses_of, layout, job):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+# -- what a run leaves --------------------------------------------------------------------------------
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -121,8 +195,8 @@ def own_steps(rank: int, world: int, layout: str, job: Job, out: Path) -> dict[s
     return dict(run.state_dict())
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
-def test_a_module_of_ones_own_is_a_file_with_its_state_dict(layout: str, tmp_path: Path) -> None:
+def test_a_module_of_ones_own_is_a_file_with_its_state_dict(tmp_path: Path) -> None:
+    layout = "tp=2"
     job = job_of("float32", 2, model={"source": f"{__name__}:Own"})
     run_of(0, 1, layout, job)
     trained = pool(2).run(own_steps, layout, job, tmp_path / "run")[0]
@@ -173,11 +247,11 @@ def test_a_model_of_your_own_has_no_form_of_transformers() -> None:
 
 
 class HandingOn(torch.nn.Module):
-    """A wrapper that hands the attributes of the model in it on."""
+    """A wrapper that hands the attributes of the model in it on, and has those by which a model of transformers might be known."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.config, self._tied_weights_keys = inner, inner.config, None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -189,21 +263,13 @@ class HandingOn(torch.nn.Module):
         return self.inner(input_ids=input_ids)
 
 
-class Naming(HandingOn):
-    """One with the attributes by which a model of transformers might be known."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__(inner)
-        self.config, self._tied_weights_keys = inner.config, None
-
-
 def _adapted(inner: torch.nn.Module) -> torch.nn.Module:
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], use_rslora=True)
     return peft.get_peft_model(inner, lora)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrap", [HandingOn, Naming, _adapted])
+@pytest.mark.parametrize("wrap", [HandingOn, _adapted])
 def test_a_wrapper_of_a_model_of_transformers_has_a_form_of_its_own(wrap: Any, tmp_path: Path) -> None:
     def build() -> torch.nn.Module:
         torch.manual_seed(0)

@@ -51,16 +51,6 @@ class Perturbed(Language):
         return outputs + self.through(x + 0.1 * gradient)
 
 
-class Penalised(Language):
-    """The norm of the gradient of each sample's input, as in WGAN-GP, reaches the outputs."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        outputs = self.through(x)
-        (gradient,) = torch.autograd.grad(outputs.tanh().sum(), x, create_graph=True)
-        return outputs * (1 + gradient.square().sum((1, 2))[:, None, None])
-
-
 class Likely(Language):
     """Steps up the likelihood of each token, by the sign of the gradient of a mean (PGD): the divisor is taken away again."""
 
@@ -80,12 +70,9 @@ class RunsBackward(Language):
 
     clears = True
 
-    def moved(self, x: Tensor) -> Tensor:
-        return x.detach().clone().requires_grad_()
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        moved = self.moved(x)
+        moved = nn.Parameter(x.detach().clone())
         F.mse_loss(
             self.through(moved), torch.ones(VOCABULARY, device=x.device, dtype=x.dtype).expand(*x.shape[:2], -1)
         ).backward()
@@ -94,11 +81,6 @@ class RunsBackward(Language):
         if self.clears:
             self.zero_grad(set_to_none=len(x) % 2 == 0)
         return self.through(x + 0.1 * gradient.sign())
-
-
-class MakesParameter(RunsBackward):
-    def moved(self, x: Tensor) -> Tensor:
-        return nn.Parameter(x.detach().clone())
 
 
 class LeavesGradients(RunsBackward):
@@ -213,11 +195,9 @@ class AnotherBias(Language):
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "perturbed": Perturbed,
-    "penalised": Penalised,
     "likely": Likely,
     "runs backward": RunsBackward,
     "leaves gradients": LeavesGradients,
-    "makes a parameter": MakesParameter,
     "energy": functools.partial(Language, Energy),
     "energy of a transform": functools.partial(Language, EnergyOfTransform),
     "directional": functools.partial(Language, Directional),
@@ -235,10 +215,8 @@ DATA, PARTS, AGAIN = "dp=2", "dp=2 zero=3 microbatch=1", "dp=1 recompute=full mi
 PP = "dp=1 pp=2 microbatch=4"
 EQUAL = {
     "perturbed": [DATA, PARTS, AGAIN, PP],
-    "penalised": [DATA, PARTS, AGAIN],
     "likely": [DATA, PARTS, AGAIN],
     "runs backward": [DATA, PARTS, AGAIN, "dp=2 zero=1 microbatch=1"],
-    "makes a parameter": [DATA, "dp=2 zero=3"],
     "energy": [DATA, PARTS, AGAIN, PP, "dp=2 zero=3 recompute=full"],
     "energy of a transform": [DATA, PARTS, AGAIN, PP],
     "directional": [PARTS, AGAIN, PP],

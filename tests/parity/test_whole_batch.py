@@ -25,21 +25,14 @@ from tests.plain import Trained, assert_as_on_one_device, assert_trained, on_one
 from tests.pool import pool
 
 LAYOUTS = (
-    "dp=1",
     "dp=1 microbatch=4",
     "dp=2",
-    "dp=2 microbatch=2",
     "dp=2 zero=1 microbatch=2",
-    "dp=2 zero=2 microbatch=2",
-    "dp=2 zero=3",
     "dp=2 zero=3 microbatch=2",
     "dp=2 microbatch=2 recompute=full",
-    "tp=2",
     "tp=2 microbatch=4",
-    "pp=2",
     "pp=2 microbatch=2",
     "dp=2 pp=2 zero=3 microbatch=2",
-    "dp=2 pp=2 microbatch=1 schedule=gpipe",
     "pp=2 microbatch=2 schedule=zero-bubble",
     "pp=2 microbatch=2 schedule=interleaved",
 )
@@ -90,17 +83,17 @@ def ignores_words(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [reads_words, counts_words, ignores_words])
-@pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=2"])
-def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any, layout: str) -> None:
+def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any) -> None:
     job = Job(train={"global_batch": 4, "steps": 2}, run={"device": "cpu"})
-    run = samestep.parallelize(
-        OfX, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout=layout, job=in_loop(job)
-    )
-    is_refused = layout != "dp=1" and loss is not ignores_words
-    with pytest.raises(JobError, match="reads words of the batch") if is_refused else nullcontext():
-        for batch in samestep.batches(Named(), job):
-            run.step(batch)
-    assert run.steps_taken == (0 if is_refused else 2)
+    for layout in ("dp=1", "dp=1 microbatch=2"):
+        run = samestep.parallelize(
+            OfX, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout=layout, job=in_loop(job)
+        )
+        is_refused = layout != "dp=1" and loss is not ignores_words
+        with pytest.raises(JobError, match="reads words of the batch") if is_refused else nullcontext():
+            for batch in samestep.batches(Named(), job):
+                run.step(batch)
+        assert run.steps_taken == (0 if is_refused else 2)
 
 
 # -- slices of sequences ---------------------------------------------------------------------------
@@ -150,8 +143,8 @@ def sequences(
     ("layout", "model"),
     [
         ("cp=2", "attentive"),
-        ("cp=2 exchange=ring microbatch=2", "llama"),
-        ("dp=2 cp=2 exchange=ring zero=3 microbatch=2", "attentive"),
+        ("cp=2 exchange=ring microbatch=2", "attentive"),
+        pytest.param("dp=2 cp=2 exchange=ring zero=3 microbatch=2", "llama", marks=pytest.mark.nightly),
         pytest.param("dp=2 cp=2 microbatch=1 recompute=full", "llama", marks=pytest.mark.nightly),
         pytest.param("pp=2 cp=2 microbatch=3", "llama", marks=pytest.mark.nightly),
         pytest.param("tp=2 cp=2", "llama", marks=pytest.mark.nightly),
@@ -197,7 +190,7 @@ def _of_one_head(rank: int, world: int, layout: str) -> Trained:
     return [run.step({"one": x, "two": x}).loss for x in points], run.state_dict(on_every_rank=True)
 
 
-@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=3 microbatch=2"])
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2 zero=3 microbatch=2"])
 def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) -> None:
     _, wanted = on_one_device(_of_one_head)
     torch.manual_seed(0)

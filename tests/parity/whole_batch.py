@@ -136,12 +136,6 @@ def of_rows(outputs: Any, batch: Any) -> Tensor:
     return spread + (first @ first.T).square().mean() * (1 + batch["labels"]).prod().to(rows.dtype) ** 0.01
 
 
-def dice(z: Tensor, batch: Any) -> Tensor:
-    target = F.one_hot(batch["labels"].repeat(2), 4).to(z.dtype)
-    shares = z.softmax(-1)
-    return 1 - (2 * (shares * target).sum() + 1) / (shares.sum() + target.sum() + 1)
-
-
 def terms(outputs: Any, batch: Any) -> Any:
     """Terms with counts that values decide, and a value to report."""
     image, text, scale = outputs
@@ -160,12 +154,10 @@ class Case:
 
 
 CASES = {
-    "simclr": Case(Stacked, samestep.whole_batch(simclr)),
     "dropout": Case(Dropped, samestep.whole_batch(simclr)),
     "clip": Case(Clip, samestep.whole_batch(clip)),
     "barlow": Case(Stacked, samestep.whole_batch(barlow)),
     "triplet": Case(Stacked, samestep.whole_batch(triplet)),
-    "dice": Case(Stacked, samestep.whole_batch(dice)),
     "terms": Case(Clip, samestep.whole_batch(terms)),
     "rows": Case(Tokens, samestep.whole_batch(of_rows)),
 }

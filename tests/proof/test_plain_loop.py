@@ -83,7 +83,7 @@ class Normed(nn.Module):
 def resized() -> nn.Module:
     """A loaded model with a head of its own, which is drawn."""
     model = fine_tuned("llama")
-    model.lm_head = nn.Linear(32, 64, bias=False)
+    model.lm_head = nn.Linear(16, 64, bias=False)
     return model
 
 
