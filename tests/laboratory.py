@@ -167,6 +167,14 @@ def program_in(layout: str, model: str) -> Program:
     return program_of(source.prepared.spec, clipped(), Layout(layout))
 
 
+def program_traced_in(layout: str, model: str) -> Program:
+    """The program of a rank of a model that is traced in its layout."""
+    where = Layout(layout)
+    source = source_of(model, where, clipped())
+    assert source.prepared is not None
+    return program_of(source.prepared.spec, clipped(), where)
+
+
 _ahead: dict[tuple[str, str], None] = {}
 """Each model and layout that the tests of the session name together, until they are traced."""
 _uncut: set[str] = set()
