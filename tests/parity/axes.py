@@ -393,36 +393,6 @@ CHUNKS_ON_AXES = [
 ]
 
 
-HELD_ALIKE = {
-    ("dp=4 zero=3", "gpt2"),
-    ("dp=2 zero=1 mlp_chunk=5 recompute=selective", "deep_gemma"),
-    ("dp=2", "plain_with_dropout"),
-    ("tp=4", "attentive"),
-    ("pp=4 microbatch=1", "deep_gpt2"),
-    ("cp=2 zero=3 recompute=full", "attentive"),
-    ("cp=2 recompute=selective microbatch=4", "llama"),
-    ("cp=2 exchange=ring zero=3 recompute=full", "deep_qwen3"),
-    ("cp=2 exchange=ring", "dropping_gpt2"),
-    ("cp=2 exchange=ring recompute=selective microbatch=4", "dropping_attentive"),
-    ("tp=2 cp=2 sequence_parallel zero=3", "llama_even"),
-    ("cp=4", "llama"),
-    ("cp=2", "hybrid"),
-    ("cp=4 exchange=hybrid", "deep_qwen3"),
-    ("dp=4 ep=4 zero=1", "qwen2_moe"),
-    ("dp=4 ep=2 reduce=root microbatch=1", "qwen3_moe"),
-    ("tp=2 sequence_parallel", "mixtral"),
-    ("dp=2 tp=2 sequence_parallel ep=2 zero=3 recompute=selective", "qwen3_moe"),
-    ("dp=2 ep=2 zero=1", "mixtral_balanced"),
-    ("dp=2 ep=2 zero=3 microbatch=2 recompute=full", "mixtral_with_its_last_queries"),
-    ("dp=2 ep=2 zero=1 recompute=selective", "own_experts_behind_a_frozen_front"),
-    ("pp=2 microbatch=2", "dropping_gpt2_eager"),
-    ("dp=2 loss_chunk=7 microbatch=2", "llama_tied"),
-    ("dp=2 zero=2 loss_chunk=5 microbatch=3", "attentive"),
-    ("tp=2 pp=2 loss_chunk=3 microbatch=2", "deep_gemma"),
-}
-"""Rows whose layouts other rows hold with models that are cut alike: in `make parity` alone, beside those that no row needs."""
-
-
 def _by_default(*cases: list[Any]) -> list[Any]:
     """Return the rows of `combinations` of which `make test` runs those that hold what the products lack."""
     return daily([case for some in cases for case in some], beside_products=True)
@@ -506,9 +476,8 @@ LEDGERS = [
         ["deep_tied", "deep_gpt2"],
     ),
     *nightly(["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"], SLICED),
-    ("cp=2 exchange=ring zero=3 microbatch=2", "hybrid"),
-    *nightly(["cp=2 recompute=full"], ["hybrid"]),
-    *nightly(["dp=2 zero=2 recompute=offload microbatch=2"], ["deep_llama"]),
+    *daily(combinations(["cp=2 recompute=full", "cp=2 exchange=ring zero=3 microbatch=2"], ["hybrid"])),
+    *daily([("dp=2 zero=2 recompute=offload microbatch=2", "deep_llama")]),
     *nightly(
         ["dp=2 zero=3 recompute=offload", "tp=2 pp=2 recompute=offload microbatch=2"], ["deep_gpt2", "deep_qwen3"]
     ),
@@ -517,18 +486,18 @@ LEDGERS = [
 """In mixed precision; by default the rows of `test_products.py` in bf16 hold it."""
 
 UNEVEN = [
-    ("dp=4 zero=3 microbatch=1", "plain", 7),
-    ("dp=4 ep=2", "mixtral_balanced", 3),
-    *(
-        pytest.param(*case, marks=pytest.mark.nightly)
-        for case in [
+    *daily(
+        [
             ("dp=4", "plain", 7),
             ("dp=4", "plain", 3),
             ("dp=4 zero=1", "plain", 5),
+            ("dp=4 zero=3 microbatch=1", "plain", 7),
             ("dp_replicate=2 dp_shard=2", "plain", 3),
             ("dp=4 ep=2 zero=1 microbatch=1", "mixtral", 7),
-            ("dp=4 ep=4 microbatch=1", "mixtral", 5),
-        ]
+            ("dp=4 ep=2", "mixtral_balanced", 3),
+        ],
+        beside_products=True,
     ),
+    pytest.param("dp=4 ep=4 microbatch=1", "mixtral", 5, marks=pytest.mark.nightly),
 ]
 """Batches that ranks do not divide evenly."""

@@ -17,7 +17,7 @@ import torch
 
 from tests.covering import beyond_products
 from tests.laboratory import clipped, job_of, observe, on_ranks, prove, prove_ledger
-from tests.parity.axes import HELD_ALIKE, LEDGERS, ROWS, UNEVEN
+from tests.parity.axes import LEDGERS, ROWS, UNEVEN
 
 
 def _rows() -> Iterator[Any]:
@@ -27,8 +27,7 @@ def _rows() -> Iterator[Any]:
         for axis, rows in ROWS.items()
         for row in rows
     ]
-    assert {values for _, values, _ in given} >= HELD_ALIKE
-    kept = beyond_products(values for _, values, marks in given if not marks) - HELD_ALIKE
+    kept = beyond_products(values for _, values, marks in given if not marks)
     for axis, values, marks in given:
         name = f"{axis}-{'-'.join(map(str, values))}"
         yield pytest.param(*values, id=name, marks=marks or (() if values in kept else pytest.mark.nightly))
