@@ -163,6 +163,15 @@ def stop_signals() -> Iterator[None]:
     join.restore_signals(before)
 
 
+@pytest.fixture
+def nothing_is_left_running() -> Iterator[None]:
+    """A test ends the processes of `small.in_background`, whatever happens."""
+    from tests import small
+
+    yield
+    small.end_background()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> pools.Pool:
     return pools.pool(2)

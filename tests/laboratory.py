@@ -167,6 +167,14 @@ def program_in(layout: str, model: str) -> Program:
     return program_of(source.prepared.spec, clipped(), Layout(layout))
 
 
+def program_traced_in(layout: str, model: str) -> Program:
+    """The program of a rank of a model that is traced in its layout."""
+    where = Layout(layout)
+    source = source_of(model, where, clipped())
+    assert source.prepared is not None
+    return program_of(source.prepared.spec, clipped(), where)
+
+
 _ahead: dict[tuple[str, str], None] = {}
 """Each model and layout that the tests of the session name together, until they are traced."""
 _uncut: set[str] = set()
@@ -328,12 +336,23 @@ def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") 
 
 
 def prove_refused(layout: str, model: str, words: str, error: type[InputError] = LayoutError, waiver: str = "") -> None:
-    """Hold a layout to a refusal of a model, by these words and, if one is given, with this waiver."""
+    """Hold a layout to a refusal of a model, by these words and, if one is given, with this waiver.
+
+    What the program refuses needs no ranks; rows with `zero` run on them.
+    """
     with pytest.raises(error, match=words) as refusal:
-        on_ranks(layout, observe, model, job_for(model))
+        _start(layout, model, job_for(model))
     if waiver:
         assert isinstance(refusal.value, UnprovenError)
         assert refusal.value.waiver == waiver
+
+
+def _start(layout: str, model: str, job: Job) -> None:
+    where = Layout(layout)
+    found = source_of(model, where, job).prepared
+    if found is not None and not where.zero:
+        program_of(found.spec, job, where)
+    on_ranks(layout, observe, model, job)
 
 
 def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Observed]:

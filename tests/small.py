@@ -95,6 +95,12 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in metrics(folder)]
 
 
+def num_steps(folder: Path) -> int:
+    """The number of steps in a run's log."""
+    log = folder / "metrics.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 

@@ -109,8 +109,13 @@ def test_what_is_cut_too_often_has_fewer_stages(cells: dict, words: str) -> None
     assert words in foresight.predict(row(**cells)).layout
 
 
-@pytest.mark.parametrize("said", ["n/a", "-", "unknown", "auto", "not stated", "nan"])
-@pytest.mark.parametrize("column", ["heads", "tp", "micro_batch", "n_gpus", "precision", "recompute", "vocab"])
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ("heads", "n/a"), ("tp", "-"), ("micro_batch", "unknown"), ("n_gpus", "auto"), ("precision", "not stated"), ("recompute", "nan"),
+        ("vocab", "n/a"),
+    ],
+)  # fmt: skip
 def test_a_cell_that_says_nothing_is_as_good_as_empty(column: str, said: str) -> None:
     outcome = foresight.predict(row(**{column: said}))
     assert outcome.reason == ""
@@ -207,8 +212,9 @@ def test_memory_is_that_of_the_fullest_stage_though_it_is_an_inner_one(monkeypat
     assert forecast._peak(case, programs) == 9 + forecast.WORKSPACE_BYTES
 
 
-@pytest.mark.parametrize("name", ["MaxText config README", "Google tpu-recipes (MaxText)"])
-@pytest.mark.parametrize("model", ["Llama2-70B", "Llama3.1-8B"])
+@pytest.mark.parametrize(
+    ("name", "model"), [("MaxText config README", "Llama2-70B"), ("Google tpu-recipes (MaxText)", "Llama3.1-8B")]
+)
 def test_a_printed_microbatch_that_fits_in_no_other_way_is_recomputed_on_tpus(name: str, model: str) -> None:
     """XLA's libraries are no Megatron-LM, which recomputes nothing from Hopper on: what a chip cannot hold was not held."""
     cells = {
@@ -312,8 +318,7 @@ def test_columns_may_be_missing_and_others_may_be_there(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "f.json").read_text())["total"]["rows"] == 1
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-@pytest.mark.parametrize("name", ["few.csv", "FEW.CSV", "few.tsv"])
+@pytest.mark.parametrize(("name", "delimiter"), [("few.csv", ";"), ("FEW.CSV", ","), ("few.tsv", "\t")])
 def test_a_table_is_read_however_it_is_spelled(tmp_path: Path, name: str, delimiter: str) -> None:
     lines = [["\ufeffModel ", " GPU", "N_GPUs", "Metric_Step_Time_S"], ["Llama 3 8B", "H100", "8", '"9,5"']]
     (tmp_path / name).write_text("".join(delimiter.join(line) + "\n" for line in lines), encoding="utf-8")
@@ -326,8 +331,10 @@ def test_a_table_is_read_however_it_is_spelled(tmp_path: Path, name: str, delimi
     assert foresight.predict(rows[0]).measured_s == 9.5
 
 
-@pytest.mark.parametrize("option", ["--json", "--markdown", "--record", "--outcomes"])
-@pytest.mark.parametrize("target", ["nosuch/x", "folder", "file/x"])
+@pytest.mark.parametrize(
+    ("option", "target"),
+    [("--json", "nosuch/x"), ("--markdown", "folder"), ("--record", "file/x"), ("--outcomes", "nosuch/x")],
+)
 def test_what_cannot_be_written_is_said_before_the_work(
     option: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,9 +477,10 @@ def test_intervals_are_monitor_sources_that_had_no_part_in_them() -> None:
     assert foresight_parts.coverage(few, [*alike, *few])["sources"] == {"a": 100.0, "d": 0.0}
 
 
-@pytest.mark.parametrize(("sources", "draws"), [(4, 400), (17, 30)])
-@pytest.mark.parametrize(("between", "within"), [(0.2, 0.05), (0.1, 0.15)])
-@pytest.mark.parametrize("far_out", [0.0, 0.1], ids=["normal", "wide tails"])
+@pytest.mark.parametrize(
+    ("sources", "draws", "between", "within", "far_out"),
+    [(4, 400, 0.2, 0.05, 0.0), (4, 400, 0.1, 0.15, 0.1), (17, 30, 0.1, 0.15, 0.0), (17, 30, 0.2, 0.05, 0.1)],
+)
 def test_an_interval_covers_rows_of_a_new_source_however_few_there_are(
     sources: int, draws: int, between: float, within: float, far_out: float
 ) -> None:

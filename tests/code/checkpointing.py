@@ -101,7 +101,7 @@ _PLAIN = code(Uncheckpointed)
 _OWN = [code(build, like=_PLAIN) for build in (OwnInner, OwnReentrant, OwnBlocks, OwnBlocksReentrant, OwnHead)]
 FROZEN_START = code(FrozenStart)
 EQUAL = [
-    *(row for own in _OWN for row in equal(own, "dp=2", "dp=1 microbatch=2", "dp=2 zero=3", "dp=2 recompute=full")),
+    *(row for own in _OWN for row in equal(own, "dp=2 zero=3", "dp=2 recompute=full")),
     *(Equal("dp=1 pp=2 microbatch=4", own) for own in _OWN),
     Equal("dp=2", FROZEN_START),
     Equal("dp=2", code(OwnInFloat32)),

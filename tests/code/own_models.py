@@ -152,15 +152,13 @@ class Decoder(nn.Module):
 
 
 OWN = {
-    f"own {form}": functools.partial(Decoder, form)
-    for form in ("apart", "chunked", "split", "shared", "interleaved", "torch", "written", "sized")
-} | {
-    "own packed": functools.partial(Decoder, mlp="packed"),
-    "own deep": functools.partial(Decoder, mlp="deep"),
-    "own casting": functools.partial(Decoder, mlp="casting"),
-    "own adding": functools.partial(Decoder, mlp="adding"),
-    "own scaling": functools.partial(Decoder, mlp="scaling"),
-    "own parallel": functools.partial(Decoder, "chunked", parallel=True),
+    "own shared": functools.partial(Decoder, "shared", "casting"),
+    "own written": functools.partial(Decoder, "written", "adding"),
     "own after": functools.partial(Decoder, "sized", after=True),
-    "own tied": functools.partial(Decoder, "chunked", "packed", tied=True, cap=5.0),
+    "own split": functools.partial(Decoder, "split", "packed"),
+    "own interleaved": functools.partial(Decoder, "interleaved", "deep"),
+    "own torch": functools.partial(Decoder, "torch"),
+    "own scaling": functools.partial(Decoder, mlp="scaling"),
+    "own tied": functools.partial(Decoder, "chunked", "packed", parallel=True, tied=True, cap=5.0),
 }
+"""Each has an attention and an MLP of forms that no other one has together: what is found of the one is found beside any other."""

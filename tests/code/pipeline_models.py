@@ -34,17 +34,6 @@ class Language(Words):
         super().__init__(*[self.block] * 4, width=WIDTH, entries=VOCABULARY)
 
 
-class WithoutGradients(Language):
-    """A trunk that runs without gradients; its result meets the embeddings, which take some, in the last block."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = x0 = self.embed(input_ids)
-        with torch.no_grad():
-            for block in self.blocks[:3]:
-                x = block(x)
-        return self.head(self.blocks[3](x + x0))
-
-
 class FixedPoint(Language):
     """Blocks that run without gradients until they hardly change anything, and then once with them (DEQ)."""
 
@@ -77,23 +66,6 @@ class MixtureOfSoftmaxes(Language):
         return torch.log((self.prior(x).softmax(-1).unsqueeze(-1) * parts).sum(2) + 1e-8)
 
 
-class Capped(Language):
-    """Elementwise code behind the head, which needs no recorded flow."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return 5 * torch.tanh(super().forward(input_ids) / 5)
-
-
-class FirstResidual(Language):
-    """The embeddings are added in front of every block (modded-nanogpt, Zamba2)."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = x0 = self.embed(input_ids)
-        for block in self.blocks:
-            x = torch.tanh(block(x + 0.5 * x0))
-        return self.head(x)
-
-
 class Skips(Language):
     def forward(self, input_ids: Tensor) -> Tensor:
         x, skips = self.embed(input_ids), []
@@ -102,16 +74,6 @@ class Skips(Language):
             x = block(x)
         for block in self.blocks[2:]:
             x = block(x * torch.sigmoid(skips.pop()))
-        return self.head(x)
-
-
-class Between(Language):
-    """Code of the model between blocks, at a boundary and elsewhere."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = 1.5 * torch.tanh(block(x)) - x.mean(-1, keepdim=True)
         return self.head(x)
 
 
@@ -156,35 +118,6 @@ class Conditioned(Language):
         return self.head(x)
 
 
-class _Cross(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_memory, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return x + torch.tanh(self.mix(x)) * self.of_memory(memory).mean(1, keepdim=True)
-
-
-class TwoLists(nn.Module):
-    """An encoder and a decoder with a list of blocks each; every block of the decoder reads what the encoder made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.ModuleList(Block() for _ in range(2))
-        self.decoder = nn.ModuleList(_Cross() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        memory = self.source(input_ids.flip(1))
-        for block in self.encoder:
-            memory = block(memory)
-        x = self.target(input_ids)
-        for block in self.decoder:
-            x = block(x, memory)
-        return self.head(x)
-
-
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,23 +159,6 @@ class PositionsByShape(Language):
 
 
 # -- other results than one tensor -----------------------------------------------------------------
-
-
-class _Pair(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        y = super().forward(x)
-        return y, y.square().mean(-1)
-
-
-class Pairs(Language):
-    block = _Pair
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, total = self.embed(input_ids), 0.0
-        for block in self.blocks:
-            x, extra = block(x)
-            total = total + extra
-        return self.head(x) + total[..., None]  # type: ignore[index]
 
 
 class _Listed(Block):
@@ -291,22 +207,6 @@ class States(Language):
         for block in self.blocks:
             state = block(state)
         return self.head(state.hidden) / state.depth
-
-
-class Recurrent(nn.Module):
-    """Stacked recurrent layers, each of which starts in the state in which the one before has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, state = self.embed(input_ids), None
-        for layer in self.layers:
-            x, state = layer(x, state)
-        return self.head(x)
 
 
 class _Biased(nn.Module):
@@ -364,23 +264,6 @@ class Gains(Language):
         return self.head(x) * self.scale.exp()
 
 
-class Weighted(Language):
-    """A learned mean of all hidden states (ELMo), whose weights are computed before the first block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.bias = nn.Parameter(0.3 * torch.randn(5)), nn.Parameter(torch.randn(WIDTH), requires_grad=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        weights = self.mix.softmax(0)
-        x = self.embed(input_ids)
-        total = weights[0] * x
-        for block, weight in zip(self.blocks, weights[1:], strict=True):
-            x = block(x) + self.bias
-            total = total + weight * x
-        return self.head(total)
-
-
 class SoftTokens(Language):
     """The head's weight is read in front of the blocks, and the embedding's is the head of a second output."""
 
@@ -390,27 +273,6 @@ class SoftTokens(Language):
         for block in self.blocks:
             x = block(x)
         return self.head(x) + nn.functional.linear(x, self.embed.weight)
-
-
-class _Given(Block):
-    def forward(self, x: Tensor, gain: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return super().forward(x) * gain + (0.0 if shift is None else shift)
-
-
-class GivenWeights(Language):
-    """Blocks are given weights of the model."""
-
-    block = _Given
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gains, self.shift = nn.Parameter(torch.rand(4, WIDTH)), nn.Parameter(0.1 * torch.randn(WIDTH))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block, gain in zip(self.blocks, self.gains, strict=True):
-            x = block(x, gain, shift=self.shift)
-        return self.head(x)
 
 
 class _Valued(nn.Module):
@@ -501,12 +363,6 @@ class Vision(nn.Module):
 # -- widths, frozen starts, dtypes -----------------------------------------------------------------
 
 
-def widths() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4)
-    )
-
-
 def images() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GELU(),
@@ -518,12 +374,6 @@ def last_layers_only() -> nn.Module:
     model = Language()
     model.embed.requires_grad_(False)
     model.blocks[:3].requires_grad_(False)
-    return model
-
-
-def head_only() -> nn.Module:
-    model = FirstResidual().requires_grad_(False)
-    model.head.requires_grad_(True)
     return model
 
 
@@ -626,24 +476,6 @@ class Routed(Language):
         return self.head(x)
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2
-
-
-class OwnFunction(Language):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = x0 = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(_Doubled.apply(x) * 0.4 + x0)
-        return self.head(x)
-
-
 class Parts(Language):
     """Modules of blocks that the model calls by itself."""
 
@@ -652,19 +484,6 @@ class Parts(Language):
         for block in self.blocks:
             x = x + torch.tanh(block.mix(block.norm(x + x0)))  # type: ignore[operator, union-attr]
         return self.head(x)
-
-
-class Views(Language):
-    """Parts of one tensor go separate ways."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        left, right = x.chunk(2, dim=-1)
-        for block in self.blocks:
-            x = block(torch.cat([left, right], dim=-1))
-            left, right = x.split(WIDTH // 2, dim=-1)
-            left, right = right.contiguous(), left
-        return self.head(torch.cat([left, right], -1))
 
 
 class Flattened(Language):
@@ -699,6 +518,88 @@ class Automatic(Language):
     """Blocks compute under an autocast of their own."""
 
     block = _Automatic
+
+
+# -- layers that share weights, blocks that exchange more than tensors -------------------------------
+
+
+class Dropping(Block):
+    """A block with two draws of dropout, one of them in a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.drop(torch.tanh(self.mix(self.norm(x)))), 0.1, self.training)
+
+
+class Repeated(Language):
+    """One block, called four times (ALBERT), with other masks each time; its logits are those of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Dropping()])
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for _ in range(4):
+            x = self.blocks[0](x)
+        return self.head(x)
+
+
+class TiedBlocks(Language):
+    """The blocks of the middle share one projection, the outer ones another; each has its own norm and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for first, second in ((1, 2), (0, 3)):
+            self.blocks[second].mix.weight = self.blocks[first].mix.weight  # type: ignore[union-attr]
+
+
+class ThreeStages(Language):
+    """Six blocks; one norm is used by all, one weight by three of them as an argument, and it is a part of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            x = self.norm(block(x))
+            if index % 2:
+                x = x * self.gain
+        return self.head(x * self.gain)
+
+
+class _Caching(Block):
+    def forward(self, x: Tensor, kept: dict[str, Tensor], states: list[Tensor]) -> Tensor:  # type: ignore[override]
+        if "keys" not in kept:
+            kept["keys"] = self.mix(x)
+        x = super().forward(x) + 0.1 * kept["keys"]
+        states.append(x)
+        if len(states) > 2:
+            del states[0]
+        return x
+
+
+class Caching(Language):
+    """Later blocks read what the first has put into a dictionary (shared keys and values), and states out of a list."""
+
+    block = _Caching
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        kept: dict[str, Tensor] = {}
+        states: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept, states)
+        return self.head(x + sum(states) * 0.5)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -781,20 +682,6 @@ class Written(Carried):
     """Each block writes into the one object, and returns it."""
 
     block = _Writing
-
-
-class OneNorm(Language):
-    """One norm behind all blocks, so that no two of them can be apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = self.norm(block(x))
-        return self.head(x)
 
 
 class Twice(Language):

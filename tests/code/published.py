@@ -1,10 +1,8 @@
-"""Models with the structure of widely used published code, as our own small ones: language models that return their loss, and U-Nets."""
+"""Models with the structure of widely used published code, as our own small ones: language models that return their loss."""
 
 from __future__ import annotations
 
 import functools
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from samestep.building.model_loss import model_loss
 from samestep.building.over_samples import whole_batch
 from samestep.errors import JobError, UnprovenError
-from tests.code.rows import Equal, Refused, entered, equal, refused
+from tests.code.rows import Equal, Refused, entered, equal
 from tests.code.vectors import VECTORS, sgd
 from tests.code.vectors import loss as classes
 from tests.laboratory import Code, job_of
@@ -37,23 +35,6 @@ class Words:
         one = self.tokens[index]
         values = {"idx": one[:-1], "targets": one[1:], "x": one, "weight": one[0] / 10.0}
         return {name: values[name] for name in self.names}
-
-
-class Pictures:
-    """Pictures of two channels with a class for each pixel, or with noise and how much of it."""
-
-    def __init__(self, *, noisy: bool) -> None:
-        draw = torch.Generator().manual_seed(4)
-        self.x, self.noise = (torch.randn(24, 2, 8, 8, generator=draw, dtype=torch.float64) for _ in range(2))
-        self.classes, self.noisy = torch.randint(3, (24, 8, 8), generator=draw), noisy
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not self.noisy:
-            return {"x": self.x[index], "mask": self.classes[index]}
-        return {"sample": self.x[index] + self.noise[index], "timestep": index % 7, "noise": self.noise[index]}
 
 
 def heads_of(x: Tensor, times: int = 4) -> Tensor:
@@ -238,118 +219,6 @@ class Autoregressive(nn.Module):
         return F.cross_entropy(logits.transpose(1, 2), target)
 
 
-# -- U-Nets ------------------------------------------------------------------------------------------
-
-
-def convolution(inner: int, outer: int, *, up: bool = False, last: bool = False) -> nn.Sequential:
-    kind = functools.partial(nn.ConvTranspose2d, output_padding=1) if up else nn.Conv2d
-    made = nn.Sequential(kind(inner, outer, 3, stride=2, padding=1))
-    return made if last else made.extend([nn.InstanceNorm2d(outer), nn.Dropout(0.1), nn.PReLU()])
-
-
-class Skip(nn.Module):
-    """A part and what goes around it."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.submodule = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.submodule(x)], dim=1)
-
-
-class NestedUNet(nn.Module):
-    """Levels within levels, and norms of instances; as in MONAI."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        bottom = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.PReLU())
-        inner = nn.Sequential(convolution(4, 8), Skip(bottom), convolution(16, 4, up=True))
-        self.model = nn.Sequential(convolution(2, 4), Skip(inner), convolution(8, 3, up=True, last=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-def dice_and_entropy(outputs: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
-    """Return two losses: one over the pictures, and one over the pixels."""
-    wanted, share = F.one_hot(batch["mask"], 3).movedim(-1, 1).to(outputs.dtype), outputs.softmax(1)
-    both = (share * wanted).sum((2, 3))
-    dice = 1 - (2 * both + 1e-5) / (share.sum((2, 3)) + wanted.sum((2, 3)) + 1e-5)
-    entropy = F.cross_entropy(outputs, batch["mask"], reduction="sum")
-    return {"dice": (dice.mean(1).sum(), len(outputs)), "entropy": (entropy, batch["mask"].numel())}
-
-
-class ResidualPart(nn.Module):
-    """Two convolutions with norms of groups, and the time between them."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(2, inner), nn.Conv2d(inner, outer, 3, padding=1)
-        self.time_emb_proj, self.norm2 = nn.Linear(16, outer), nn.GroupNorm(2, outer)
-        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1)
-        self.conv_shortcut = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x))) + self.time_emb_proj(F.silu(time))[:, :, None, None]
-        return self.conv_shortcut(x) + self.conv2(F.silu(self.norm2(h)))
-
-
-class Level(nn.Module):
-    """A down block, which also returns what the up block of its level is given, or an up block."""
-
-    def __init__(self, *sizes: tuple[int, int], up: bool) -> None:
-        super().__init__()
-        self.resnets, self.up, self.count = nn.ModuleList(ResidualPart(*size) for size in sizes), up, len(sizes)
-        outer = sizes[-1][1]
-        self.sampler = nn.Conv2d(outer, outer, 3, padding=1, stride=1 if up else 2)
-
-    def forward(self, x: Tensor, time: Tensor, kept: tuple[Tensor, ...] = ()) -> Any:
-        outputs: tuple[Tensor, ...] = ()
-        for part in self.resnets:
-            if self.up:
-                x, kept = torch.cat([x, kept[-1]], 1), kept[:-1]
-            x = part(x, time)
-            outputs = (*outputs, x)
-        if self.up:
-            return self.sampler(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return self.sampler(x), outputs
-
-
-class DenoisingUNet(nn.Module):
-    """Residual parts by levels, attention in the middle, and the noise that is predicted as an attribute; as in diffusers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_in, self.conv_out = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
-        self.time_embedding = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16))
-        self.down_blocks = nn.ModuleList([Level((8, 8), up=False), Level((8, 16), up=False)])
-        self.mid, self.to_qkv, self.to_out = ResidualPart(16, 16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.up_blocks = nn.ModuleList([Level((32, 8), up=True), Level((16, 8), up=True)])
-        self.conv_norm_out = nn.GroupNorm(2, 8)
-
-    def forward(self, sample: Tensor, timestep: Tensor) -> SimpleNamespace:
-        rates = torch.exp(-math.log(1e4) * torch.arange(4, dtype=sample.dtype) / 4)
-        angles = timestep[:, None] * rates
-        time, x = self.time_embedding(torch.cat([angles.cos(), angles.sin()], -1)), self.conv_in(sample)
-        kept: tuple[Tensor, ...] = ()
-        for level in self.down_blocks:
-            x, more = level(x, time)
-            kept = (*kept, *more)
-        x = self.mid(x, time)
-        q, k, v = (heads_of(one, 2) for one in self.to_qkv(x.flatten(2).transpose(1, 2)).chunk(3, -1))
-        y = self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + y.transpose(1, 2).view_as(x)
-        for level in self.up_blocks:
-            mine, kept = kept[-level.count :], kept[: -level.count]
-            if x.shape[-1] != mine[-1].shape[-1]:
-                x = F.interpolate(x, size=mine[-1].shape[-2:])
-            x = level(x, time, mine)
-            if x.shape[-1] > 8:
-                x = F.avg_pool2d(x, 2)
-        return SimpleNamespace(sample=self.conv_out(F.silu(self.conv_norm_out(x))))
-
-
 class Waves(nn.Module):
     """Sines of steep products with weights in a list or by name, which amplify roundings; as in SIREN."""
 
@@ -369,10 +238,6 @@ class Waves(nn.Module):
         return F.linear(torch.sin(90 * (torch.sin(90 * F.linear(x, first)) @ second.T)), last)
 
 
-def denoised(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-    return (outputs.sample - batch["noise"]).square().sum(), batch["noise"].numel()
-
-
 # -- rows --------------------------------------------------------------------------------------------
 
 
@@ -386,12 +251,6 @@ _MODELS = {
     "nanochat": Code(RotaryGPT, data=_TEXTS, loss=model_loss(), optimizer=adamw, job=JOB),
     "x-transformers": Code(
         Autoregressive, data=functools.partial(Words, "x"), loss=model_loss(), optimizer=by_dimensions, job=JOB
-    ),
-    "MONAI": Code(
-        NestedUNet, data=functools.partial(Pictures, noisy=False), loss=dice_and_entropy, optimizer=adamw, job=JOB
-    ),
-    "diffusers": Code(
-        DenoisingUNet, data=functools.partial(Pictures, noisy=True), loss=denoised, optimizer=adamw, job=JOB
     ),
 }
 LIKE = {name: entered(f"like {name}", code) for name, code in _MODELS.items()}
@@ -424,7 +283,6 @@ EQUAL = [
         Equal(layout, name, is_nightly=turn != index % 4)
         for index, name in enumerate(LIKE.values())
         for turn, layout in enumerate(_LAYOUTS)
-        if (name, layout) != (LIKE["MONAI"], "tp=2")
     ),
     *(
         row
@@ -470,5 +328,4 @@ REFUSED = [
         JobError,
     ),
     Refused("cp=2", _scored("a sum over texts", by_text), "not a sum over the tokens", UnprovenError, "loss"),
-    *refused("MONAI cannot be cut, its blocks have no pair of linear layers", LIKE["MONAI"], "tp=2"),
 ]

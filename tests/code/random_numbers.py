@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from samestep.runtime.run import Run
 from tests.code.rows import Remarked, equal, refused, unproven
 from tests.code.vectors import (
-    DATA,
     LENGTH,
     VOCABULARY,
     WIDTH,
@@ -250,10 +249,10 @@ _LATE_PYTHON = code(PythonNoiseAfterWarmUp, "warmed up", each=noisy)
 _WARM = code(NoiseAfterWarmUp, "warmed up", each=noisy)
 _NOISY_SGD = code(Net, "with noise in the optimizer", optimizer=noisy_sgd)
 EQUAL = [
-    *equal(code(LateDropout, "raised", each=raised), *DATA),
-    *equal(code(LateRate, "raised", each=raised), *DATA),
-    *(row for build in (OwnGenerator, Reseeded) for row in equal(code(build), *DATA, "dp=2 zero=3 microbatch=1")),
-    *equal(code(Drawn), *DATA),
+    *equal(code(LateDropout, "raised", each=raised), "dp=1 microbatch=2"),
+    *equal(code(LateRate, "raised", each=raised), "dp=2"),
+    *(row for build in (OwnGenerator, Reseeded) for row in equal(code(build), "dp=2 zero=3 microbatch=1")),
+    *equal(code(Drawn), "dp=2"),
     *(
         row
         for build in (DrawnInParts, DrawnForCopies, DrawnSideBySide)
@@ -261,25 +260,21 @@ EQUAL = [
     ),
     *equal(code(Net, "of noisy samples", data=_AUGMENTED), "dp=2"),
     *equal(code(Net, "of flipped samples", data=_FLIPPED), "dp=2 microbatch=1"),
-    *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), *DATA),
+    *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), "dp=2"),
 ]
 REFUSED = [
-    *unproven("step 1: .*the forward draws .* torch", "random", code(Aten), "dp=1", "dp=2"),
-    *unproven("step 1: .*the forward draws .* torch", "random", code(Scripted), "dp=1", "dp=2"),
-    *unproven("step 1: .*the forward draws .* numpy", "random", code(NumpyNoise), "dp=1", "dp=2"),
-    *unproven("step 1: .*the forward draws .* Python", "random", code(PythonNoise), "dp=1", "dp=2"),
-    *unproven("step 1: .*the forward draws .* Python", "random", code(MultipleOf624), "dp=1", "dp=2"),
+    *unproven("step 1: .*the forward draws .* torch", "random", code(Aten), "dp=1"),
+    *unproven("step 1: .*the forward draws .* torch", "random", code(Scripted), "dp=2"),
+    *unproven("step 1: .*the forward draws .* numpy", "random", code(NumpyNoise), "dp=2"),
+    *unproven("step 1: .*the forward draws .* Python", "random", code(PythonNoise), "dp=1"),
+    *unproven("step 1: .*the forward draws .* Python", "random", code(MultipleOf624), "dp=1"),
     *unproven("step 1: .*a backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
     *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
-    *unproven("step 2: .*the forward draws", "random", _WARM, "dp=1", "dp=2"),
-    *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=1", "dp=2 microbatch=1"),
-    *unproven(
-        "a loss or a backward draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"
-    ),
+    *unproven("step 2: .*the forward draws", "random", _WARM, "dp=2"),
+    *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=2 microbatch=1"),
+    *unproven("a loss or a backward draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=2"),
     *refused("NoisySGD draws random numbers", _NOISY_SGD, "dp=2"),
-    *unproven(
-        "of the data set is another one", "data", code(Net, "of samples with own noise", data=_OWN), "dp=1", "dp=2"
-    ),
+    *unproven("of the data set is another one", "data", code(Net, "of samples with own noise", data=_OWN), "dp=2"),
 ]
 REMARKED = [
     Remarked("dp=1", _NOISY_SGD, "the optimizer draws"),

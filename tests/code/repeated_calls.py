@@ -50,12 +50,6 @@ def each_sample_through_one(net: Repeating, x: Tensor) -> Tensor:
     return net.blocks[2](torch.cat([net.blocks[1](x[index : index + 1]) for index in range(len(x))]))
 
 
-def block_by_block_for_each_sample(net: Repeating, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = torch.stack([block(sample) for sample in x])
-    return x
-
-
 def chunks_of_two(net: Repeating, x: Tensor) -> Tensor:
     return torch.cat([net.through(part) for part in x.split(2)])
 
@@ -65,20 +59,10 @@ def chunks_of_five(net: Repeating, x: Tensor) -> Tensor:
     return torch.cat([net.through(part) for part in x.split(5)])
 
 
-def the_last_samples_first(net: Repeating, x: Tensor) -> Tensor:
-    return torch.cat([net.through(part) for part in reversed(x.split(1))][::-1])
-
-
 def rounds_through_all(net: Repeating, x: Tensor) -> Tensor:
     for _ in range(2):
         x = net.through(x)
     return x
-
-
-def rounds_through_one(net: Repeating, x: Tensor) -> Tensor:
-    for _ in range(3):
-        x = net.blocks[0](x)
-    return net.blocks[2](net.blocks[1](x))
 
 
 def rounds_for_each_sample(net: Repeating, x: Tensor) -> Tensor:
@@ -89,14 +73,8 @@ def checkpointed_samples(net: Repeating, x: Tensor) -> Tensor:
     return torch.stack([checkpoint(net.through, sample, use_reentrant=False) for sample in x])
 
 
-def samples_in_training_alone(net: Repeating, x: Tensor) -> Tensor:
-    return each_sample_through_all(net, x) if net.training else net.through(x)
-
-
 PARTS = [
-    each_sample_through_all, each_sample_through_one, block_by_block_for_each_sample, chunks_of_two,
-    the_last_samples_first, rounds_through_all, rounds_through_one, rounds_for_each_sample, checkpointed_samples,
-    samples_in_training_alone,
+    each_sample_through_all, each_sample_through_one, chunks_of_two, rounds_through_all, rounds_for_each_sample, checkpointed_samples,
 ]  # fmt: skip
 
 MODELS |= {f"repeats {part.__name__}": Code(functools.partial(Repeating, part)) for part in PARTS}

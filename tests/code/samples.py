@@ -74,13 +74,6 @@ def one_after_the_other(net: Language, x: Tensor) -> Tensor:
     return torch.stack([torch.tanh(net.mix(sample)) for sample in x])
 
 
-def written_one_by_one(net: Language, x: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for index in range(x.shape[0]):
-        out[index] = torch.tanh(net.mix(x[index]))
-    return out
-
-
 def experts_by_masks(net: Language, x: Tensor) -> Tensor:
     rows = x.reshape(-1, WIDTH)
     chosen = rows.sum(-1) > 0
@@ -101,16 +94,8 @@ def its_own_last_token(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) + x[torch.arange(x.shape[0], device=x.device), last][:, None]
 
 
-def statistics_of_each_sample(net: Language, x: Tensor) -> Tensor:
-    return F.instance_norm(net.mix(x).transpose(1, 2)).transpose(1, 2)
-
-
 def repeated_samples(net: Language, x: Tensor) -> Tensor:
     return torch.tanh(net.mix(x.repeat_interleave(3, 0))).unflatten(0, (-1, 3)).mean(1)
-
-
-def weights_of_each_sample(net: Language, x: Tensor) -> Tensor:
-    return torch.einsum("btd,bde->bte", x, torch.tanh(net.mix(x).mT @ x))
 
 
 def values_of_a_table(net: Language, x: Tensor) -> Tensor:
@@ -130,10 +115,6 @@ def deviation_of_the_batch(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) * x.std(0, unbiased=False).mean()
 
 
-def the_next_sample(net: Language, x: Tensor) -> Tensor:
-    return net.mix(x) + 0.1 * x.roll(1, 0)
-
-
 def attention_between_samples(net: Language, x: Tensor) -> Tensor:
     rows = x.transpose(0, 1)
     return F.scaled_dot_product_attention(net.mix(rows), rows, rows).transpose(0, 1)
@@ -149,22 +130,6 @@ def best_of_the_batch(net: Language, x: Tensor) -> Tensor:
     rows = net.mix(x).flatten(0, 1)
     best = rows.sum(-1).topk(2).indices
     return (rows + rows[best].sum(0)).view(x.shape)
-
-
-def normalised_over_all(net: Language, x: Tensor) -> Tensor:
-    return F.normalize(net.mix(x).flatten(0, 1), dim=0).view(x.shape)
-
-
-def chosen_over_the_batch(net: Language, x: Tensor) -> Tensor:
-    return net.mix(x) + x.sum((1, 2)).gather(0, x.sum((1, 2)).argmax().expand(len(x)))[:, None, None]
-
-
-def ranked_over_the_batch(net: Language, x: Tensor) -> Tensor:
-    return torch.tanh(net.mix(x)) * x.sum((1, 2)).sort().values[:, None, None]
-
-
-def samples_in_chunks(net: Language, x: Tensor) -> Tensor:
-    return torch.cat([torch.tanh(net.mix(part)) for part in x.split(1)])
 
 
 def the_first_sample_is_kept(net: Language, x: Tensor) -> Tensor:
@@ -185,13 +150,11 @@ def the_first_sample_is_cleared(net: Language, x: Tensor) -> Tensor:
 
 APART = [
     samples_second, two_views, all_tokens_as_rows, tokens_before_samples_as_rows, dropped_weights, one_after_the_other,
-    written_one_by_one, experts_by_masks, experts_by_order, its_own_last_token, statistics_of_each_sample, repeated_samples,
-    weights_of_each_sample, samples_in_chunks, the_first_sample_is_kept, values_of_a_table,
+    experts_by_masks, experts_by_order, its_own_last_token, repeated_samples, the_first_sample_is_kept, values_of_a_table,
 ]  # fmt: skip
 COUPLED = {
-    minus_the_batch: "mean", deviation_of_the_batch: "var|std", the_next_sample: "add",
-    attention_between_samples: "attention", a_capacity: "cumsum", best_of_the_batch: "topk", normalised_over_all: "norm",
-    ranked_over_the_batch: "sort", chosen_over_the_batch: "gather|argmax", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
+    minus_the_batch: "mean", deviation_of_the_batch: "var|std", attention_between_samples: "attention", a_capacity: "cumsum",
+    best_of_the_batch: "topk", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
 }  # fmt: skip
 
 
@@ -290,11 +253,6 @@ def a_branch_near_a_value(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) if x.detach().abs().max() < 1.0 else net.other(x)
 
 
-def a_number_to_branch_on(net: Language, x: Tensor) -> Tensor:
-    size = x.detach().norm(dim=-1).mean().item()
-    return net.mix(x) if size < 1.0 else net.other(x)
-
-
 def a_fixed_point(net: Language, x: Tensor) -> Tensor:
     z = torch.zeros_like(x)
     for _ in range(20):
@@ -318,31 +276,12 @@ def until_all_are_close(net: Language, x: Tensor) -> Tensor:
     return _until_near(net, x, lambda moved: torch.allclose(moved, torch.zeros_like(moved), atol=1e-2))
 
 
-def until_all_are_near(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() < 1e-2).all())
-
-
 def until_no_one_moves(net: Language, x: Tensor) -> Tensor:
     return _until_near(net, x, lambda moved: not (moved.norm(dim=-1) > 1e-2).any())
 
 
-def until_not_one_moves(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: ~(moved.norm(dim=-1) > 1e-2).any())
-
-
 def until_zero_have_moved(net: Language, x: Tensor) -> Tensor:
     return _until_near(net, x, lambda moved: (moved.abs() > 1e-2).sum() == 0)
-
-
-def until_the_number_is_zero(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() > 1e-2).sum().item() == 0)
-
-
-def a_step_size(net: Language, x: Tensor) -> Tensor:
-    size = 1.0
-    while (size * torch.tanh(net.mix(x.detach()))).abs().amax() > 0.1:
-        size /= 2
-    return x + size * torch.tanh(net.mix(x))
 
 
 def a_check_of_values(net: Language, x: Tensor) -> Tensor:
@@ -383,10 +322,6 @@ def samples_until_no_one_moves(net: Language, x: Tensor) -> Tensor:
     return _each_until_near(net, x, lambda moves: not moves.any())
 
 
-def samples_until_zero_move(net: Language, x: Tensor) -> Tensor:
-    return _each_until_near(net, x, lambda moves: moves.sum().item() == 0)
-
-
 def a_short_way_for_all(net: Language, x: Tensor) -> Tensor:
     is_small = x.detach().abs() < 2.0
     return net.mix(x) if is_small.all() else torch.where(is_small, net.mix(x), net.mix(x).clamp(max=9.0))
@@ -398,14 +333,13 @@ def those_that_are_picked(net: Language, x: Tensor) -> Tensor:
 
 
 ACTING = {
-    a_branch_near_a_value: "max", a_number_to_branch_on: "mean", a_fixed_point: "norm", a_step_size: "amax",
-    until_all_are_close: "allclose", until_all_are_near: "all", until_no_one_moves: "any", until_not_one_moves: "any",
-    until_zero_have_moved: "sum", until_the_number_is_zero: "sum",
+    a_branch_near_a_value: "max", a_fixed_point: "norm", until_all_are_close: "allclose", until_no_one_moves: "any",
+    until_zero_have_moved: "sum",
 }  # fmt: skip
 TRIED = [
     an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs,
     a_check_of_values, a_number_that_is_noted, samples_until_all_are_done, samples_until_no_one_moves,
-    samples_until_zero_move, a_short_way_for_all, those_that_are_picked,
+    a_short_way_for_all, those_that_are_picked,
 ]  # fmt: skip
 FOUND = [a_count_of_samples]
 MIXING = {

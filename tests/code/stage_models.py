@@ -11,32 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.models import LENGTH, VOCABULARY
 
 WIDTH, CLASSES = 6, 4
-
-
-class TwoLinear(nn.Module):
-    """The first example of every text on model parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net1, self.relu, self.net2 = nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net2(self.relu(self.net1(x)))
-
-
-class TwoSequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seq1 = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU())
-        self.seq2 = nn.Sequential(nn.Linear(8, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.seq2(self.seq1(x))
 
 
 class ConvNet(nn.Module):
@@ -67,25 +45,6 @@ class Normed(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         x = F.relu(self.bn2(self.conv2(x)))
         return self.fc(x.mean((2, 3)))
-
-
-class Convolved(nn.Module):
-    """AlexNet in small: features, a pool, and a classifier with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        )  # fmt: skip
-        self.avgpool = nn.AdaptiveAvgPool2d(2)
-        self.classifier = nn.Sequential(
-            nn.Dropout(0.3), nn.Linear(24, 8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, CLASSES)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
 
 
 class Twice(nn.Module):
@@ -164,22 +123,6 @@ class Steps(nn.Module):
         return self.head(torch.stack(found, 1))
 
 
-class Named(nn.Module):
-    """Parts in a dictionary, called by their names in another order, inside of a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(
-            {"head": nn.Linear(8, CLASSES), "stem": nn.Linear(WIDTH, 8), "body": nn.Linear(8, 8, bias=False)}
-        )
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in ("stem", "body", "head"):
-            x = self.parts[name](x if name == "stem" else torch.tanh(x) * self.scale)
-        return x
-
-
 class Wrapped(nn.Module):
     """One child, whose children are called."""
 
@@ -255,22 +198,6 @@ class Attending(nn.Module):
         x = self.embed(input_ids) + self.token
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return self.head(torch.tanh(self.narrow(self.layer(x))))
-
-
-class Checkpointed(nn.Module):
-    """Code that checkpoints functions of several children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
-        self.c, self.d = nn.Linear(8, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self._pair, torch.tanh(self.a(x)), use_reentrant=False)
-        return self.d(x)
-
-    def _pair(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.c(torch.tanh(self.b(x)))) + x
 
 
 class OneBlock(nn.Module):
@@ -384,12 +311,11 @@ class HookedModules(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, CLASSES))
         for layer in [*self.layers][1:]:
-            if how in ("changed", "both"):
+            if how == "both":
                 layer.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
-            if how == "looked":
-                layer.register_full_backward_hook(lambda _, __, above: None)
-            if how in ("before", "both"):
                 layer.register_full_backward_pre_hook(lambda _, above: (above[0] * 1.5,))
+            else:
+                layer.register_full_backward_hook(lambda _, __, above: None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(torch.tanh(x))
@@ -406,8 +332,6 @@ class Penalized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "parameters":
             penalty = sum(weight.abs().sum() for weight in self.parameters())
-        elif self.how == "of a part":
-            penalty = torch.stack([weight.square().sum() for weight in self.layers.parameters()]).sum()
         else:
             penalty = sum(part.weight.abs().sum() for part in self.modules() if isinstance(part, nn.Linear))
         return self.layers(x) * (1 + 1e-3 * penalty)
@@ -416,19 +340,17 @@ class Penalized(nn.Module):
 class KeptTable(nn.Module):
     """Computes a table in its first call, in the form of the tensor to which it is added, and keeps it."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.how, self.tables = how, dict[int, Tensor]()
+        self.tables = dict[int, Tensor]()
 
     def table(self, like: Tensor) -> Tensor:
         width = like.shape[-1]
         if width not in self.tables:
-            found = torch.arange(width).double().sin()
-            made = {"to": lambda: found.to(like), "type_as": lambda: found.type_as(like)}
-            self.tables[width] = made[self.how]()
+            self.tables[width] = torch.arange(width).double().sin().to(like)
         return self.tables[width]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -473,8 +395,6 @@ class Distributed(nn.Module):
         own = distributions.Normal(self.mean(x), F.softplus(self.spread(x)) + 0.1)
         if self.how == "drawn":
             x = own.rsample()
-        elif self.how == "density":
-            x = own.log_prob(x)
         else:
             x = x * own.entropy() + distributions.kl_divergence(own, distributions.Normal(x, torch.ones_like(x)))
         return distributions.Categorical(logits=self.head(x)).logits

@@ -26,7 +26,7 @@ def evaluated(rank: int, world: int, name: str, layout: str) -> tuple[float, tor
     return run.evaluate(batch)["loss"], outputs["logits"] if isinstance(outputs, dict) else outputs
 
 
-@pytest.mark.parametrize("name", [f"stages {name}" for name in ("skips", "conditioned", "dropped", "in_place")])
+@pytest.mark.parametrize("name", [f"stages {name}" for name in ("conditioned", "dropped")])
 def test_stages_evaluate_and_give_outputs_as_one_device_does(name: str) -> None:
     loss, outputs = evaluated(0, 1, name, "dp=1")
     for found, given in pool(2).run(evaluated, name, "pp=2 microbatch=4"):
@@ -112,7 +112,7 @@ def _of_functions(rank: int, world: int, layout: str) -> Trained:
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp=2", "pp=2 microbatch=4 recompute=full", "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"]
+    "layout", ["pp=2 microbatch=4 recompute=full", "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"]
 )
 def test_functions_of_autograd_between_blocks_keep_their_backwards(layout: str) -> None:
     assert_as_on_one_device(_of_functions, layout)
@@ -154,13 +154,6 @@ class WrittenItems(EncodedItems):
         return x
 
 
-class Halves(ItemByItem):
-    """Two samples at once."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return torch.cat([super(ItemByItem, self).forward(ids) for ids in input_ids.split(2)])
-
-
 class ListedItems(ItemByItem):
     """A list of one dict a sample, of unequal lengths."""
 
@@ -195,10 +188,7 @@ def _listed_loss(outputs: Tensor, batch: list[dict[str, Tensor]]) -> tuple[Tenso
     ("build", "layout"),
     [
         (ItemByItem, "pp=2 microbatch=4"),
-        (EncodedItems, "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"),
-        (WrittenItems, "pp=2 microbatch=4"),
-        (Halves, "pp=2 microbatch=4"),
-        (ListedItems, "pp=2 microbatch=4"),
+        (WrittenItems, "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"),
         (ListedItems, "dp=2 pp=2 microbatch=2"),
     ],
 )

@@ -6,7 +6,6 @@ Blocks that write into their inputs, or return them; weights that a custom backw
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -181,11 +180,6 @@ def load_in(run: Run) -> None:
     run.model.load_state_dict(state)
 
 
-def scale_data(run: Run) -> None:
-    for weight in run.model.parameters():
-        weight.data.mul_(0.5).add_(torch.ones(weight.shape, dtype=torch.float64), alpha=0.1)
-
-
 @torch.no_grad()
 def write_by_other_operations(run: Run) -> None:
     for weight in run.model.parameters():
@@ -198,11 +192,6 @@ def write_by_other_operations(run: Run) -> None:
             weight.index_fill_(0, torch.tensor([0]), 0.2)
             weight.tril_()
             weight[:, 0].fill_(0.3)
-
-
-@torch.no_grad()
-def write_a_row(run: Run) -> None:
-    run.model.first.weight[0].mul_(0.5)
 
 
 @torch.no_grad()
@@ -224,13 +213,6 @@ def draw_in(run: Run) -> None:
 
 
 @torch.no_grad()
-def add_noise(run: Run) -> None:
-    torch.manual_seed(5 + run.steps_taken)
-    for weight in run.model.parameters():
-        weight.add_(torch.randn_like(weight), alpha=0.01).sub_(torch.rand_like(weight), alpha=0.01)
-
-
-@torch.no_grad()
 def set_norms(run: Run) -> None:
     """Give each weight a norm of its own, and all of them a factor that follows from a number of all."""
     weights = [weight for weight in run.model.parameters() if weight.dim() > 1]
@@ -238,10 +220,6 @@ def set_norms(run: Run) -> None:
     for weight in weights:
         weight.mul_(1.5 / weight.norm())
         weight.mul_(1.0 / (1.0 + 1e-3 * total))
-
-
-def copy_out(run: Run) -> None:
-    copy.deepcopy(run.model)
 
 
 def average(run: Run) -> None:
@@ -279,14 +257,12 @@ def test_a_backward_of_the_model_s_own_may_use_weights_that_it_was_given_or_find
     prove("Equation", LAYOUTS)
 
 
-@pytest.mark.parametrize(
-    "write", [copy_in, load_in, scale_data, write_by_other_operations, draw_in, add_noise, set_norms]
-)
+@pytest.mark.parametrize("write", [copy_in, load_in, write_by_other_operations, draw_in, set_norms])
 def test_a_loop_may_write_whole_tensors_into_weights(write: Callable[[Run], None]) -> None:
     prove("Odd", ["dp=2 zero=3", "dp=2 zero=2 offload"], write)
 
 
-@pytest.mark.parametrize("write", [write_a_row, set_a_row, clear_rows])
+@pytest.mark.parametrize("write", [set_a_row, clear_rows])
 def test_a_write_that_would_be_lost_is_refused_in_one_line(write: Callable[[Run], None]) -> None:
     with pytest.raises(
         LayoutError, match=r"a write into a part .* would be lost. Use whole = weight.full_tensor\(\), .*copy_"
@@ -294,9 +270,8 @@ def test_a_write_that_would_be_lost_is_refused_in_one_line(write: Callable[[Run]
         pool(2).run(observe, "Odd", ["dp=2 zero=3"], write)
 
 
-@pytest.mark.parametrize("copies", [copy_out, average])
-def test_a_copy_of_the_model_is_refused_in_one_line(copies: Callable[[Run], None]) -> None:
+def test_a_copy_of_the_model_is_refused_in_one_line() -> None:
     with pytest.raises(
         LayoutError, match=r"a copy of run.model .*Copy it within .*with run.gathered\(\).*run.averaged\(\)"
     ):
-        pool(2).run(observe, "Odd", ["dp=2 zero=3"], copies)
+        pool(2).run(observe, "Odd", ["dp=2 zero=3"], average)

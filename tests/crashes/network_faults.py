@@ -51,13 +51,13 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
     words += ["--nodes", "2", "--rendezvous", f"{hosts[0].address}:{drawn.randrange(20000, 30000)}"]
     words += ["--token-file", str(token)]
     pids = [small.in_background(words, folder / host.address, host.name) for host in hosts]
-    small.wait_for(lambda: _steps(run) >= 6)
+    small.wait_for(lambda: small.num_steps(run) >= 6)
     leads = hosts[1 if fault == "leading host" else 0]
     noted = ""
     with _harmed(fault, drawn, hosts, pids) as pulled_s:
-        before, began = _steps(run), time.monotonic()
+        before, began = small.num_steps(run), time.monotonic()
         time.sleep(0.2)  # what was on its way arrives
-        before = max(before, _steps(run))
+        before = max(before, small.num_steps(run))
         time.sleep(pulled_s)
         if fault == "leading host":
             ended, noted = small.status_of(pids[1], 180), (folder / leads.address / "err").read_text()
@@ -66,9 +66,9 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
             assert ended == 1, noted
         if fault != "flap":
             small.wait_for(lambda: "resumes after step" in _said(folder, leads))
-            small.wait_for(lambda: _steps(run) > _resumed_at(_said(folder, leads)))
+            small.wait_for(lambda: small.num_steps(run) > _resumed_at(_said(folder, leads)))
     if fault == "flap":
-        small.wait_for(lambda: _steps(run) > before)
+        small.wait_for(lambda: small.num_steps(run) > before)
     seconds = time.monotonic() - began
     statuses = [small.status_of(pid, 180) for pid in pids]
     said, found = _said(folder, leads), small.losses(run)
@@ -105,9 +105,3 @@ def _said(folder: Path, host: Host) -> str:
 def _resumed_at(said: str) -> int:
     found = re.findall(r"resumes after step (\d+)", said)
     return int(found[-1]) if found else 0
-
-
-def _steps(run: Path) -> int:
-    """The newest step in the log: a run that resumes takes back the lines behind its checkpoint."""
-    log = run / "metrics.jsonl"
-    return log.read_text().count("\n") if log.exists() else 0

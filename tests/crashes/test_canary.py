@@ -209,11 +209,8 @@ def told(
 
 
 WRONG = [
-    ("OwnGenerator", "dp=1", "random numbers from the generator NOISE"),
     ("OwnGenerator", "dp=2 zero=3", "random numbers from the generator NOISE"),
-    ("OwnGenerator", "dp=1 microbatch=1", "random numbers from the generator NOISE"),
     ("Centred", "dp=2", "samples influence each other"),
-    ("Centred", "dp=1 microbatch=4", "samples influence each other"),
     ("Crowded", "dp=2 zero=1", "samples influence each other"),
     ("Branching", "dp=2", "samples influence each other"),
     ("Counting", "dp=1 microbatch=4", "a value that an earlier forward of this step has written"),
@@ -244,12 +241,6 @@ def told_of_coupling(rank: int, world: int, model: str, layout: str, job: Job, p
     ("model", "layout", "path"),
     [
         ("deep_llama", "dp=1 pp=2 microbatch=4", "model.layers.3.mlp"),
-        pytest.param(
-            "deep_llama",
-            "dp=1 pp=2 virtual_stages=2 schedule=interleaved microbatch=4",
-            "model.layers.0.mlp",
-            marks=pytest.mark.nightly,
-        ),
         ("deep_llama", "dp=1 tp=2 microbatch=4", "model.layers.0.mlp"),
         ("llama", "dp=1 cp=2 microbatch=4", "model.layers.1.mlp"),
         ("mixtral", "dp=2 ep=2 zero=3", "model.layers.0.mlp"),
@@ -284,16 +275,22 @@ def test_a_loss_that_draws_later_is_named():
     NOISE_OF["loss"] = 0.0
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=4"])
-def test_an_update_that_draws_is_named(layout):
-    said = told(0, 1, "Harmless", layout, watched(2), optimizer=lambda params: Noisy(params, lr=0.1), later="update")
+def test_an_update_that_draws_is_named():
+    said = told(
+        0,
+        1,
+        "Harmless",
+        "dp=1 microbatch=4",
+        watched(2),
+        optimizer=lambda params: Noisy(params, lr=0.1),
+        later="update",
+    )
     assert "step 2, rank 0: the update of " in said
     assert "Noisy draws random numbers" in said
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
-def test_an_update_that_comes_to_look_at_whole_weights_is_named(layout):
-    said = on_ranks(layout, told, "Harmless", watched(1), Tokens, functools.partial(Normed, lr=0.1), "update")
+def test_an_update_that_comes_to_look_at_whole_weights_is_named():
+    said = on_ranks("dp=2 zero=3", told, "Harmless", watched(1), Tokens, functools.partial(Normed, lr=0.1), "update")
     assert all("Normed draws random numbers or looks at more than one element" in one for one in said)
 
 
@@ -373,24 +370,15 @@ def sent(rank: int, world: int, model: str, layout: str, job: Job) -> bool:
     return ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=3"])
-def test_what_a_watch_sends_is_outside_the_step(layout):
-    assert on_ranks(layout, sent, "deep_llama", watched(1, steps=2)) == [True] * Layout(layout).world_size
-
-
-def clean_seeds(rank: int, world: int, model: str, precision: str, seeds: range) -> int:
-    """Return how many seeds were silent."""
-    silent = 0
-    for seed in seeds:
-        job = job_of(precision, 2, train={"watch_every": 1, "seed": seed, "global_batch": 8})
-        silent += told(rank, world, model, "dp=1", job) == ""
-    return silent
+def test_what_a_watch_sends_is_outside_the_step():
+    assert on_ranks("dp=2 zero=3", sent, "deep_llama", watched(1, steps=2)) == [True, True]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(100), marks=pytest.mark.nightly)])
-def test_clean_seeds_are_silent(precision, seeds):
-    assert clean_seeds(0, 1, "plain_with_dropout", precision, seeds) == len(seeds)
+def test_clean_seeds_are_silent(precision):
+    for seed in range(4):
+        job = job_of(precision, 2, train={"watch_every": 1, "seed": seed, "global_batch": 8})
+        assert told(0, 1, "plain_with_dropout", "dp=1", job) == ""
 
 
 class Coupled(torch.optim.SGD):
@@ -421,7 +409,7 @@ def test_rules_of_all_weights_at_once_are_left_alone(kind):
     assert told(0, 1, "Harmless", "dp=1", watched(1), optimizer=lambda params: kind(params, lr=0.1)) == ""
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "rmsprop", "adafactor", "nadam"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_updates_of_torch_are_repeated_to_the_bit(name):
     job = watched(1, steps=4, optimizer={"name": name, "lr": 0.01, "options": {}, "clip_norm": 0.1})
     assert told(0, 1, "Harmless", "dp=1", job) == ""

@@ -24,8 +24,6 @@ from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 from tests import small
 
-NIGHTLY = pytest.mark.nightly
-
 # -- samestep train --------------------------------------------------------------------------------
 
 LINES = [f"line {number} of a text about {number * 7919 % 1009}" for number in range(400)]
@@ -91,11 +89,6 @@ def grown(source: str) -> None:
     file.write_bytes(last + (b'{"text": "more"}\n' if source.startswith("jsonl") else last[-64:]))
 
 
-def shrunk(source: str) -> None:
-    file = _file_of(source)
-    file.write_bytes(file.read_bytes().rpartition(b"\n" if b"\n" in file.read_bytes() else b"")[0][:-100] + b"\n")
-
-
 def trained(source: str, run: Path, *words: Any, **changes: Any) -> int:
     settings = {"data.source": source, "train.steps": 4, "checkpoint.every": 2, **changes}
     return small.train("--out", run, *words, **settings)
@@ -126,11 +119,8 @@ def test_one_byte_of_any_source_is_noticed_and_where_it_is_counts_for_nothing(
     assert stamps.difference(before, stamp(source)) == f"{source} has the size that it had, and other content"
 
 
-@pytest.mark.parametrize("make", [text, pytest.param(jsonl, marks=NIGHTLY), pytest.param(tokens, marks=NIGHTLY)])
-def test_one_byte_of_a_source_ends_a_resume_and_may_be_meant(
-    make: Callable[[Path], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    source, run = make(tmp_path / "data"), tmp_path / "run"
+def test_one_byte_of_a_source_ends_a_resume_and_may_be_meant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, run = text(tmp_path / "data"), tmp_path / "run"
     assert trained(source, run, "--steps", "2") == 0
     one_byte(source)
     capfd.readouterr()
@@ -141,17 +131,13 @@ def test_one_byte_of_a_source_ends_a_resume_and_may_be_meant(
     assert f"after step 2: {source} has the size that it had, and other content (allowed)" in _text_of(capfd)
 
 
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [(text, grown), pytest.param(jsonl, grown, marks=NIGHTLY), pytest.param(text, shrunk, marks=NIGHTLY)],
-)
 def test_data_of_another_size_is_refused_and_data_that_has_moved_is_not(
-    make: Callable[[Path], str], change: Callable[[str], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, run = make(tmp_path / "data"), tmp_path / "run"
+    source, run = text(tmp_path / "data"), tmp_path / "run"
     assert trained(source, run, "--steps", "2") == 0
     shutil.copytree(tmp_path / "data", tmp_path / "same")
-    change(source)
+    grown(source)
     capfd.readouterr()
     assert trained(source, run, "--resume") == 2
     assert " bytes in " in (told := _text_of(capfd))

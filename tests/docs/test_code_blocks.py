@@ -20,6 +20,7 @@ from samestep.cli import _parser
 from tests import small
 from tests.docs.test_coming_from import blocks, side
 from tests.docs.test_parts_of_scripts import LOOPS, PARTS, text_of
+from tests.docs.test_readme import SHOWN
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
@@ -66,6 +67,8 @@ RUN = [block for block in RUN if block.text not in SCRIPTS or "samestep.launch" 
 IN_PARTS = {text_of(part) for part in PARTS}
 """Blocks that are parts of a script; test_parts_of_scripts.py runs them."""
 RUN = [block for block in RUN if block.text not in IN_PARTS]
+IN_README = {line.partition("#")[0].strip() for line, _ in SHOWN}
+"""Commands that test_readme.py runs, whole."""
 
 
 def _name(block: Block) -> str:
@@ -135,6 +138,8 @@ def test_a_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert status == 0, said + complaints
     else:
         for line, words in zip(_lines(block), _commands(block), strict=True):
+            if line.partition("#")[0].strip() in IN_README:
+                continue
             status = small.status_of(small.in_background([*words, *_smaller(words)], tmp_path / "said"), 300.0)
             assert status == 0, (tmp_path / "said" / "err").read_text(encoding="utf-8")
             if target := shlex.split(line.partition(" > ")[2], comments=True):  # what a shell writes the output to

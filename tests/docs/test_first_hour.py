@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import small
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 PAGE = (Path(__file__).parents[2] / "docs" / "your-first-hour.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FILES = dict(re.findall(r"\*\*([\w.]+)\*\*(?:(?!^```).)*?^```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_running() -> Iterator[None]:
-    yield
-    small.end_background()
 
 
 def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

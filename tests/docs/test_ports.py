@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests import small
+from tests.docs.test_coming_from import side
 
 PAGE = Path(__file__).parents[2] / "docs" / "ports.md"
 KINDS = re.findall(r"^## ([^\n]+)\n.*?^```diff\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-def side(difference: str, sign: str) -> str:
-    return "".join(line[1:] for line in difference.splitlines(keepends=True) if line[0] in (" ", sign))
 
 
 def numbers(script: str, folder: Path) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tests import small
 from tests.docs.test_coming_from import side
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 DIFF = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHOWN = re.findall(r"^\$ (.*)\n((?:(?!\$ |```).*\n)*)", README, re.MULTILINE)
@@ -20,12 +20,6 @@ ELSEWHERE = {"pip install '.[hf]'": "unit/test_wheel.py", "make train": "unit/te
 """Commands of the block that installs, and what runs them."""
 SMALL = 1e-9
 """Errors in float64 that are below this one are equal."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_running() -> Iterator[None]:
-    yield
-    small.end_background()
 
 
 @pytest.mark.parametrize(

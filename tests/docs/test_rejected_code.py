@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import InputError
+from tests.docs.test_coming_from import side
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rejected-code.md").read_text(encoding="utf-8")
@@ -66,5 +67,4 @@ def test_the_code_is_refused_with_this_error_and_mended(index: int) -> None:
 
 def _run(difference: str, sign: str) -> None:
     """Run the page's script with the lines of one side."""
-    lines = "".join(line[1:] for line in difference.splitlines(keepends=True) if line[0] in (" ", sign))
-    exec(compile(f"{SCRIPT}\n{lines}\ntrain()\n", "rejected-code.md", "exec"), {"__name__": "page"})
+    exec(compile(f"{SCRIPT}\n{side(difference, sign)}\ntrain()\n", "rejected-code.md", "exec"), {"__name__": "page"})

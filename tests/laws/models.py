@@ -145,10 +145,7 @@ MACHINES = {
 def job_of(global_batch: int = 16, precision: str = "bf16", **run: str) -> Job:
     """Return a job of so many sequences of 64 tokens a step; `run` may give compile and its backend."""
     return Job(
-        train={"global_batch": global_batch},
-        numerics={"precision": precision},
-        data={"sequence_length": 64},
-        run=run,
+        train={"global_batch": global_batch}, numerics={"precision": precision}, data={"sequence_length": 64}, run=run
     )
 
 

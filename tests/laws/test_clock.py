@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tomllib
 from collections import defaultdict
 from dataclasses import replace
@@ -111,7 +110,7 @@ def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: 
 EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=True, experts=4, top_k=2)
 
 
-@pytest.mark.parametrize("words", ["tp=2", "cp=2", "ep=2", "tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
+@pytest.mark.parametrize("words", ["tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
 def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
     program = case(decoder_spec.spec(EXPERTS, "experts"), f"dp=2 {words}").program
@@ -122,8 +121,9 @@ def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
 
 
-@pytest.mark.parametrize("words", ["tp=2", "tp=2 sequence_parallel", "cp=2 tp=2"])
-@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
+@pytest.mark.parametrize(
+    ("words", "bytes_per_s"), [("tp=2", 1e8), ("tp=2 sequence_parallel", 1e10), ("cp=2 tp=2", 1e12), ("tp=2", 1e10)]
+)
 def test_gradients_of_weights_hide_sums_of_gradients_of_inputs(words: str, bytes_per_s: float) -> None:
     """A sum and what runs beside it take as long as the longer one, and a step no longer than without."""
     program = case(decoder_spec.spec(replace(EXPERTS, experts=0, top_k=0), "dense"), words).program
@@ -239,8 +239,8 @@ def test_a_collective_as_long_as_the_compute_beside_it_slows_all_of_it() -> None
     assert max(slowed) == pytest.approx(1.25, rel=1e-3)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("layout", ["dp={}", "dp={} microbatch=2", "dp={} zero=1", "dp={} zero=3 recompute=full"])
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("layout", ["dp={} microbatch=2", "dp={} zero=1", "dp={} zero=3 recompute=full"])
 def test_with_free_communication_n_devices_are_n_times_as_fast(n: int, layout: str) -> None:
     one, many = (
         play([case(blocks(4, **COSTLY), layout.format(k), global_batch=32).program], machine()).step_s for k in (1, n)
@@ -278,24 +278,16 @@ def test_a_wait_binds_to_the_latest_op_of_the_name_in_any_task() -> None:
     assert timeline.spans[-1].start_s == latest == timeline.spans[2].end_s
 
 
-def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
-    model = blocks(96, **COSTLY)
-    program = case(model, "dp_replicate=64 dp_shard=64 microbatch=1", global_batch=4096 * 16).program
-    taken = []
-    for _ in range(2):
-        start = time.process_time()
-        play([program], load("h100x8"))
-        taken.append(time.process_time() - start)
-    assert min(taken) < 0.5
-
-
 # -- timeline ----------------------------------------------------------------------------------------------------------
 
 
 @LAW
-@given(cases())
-def test_a_chrome_trace_has_every_span(case: Case) -> None:
+@given(cases(), st.integers(60, 200))
+def test_a_chrome_trace_has_every_span_and_a_picture_keeps_its_width(case: Case, width: int) -> None:
     timeline = play(case.programs, SLOW)
+    _, *rows, _ = timeline.to_text(width).splitlines()
+    assert {len(row) for row in rows} == {width}
+    assert len(rows) == sum(len(timeline.streams(stage)) for stage in timeline.stages)
     events = json.loads(json.dumps(timeline.to_chrome_trace()))["traceEvents"]
     streams = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     drawn = [one for one in events if one["ph"] == "X"]
@@ -327,15 +319,6 @@ def test_exposed_is_communication_with_no_compute_beside_it() -> None:
     assert timeline.exposed_s(1) == 10
     assert timeline.idle_s(0) == 7
     assert timeline.streams(0) == (COMPUTE, "x", "y")
-
-
-@LAW
-@given(cases(), st.integers(60, 200))
-def test_the_picture_keeps_its_width(case: Case, width: int) -> None:
-    timeline = play(case.programs, SLOW)
-    _, *rows, _ = timeline.to_text(width).splitlines()
-    assert {len(row) for row in rows} == {width}
-    assert len(rows) == sum(len(timeline.streams(stage)) for stage in timeline.stages)
 
 
 def test_the_picture_shows_what_ran_when() -> None:

@@ -102,10 +102,7 @@ def test_heads_are_repeated_until_every_rank_has_those_of_its_queries(heads: int
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        (
-            "cp=3",
-            "cp=3 does not divide the 64 tokens and 8 heads into slices of 2 tokens or more. Use cp=2 or 4 or 8$",
-        ),
+        ("cp=3", "cp=3 does not divide the 64 tokens and 8 heads into slices of 2 tokens or more. Use cp=2 or 4 or 8$"),
         ("cp=16", "cp=16 does not divide the 64 tokens and 8 heads .*. Use cp=2 or 4 or 8, or exchange=ring"),
         ("cp=8 tp=2", "cp=8 does not divide the 64 tokens and 4 heads that tp=2 leaves a rank .*. Use cp=2 or 4"),
     ],

@@ -123,8 +123,14 @@ def test_the_parts_of_gaps_are_disjoint_and_where_nothing_computes(timeline: Tim
 @LAW
 @given(cases())
 def test_a_played_step_has_no_rest_and_bubbles_only_between_stages(case: Case) -> None:
+    """Its lines have the rows of its spans."""
     timeline = play(case.programs, SLOW)
     rows = timeline.rows
+    of_spans = {(row.stage, row.name, row.axis): row.seconds for row in Timeline(timeline.spans, timeline.lane).rows}
+    for row in rows:
+        found_s = of_spans.pop((row.stage, row.name, row.axis), 0.0)
+        assert found_s == pytest.approx(row.seconds, abs=1e-9 * timeline.step_s)
+    assert sum(of_spans.values()) <= 1e-9 * timeline.step_s
     for stage in timeline.stages:
         whole = sum(row.seconds for row in rows if row.stage == stage)
         assert whole == pytest.approx(timeline.step_s)
@@ -133,17 +139,6 @@ def test_a_played_step_has_no_rest_and_bubbles_only_between_stages(case: Case) -
     assert seconds_of(rows, REST) <= 1e-9 * timeline.step_s
     if case.layout.pp == 1:
         assert seconds_of(rows, BUBBLE, IMBALANCE, WAIT) <= 1e-9 * timeline.step_s
-
-
-@LAW
-@given(cases())
-def test_played_lines_and_their_spans_have_the_same_rows(case: Case) -> None:
-    played = play(case.programs, SLOW)
-    spans = Timeline(played.spans, played.lane)
-    found = {(row.stage, row.name, row.axis): row.seconds for row in spans.rows}
-    for row in played.rows:
-        assert found.pop((row.stage, row.name, row.axis), 0.0) == pytest.approx(row.seconds, abs=1e-9 * played.step_s)
-    assert sum(found.values()) <= 1e-9 * played.step_s
 
 
 def span(stream: str, start_s: float, end_s: float, stage: int = 0, name: str = "") -> Span:

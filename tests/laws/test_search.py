@@ -51,26 +51,18 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
     ("what", "where", "devices"),
     [
         ("odd", "a100", 4),
-        ("odd", "free", 4),
-        ("tied", "alone", 2),
         ("experts", "slow", 2),
         ("vision", "slow", 2),
         ("odd", "uneven", 4),
-        ("experts", "uneven", 2),
         ("unfused", "compiled", 4),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
-            for what, where in (
-                ("tiny", "slow"),
-                ("tied", "alone"),
-                ("tied", "slow"),
-                ("experts", "slow"),
-                ("vision", "slow"),
-            )
+            for what, where in (("tiny", "slow"), ("tied", "alone"), ("tied", "slow"), ("experts", "slow"), ("vision", "slow"))
         ),
     ],
-)
+)  # fmt: skip
 def test_the_best_of_a_small_search_is_the_best_of_all(what: str, where: str, devices: int) -> None:
+    """Every model on two devices with every split: `test_candidates.py`."""
     model, hardware = MODELS[what], MACHINES.get(where, LAUNCHED)
     given_job = job_of(6, compile="blocks" if where == "compiled" else "none")
     found = plan(model, given_job, hardware, devices, top=3)
@@ -78,7 +70,7 @@ def test_the_best_of_a_small_search_is_the_best_of_all(what: str, where: str, de
     assert [one.step_s for one in found.best] == pytest.approx(all_of_them[:3])
 
 
-@pytest.mark.parametrize("share", [20, 30, 96, 360, 416, 1000])
+@pytest.mark.parametrize("share", [30, 416])
 def test_no_other_micro_batch_is_much_faster_where_a_rank_has_many_samples(share: int) -> None:
     """`microbatch=104` of 416 samples was 5 % faster than 32, the largest that was looked at."""
     hardware = replace(load("a100-40x8"), kept_free=0.05)
@@ -90,7 +82,7 @@ def test_no_other_micro_batch_is_much_faster_where_a_rank_has_many_samples(share
         assert best.step_s < 1.01 * one.step_s, one.layout
 
 
-@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("part", [0.2, 0.8])
 def test_where_memory_is_short_the_best_is_the_best_of_what_fits(part: float) -> None:
     roomy = plan(COSTLY, job_of(), MACHINES["slow"], 4, top=1)
     hardware = replace(MACHINES["slow"], memory_bytes=int(part * roomy.best[0].peak.total))
@@ -210,8 +202,7 @@ _LEGAL = [
 ]
 
 
-@pytest.mark.parametrize("words", ["pp=8", "pp=4 tp=2", "pp=4 tp=2 sequence_parallel", "pp=4 cp=2"])
-@pytest.mark.parametrize("cuts_loss", [True, False])
+@pytest.mark.parametrize(("words", "cuts_loss"), [("pp=8", True), ("pp=4 tp=2 sequence_parallel", False)])
 def test_chunks_of_the_loss_leave_stages_where_they_are(words: str, cuts_loss: bool) -> None:
     model, layout, hardware = preset("llama3-8b", 8192), Layout(words), load("h100x8")
     given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64})
@@ -255,10 +246,7 @@ def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute,
     [
         "dp=2 tp=2 pp=3 microbatch=1 schedule=zero-bubble",
         "dp=2 zero=1 tp=2 pp=3 sequence_parallel microbatch=1 schedule=interleaved virtual_stages=2",
-        "dp_replicate=2 dp_shard=2 zero=1 tp=2 microbatch=1 recompute=full",
         "dp_replicate=2 dp_shard=2 zero=3 pp=3 microbatch=1",
-        "dp=8 zero=2 microbatch=1",
-        "dp=2 zero=3 microbatch=1 accumulate=full",
         "dp=4 zero=3 microbatch=1 accumulate=full",
         "dp=2 zero=3 pp=2 microbatch=1 accumulate=full",
     ],
@@ -289,21 +277,18 @@ def test_shards_of_whole_gradients_are_not_counted_beside_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "global_batch"),
     [
-        "dp=64 tp=8 zero=1 sequence_parallel microbatch=1",
-        "dp=64 tp=8 pp=8 zero=1 sequence_parallel microbatch=1 recompute=selective",
-        "dp=512 zero=3 microbatch=1 recompute=full",
-        "dp=64 tp=2 cp=4 zero=3 microbatch=1",
-        "dp=16 tp=8 pp=4 microbatch=1 schedule=interleaved virtual_stages=2",
-        "dp=8 tp=4 pp=12 microbatch=1 schedule=zero-bubble recompute=full",
+        ("dp=64 tp=8 pp=8 zero=1 sequence_parallel microbatch=1 recompute=selective", 1024),
+        ("dp=512 zero=3 microbatch=1 recompute=full", 1024),
+        ("dp=64 tp=2 cp=4 zero=3 microbatch=2", 1000),
+        ("dp=16 tp=8 pp=4 microbatch=2 schedule=interleaved virtual_stages=2", 1000),
+        ("dp=8 tp=4 pp=12 microbatch=1 schedule=zero-bubble recompute=full", 1024),
     ],
 )
-@pytest.mark.parametrize("global_batch", [1024, 1000])
 def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch: int) -> None:
     """With 1,000 samples some micro-batches have one more than others."""
     model, layout, hardware = preset("llama2-13b"), Layout(words), load("h100x8")
-    layout = layout if global_batch == 1024 else replace(layout, microbatch=2)
     given_job = Job(
         data={"sequence_length": 4096}, train={"global_batch": global_batch}, numerics={"precision": "bf16"}
     )
@@ -322,7 +307,6 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
         "dp=256 pp=2 ep=8 schedule=interleaved virtual_stages=2 zero=1 microbatch=1",
         "dp_replicate=16 dp_shard=8 pp=4 ep=8 schedule=interleaved virtual_stages=2 zero=2 microbatch=1",
         "dp=128 pp=4 ep=8 schedule=zero-bubble zero=1 microbatch=1",
-        "dp=512 ep=8 zero=3 microbatch=1",
         "dp=512 ep=4 zero=3 microbatch=1 recompute=selective",
     ],
 )
@@ -349,19 +333,18 @@ def test_the_own_clock_of_a_pipeline_knows_what_neighbours_wait_for_each_other(w
     assert 0.995 * played.step_s < bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("devices", [1, 6, 8])
-def test_every_layout_is_accounted_for_with_a_reason(devices: int) -> None:
-    found = plan(MODELS["odd"], job_of(12), MACHINES["slow"], devices)
+def test_every_layout_is_accounted_for_with_a_reason() -> None:
+    found = plan(MODELS["odd"], job_of(12), MACHINES["slow"], 6)
     assert all(one.reason and one.rule in {"refused", "memory", "slower", "unplayed"} for one in found.rejections)
     counts = Counter(one.layout for one in found.rejections)
     counts.update(one.layout for one in found.best)
     assert set(counts.values()) == {1}
     assert len(counts) == found.considered
-    assert all(layout.world_size == devices for layout in counts)
+    assert all(layout.world_size == 6 for layout in counts)
 
 
 def test_no_layout_changes_the_batch() -> None:
-    for global_batch in (1, 7, 16):
+    for global_batch in (1, 7):
         found = plan(MODELS["tiny"], job_of(global_batch), MACHINES["a100"], 4)
         for one in found.best:
             steps = [program.step for program in one.programs]
@@ -398,7 +381,7 @@ def test_nothing_fits_names_how_many_devices_would_do() -> None:
     assert found.nearest.endswith("; 4 devices would do")
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_the_fewest_devices_are_the_first_that_fit(devices: int) -> None:
     found = search.fewest(COSTLY, job_of(12), replace(MACHINES["slow"], memory_bytes=_least_bytes(devices)), 6)
     assert found.devices == devices
@@ -449,7 +432,7 @@ def _every_costly() -> list[Prediction]:
     return every(COSTLY, job_of(), MACHINES["slow"], 4)
 
 
-@pytest.mark.parametrize("layout", ["dp=4", "dp=4 microbatch=2", "tp=2 dp=2", "pp=4 microbatch=1"])
+@pytest.mark.parametrize("layout", ["dp=4 microbatch=2", "tp=2 dp=2"])
 def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> None:
     given = Layout(layout)
     fitting = sorted(_every_costly(), key=lambda one: one.peak.total)
@@ -502,9 +485,9 @@ def test_experts_that_may_not_be_given_a_part_of_the_tokens_are_cut_by_tp_alone(
 
 
 @pytest.mark.parametrize(
-    "words", ["dp=2", "dp=4 zero=1", "dp=2 tp=2 zero=2", "dp=2 pp=2 zero=1 microbatch=1", "dp=4 zero=3"]
-)
-@pytest.mark.parametrize("precision", ["bf16", "float32"])
+    ("words", "precision"),
+    [("dp=2", "float32"), ("dp=2 tp=2 zero=2", "bf16"), ("dp=2 pp=2 zero=1 microbatch=1", "float32"), ("dp=4 zero=3", "bf16")],
+)  # fmt: skip
 def test_the_bound_of_an_update_on_the_host_is_close_and_never_above_what_is_played(words: str, precision: str) -> None:
     gpu, model = load("h100x8"), preset("gpt2", 64)
     given_job = Job(train={"global_batch": 8}, numerics={"precision": precision})

@@ -24,7 +24,7 @@ from samestep.runtime.run import Run
 from tests.parity.code_array import Row
 from tests.plain import Trained, mean_of
 
-STEPS, LENGTH, WIDTH, WORDS, DECAY, IGNORED = 4, 5, 8, 11, 0.8, -100
+STEPS, LENGTH, WIDTH, WORDS, DECAY, IGNORED = 3, 5, 8, 11, 0.8, -100
 
 
 class Samples:
@@ -332,11 +332,11 @@ def whole_batches(row: Row) -> Iterator[Any]:
 
 
 def _freeze(row: Row, model: nn.Module, step: int) -> None:
-    """Freeze a layer of the last block in the second and the third of the steps."""
+    """Freeze a layer of the last block in the second of the steps."""
     if row["frozen"] == "in turn":
         for name, param in model.named_parameters():
             if name.startswith("blocks.1.down"):
-                param.requires_grad_(step not in (1, 2))
+                param.requires_grad_(step != 1)
 
 
 def _shrink(model: nn.Module) -> None:
@@ -387,7 +387,7 @@ def train_plainly(row: Row) -> Trained:
         losses.append(total)
         if row["between"] == "evaluates":
             evaluate(model)
-        if row["between"] == "writes weights" and step == 1:
+        if row["between"] == "writes weights" and step == 0:
             _shrink(model)
     if row["average"] == "ema":
         evaluate(averaged.module)
@@ -418,7 +418,7 @@ def _step(row: Row, run: Run, batch: Any, how: dict[str, bool]) -> float:
 
 
 def train_in_layout(rank: int, world: int, row: Row, layout: str, folder: str) -> Trained:
-    """Take the steps of a row with a run, from a checkpoint behind the second if the row resumes."""
+    """Take the steps of a row with a run, from a checkpoint behind the first if the row resumes."""
 
     def make() -> Run:
         model = built(row)
@@ -427,7 +427,7 @@ def train_in_layout(rank: int, world: int, row: Row, layout: str, folder: str) -
     run, losses = make(), list[float]()
     for batch in samestep.batches(source_of(row), run.job):
         step = batch.step
-        if step == 2 and row["resume"] == "amid":
+        if step == 1 and row["resume"] == "amid":
             run.save(folder)
             run = make()
             run.load(folder)
@@ -438,7 +438,7 @@ def train_in_layout(rank: int, world: int, row: Row, layout: str, folder: str) -
         losses.append(_step(row, run, *given_to(row, rank, world, batch)))
         if row["between"] == "evaluates":
             losses.append(run.evaluate(in_form(row["data"], held_out(row)))["loss"])
-        if row["between"] == "writes weights" and step == 1:
+        if row["between"] == "writes weights" and step == 0:
             with run.gathered() as model:
                 _shrink(model)
     if row["average"] == "ema":

@@ -412,18 +412,6 @@ def _in_turn(real: Callable[..., Any], made: Callable[..., Any], every: int) -> 
     return turn
 
 
-def _leaking(run: Run, batch: Any, step: int) -> list[float]:
-    """Without `into`, as a plain loop does it: what the loss of the one adds to the other is forgotten."""
-    run.zero_grad()
-    losses = [run.backward(batch, d_loss).loss]
-    run.update("d")
-    run.zero_grad("g")
-    losses.append(run.backward(batch, g_loss).loss)
-    run.update("g")
-    run.zero_grad()
-    return losses
-
-
 def _clip_in_turn(params: Any, limit: float) -> None:
     """Clip each gradient by value, and scale it by its number, as numbers that are drawn in turn are another one for each."""
     for number, param in enumerate(params):
@@ -631,8 +619,9 @@ LOOPS = {
     "neurons read": Loop(Reading, of_all_outputs, adam, _plain_whole(of_all_outputs), _whole),
     "weights read": Loop(functools.partial(Reading, True), of_all_outputs, adam, _plain_whole(of_all_outputs), _whole),
     "two losses": Loop(Regression, both, OF_HEADS, _plain_two_losses, _two_losses, clip_norm=0.1),
-    "gan": Loop(Gan, d_loss, {"d": adam, "g": adam}, _plain_in_turn(d_loss, g_loss, 1), _in_turn(d_loss, g_loss, 1)),
-    "leaking gan": Loop(Gan, d_loss, {"d": adam, "g": momentum}, _plain_in_turn(d_loss, g_loss, 1), _leaking),
+    "gan": Loop(
+        Gan, d_loss, {"d": adam, "g": momentum}, _plain_in_turn(d_loss, g_loss, 1), _in_turn(d_loss, g_loss, 1)
+    ),
     "wgan-gp": Loop(
         lambda: Gan(penalty=True),
         critic_loss,

@@ -17,17 +17,8 @@ from torch import Tensor, nn
 from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.layout import Layout
 from samestep.memory import live_bytes
-from samestep.strategies import program_of
-from tests.laboratory import (
-    clipped,
-    job_of,
-    make_run,
-    observe,
-    prove,
-    source_of,
-)
+from tests.laboratory import clipped, job_of, make_run, program_traced_in, prove
 from tests.models import VOCABULARY, Tokens
 from tests.parity.axes import MODELS as MODELS_OF_ALL
 from tests.pool import pool
@@ -109,7 +100,7 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
 )
 def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        pool(Layout(layout).world_size).run(observe, model, layout, clipped())
+        program_traced_in(layout, model)
 
 
 class Limited(torch.autograd.Function):
@@ -173,8 +164,5 @@ def test_code_before_the_blocks_that_keeps_tokens_apart_is_equal() -> None:
     ],
 )
 def test_code_beside_the_blocks_that_needs_whole_sequences_is_refused(model: str, text: str) -> None:
-    layout = Layout("cp=2")
-    found = source_of(model, layout, clipped()).prepared
-    assert found is not None
     with pytest.raises(LayoutError, match=text):
-        program_of(found.spec, clipped(), layout)
+        program_traced_in("cp=2", model)

@@ -1,8 +1,9 @@
-"""What loops and losses are given of weights that ranks cut: one flat gradient, penalties on all weights, a teacher that follows."""
+"""What loops and losses are given of weights that ranks cut: one flat gradient, what a plain loop does to `param.grad`, penalties, a teacher that follows."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import ModelError
+from samestep.errors import LayoutError, ModelError
 from tests.plain import assert_as_on_one_device
+from tests.pool import pool
 
 
 class Gain(nn.Module):
@@ -52,7 +54,7 @@ class Points:
         return {"x": self.x[index], "y": self.y[index]}
 
 
-JOB = samestep.Job(train={"global_batch": 8, "steps": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
+JOB = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
 Found = tuple[list[float], dict[str, Tensor]]
 
 
@@ -84,11 +86,11 @@ def _flat(rank: int, world: int, layout: str) -> Found:
     return norms, run.state_dict(on_every_rank=True)
 
 
-def _penalty(rank: int, world: int, layout: str, of: str) -> Found:
-    """A penalty on all weights, or on gains whose gradients the ranks add up, which the forward returns."""
+def _penalty(rank: int, world: int, layout: str) -> Found:
+    """A penalty on all weights, gains too whose gradients the ranks add up, which the forward returns."""
 
     def forward(model: nn.Module, batch: Any) -> Any:
-        return model(batch["x"]), [one for name, one in model.named_parameters() if of in name]
+        return model(batch["x"]), [*model.parameters()]
 
     def loss(outputs: Any, batch: Any) -> Any:
         return {"ce": _nll(outputs[0], batch), "l1": (0.1 * sum(one.abs().sum() for one in outputs[1]), 1)}
@@ -121,15 +123,129 @@ def _teacher(rank: int, world: int, layout: str, how: str) -> Found:
 @pytest.mark.parametrize(
     ("layout", "work", "more"),
     [
-        ("tp=2", _flat, ()),
         ("dp=2 zero=3", _flat, ()),
         ("dp=2 tp=2 zero=2", _flat, ()),
         pytest.param("dp=2 tp=2 zero=3", _flat, (), marks=pytest.mark.nightly),
-        ("tp=2", _penalty, ("",)),
-        ("tp=2", _penalty, ("blocks.0.3",)),
+        ("tp=2", _penalty, ()),
         ("tp=2", _teacher, ("whole",)),
         pytest.param("tp=2", _teacher, ("its ends",), marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_given_of_cut_weights_is_that_of_one_device(layout: str, work: Any, more: tuple[str, ...]) -> None:
     assert_as_on_one_device(work, layout, *more, rtol=1e-9, atol=1e-12)
+
+
+# -- gradients that a loop changes between backward and update --------------------------------------
+
+Params = list[Any]
+
+
+def _own_norm(params: Params) -> None:
+    norm = sum(float(param.grad.data.norm()) ** 2 for param in params) ** 0.5
+    for param in params:
+        param.grad.data.mul_(0.1 / norm)
+
+
+def _squares(params: Params) -> None:
+    total = sum((param.grad**2).sum() for param in params)
+    for param in params:
+        param.grad = param.grad * (0.1 / total.sqrt())
+
+
+def _total(params: Params) -> None:
+    norm = nn.utils.get_total_norm([param.grad for param in params])
+    nn.utils.clip_grads_with_norm_(params, 0.1, norm)
+
+
+def _each(params: Params) -> None:
+    for param in params:
+        nn.utils.clip_grad_norm_([param], 0.02)
+
+
+def _in_place(params: Params) -> None:
+    for param in params:
+        param.grad *= 0.5
+    params[0].grad.zero_()
+    params[-1].grad.sign_()
+
+
+WAYS: dict[str, Callable[[Params], Any]] = {
+    "norm one by one": lambda params: nn.utils.clip_grad_norm_(params, 0.1, foreach=False),
+    "largest": lambda params: nn.utils.clip_grad_norm_(params, 0.1, norm_type=float("inf")),
+    "value": lambda params: nn.utils.clip_grad_value_(params, 0.01),
+    "own norm": _own_norm,
+    "squares": _squares,
+    "total norm": _total,
+    "each": _each,
+    "in place": _in_place,
+    "all at once": lambda params: torch._foreach_mul_([param.grad for param in params], 0.5),
+}
+
+
+def _two_batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(16, 6, generator=draw, dtype=torch.float64), torch.randint(4, (16,), generator=draw))
+        for _ in range(2)
+    ]
+
+
+class Bare(Net):
+    """Without the gains, numbers of whose gradients a rank with zero=3 has no part that torch's functions take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[3] = nn.Identity()  # type: ignore[index]
+
+
+def _plain(way: str) -> dict[str, Tensor]:
+    model = Bare().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in _two_batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        WAYS[way]([*model.parameters()])
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def _off(rank: int, world: int, layout: str, ways: list[str]) -> dict[str, float]:
+    """Return how far the weights are from those of a plain loop, for each of the ways."""
+    job, off = samestep.Job(train={"global_batch": 16}, numerics={"precision": "float64"}, run={"device": "cpu"}), {}
+    for way in ways:
+        model = Bare().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run = samestep.parallelize(model, "cross_entropy", optimizer, layout=layout, job=job)
+        for batch in _two_batches():
+            run.backward(batch)
+            WAYS[way]([*run.model.parameters()])
+            run.update()
+        state = run.state_dict(on_every_rank=True)
+        off[way] = max(float((state[name] - weight).abs().max()) for name, weight in _plain(way).items())
+    return off
+
+
+@pytest.mark.parametrize(
+    ("layout", "ways"),
+    [
+        ("dp=2 zero=3", [*WAYS]),
+        ("tp=2", ["largest", "own norm", "squares", "total norm", "in place"]),
+        ("pp=2 microbatch=8", ["norm one by one", "value", "own norm", "each"]),
+        *(
+            pytest.param(layout, [*WAYS], marks=pytest.mark.nightly)
+            for layout in ("dp=2", "dp=2 zero=1", "tp=2", "pp=2 microbatch=8")
+        ),
+    ],
+)
+def test_gradients_that_a_loop_clips_are_those_of_the_whole_step(layout: str, ways: list[str]) -> None:
+    of_ranks = pool(2).run(_off, layout, ways)
+    assert all(off <= 1e-9 for of_rank in of_ranks for off in of_rank.values()), of_ranks
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["norm one by one", "own norm", "total norm"])
+def test_a_norm_of_stages_whose_gradients_are_sharded_is_refused(way: str) -> None:
+    with pytest.raises(LayoutError, match=r"grad is in another stage of the pipeline\. .* use report\.grad_norm"):
+        pool(4).run(_off, "dp=2 pp=2 zero=3 microbatch=4", [way])
+    pool(4).close()

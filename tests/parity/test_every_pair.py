@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from samestep.datasets import batches
@@ -23,7 +25,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import held_tensors
 from samestep.proof.held_tensors import HeldTensor
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
@@ -126,7 +128,16 @@ def written_by(layout: str, folder: Path) -> tuple[str, Whole]:
     number = LAYOUTS.index(layout)
     ranks = on_ranks(layout, saves, MODEL, _job(), str(folder / str(number)), 1 + number % 3)
     made = next((folder / str(number)).glob("step-*"))
+    assert_written_once(made)
     return str(made), whole_of([part for parts in ranks for part in parts])
+
+
+def assert_written_once(folder: Path) -> None:
+    """The values of each weight are in a checkpoint once."""
+    manifest = manifests.read_manifest(folder)
+    stored = [load_file(folder / part["file"]) for part in manifest["parts"]]
+    num_written = sum(value.numel() for part in stored for name, value in part.items() if name.startswith("value/"))
+    assert num_written == sum(math.prod(shape) for shape in manifest["shapes"].values())
 
 
 def loaded_by(layout: str, written: dict[str, tuple[str, Whole]]) -> dict[str, str]:

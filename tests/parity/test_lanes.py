@@ -142,7 +142,6 @@ def train(rank: int, world: int, layout: str, kind: str, source: str, folder: st
 @pytest.mark.parametrize(
     ("layouts", "kind", "source"),
     [
-        (("dp=1", "dp=2"), "lstm", "data set"),
         (("dp=2 microbatch=1", "dp=1 microbatch=2"), "lstm", "starts"),
         (("dp=2 zero=3", "dp=1"), "memory", "starts"),
         (("dp=1 microbatch=3", "dp=2 zero=3 microbatch=1"), "memory", "data set"),
@@ -191,7 +190,7 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> None
     ],
 )
 def test_forwards_that_carry_no_lanes_are_refused_in_one_line(model: type[nn.Module], layout: str, text: str) -> None:
-    for said in pool(Layout(layout).world_size).run(_refused, model, layout):
+    for said in pool(2).run(_refused, model, layout) if "pp" in layout else [_refused(0, 1, model, layout)]:
         assert text in said
         assert "\n" not in said
 
@@ -249,8 +248,8 @@ def train_over_time(rank: int, world: int, layout: str, how: str) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), [("dp=1", "by hand"), ("dp=2", "by hand"), ("dp=2 zero=3 microbatch=1", "loader"), ("dp=2", "lanes")]
-)  # fmt: skip
+    ("layout", "how"), [("dp=2", "by hand"), ("dp=2 zero=3 microbatch=1", "loader"), ("dp=2", "lanes")]
+)
 def test_samples_along_the_second_dimension_train_as_in_a_plain_loop(layout: str, how: str) -> None:
     model, carried, text = over_time(how == "lanes").double(), [None], Text()
 

@@ -83,18 +83,14 @@ class LaterTokens(Later):
 
 
 CHANGES = {
-    "centred": lambda h: h - h.mean(0),
     "centred without a gradient": lambda h: h - h.detach().mean(0),
-    "by its largest": lambda h: h / h.abs().max(),
     "mixed": lambda h: 0.5 * (h + h.flip(0)),
     "of each": lambda h: h - h.mean(1, keepdim=True),
     "by element": lambda h: 0.5 * h.sin() + h,
     "of features, without a gradient": lambda h: h - h.detach().mean(-1, keepdim=True),
-    "shares": lambda h: h.softmax(-1),
     "turned": lambda h: h + h.flip(-1),
     "counted": lambda h: h / h.shape[-1],
     "of tokens": lambda h: h - h.mean(1, keepdim=True),
-    "tokens summed up": lambda h: h.detach().cumsum(1) + h,
     "the token before": lambda h: h + F.pad(h[:, :-1], (0, 0, 1, 0)),
 }
 BEFORE = {
@@ -114,34 +110,23 @@ COUPLED = [
     ("dp=2", "a flag of the loop", "shares of samples"),
     ("dp=2 zero=3", "a counter", "added up over samples"),
     ("dp=1 microbatch=4", "a global", "another function"),
-    ("dp=2", "a flag of the loop", "centred"),
-    ("dp=2", "a counter", "by its largest"),
     ("dp=2", "an outlier", "mixed"),
     ("dp=2 zero=3", "a buffer", "centred without a gradient"),
-    ("dp=1 microbatch=4", "a global", "mixed"),
 ]
 PARTS = [
     ("tp=2", "a flag of the loop", "of features, without a gradient"),
-    ("tp=2", "a counter", "shares"),
     ("tp=2", "a global", "turned"),
-    ("tp=2", "a global", "counted"),
     ("cp=2", "a counter", "of tokens"),
-    ("cp=2", "a flag of the loop", "tokens summed up"),
     ("cp=2", "a global", "the token before"),
     ("pp=2 microbatch=4", "a flag of the loop", "by element"),
-    ("pp=2 microbatch=4", "a counter", "of each"),
     ("pp=2 microbatch=4", "a global", "counted"),
 ]
 """Layouts in which ranks have parts of what meets later, or what stands for the results of other stages."""
 APART = [
-    ("cp=2", "a global", "by element"),
     ("pp=2 microbatch=4", "a counter", "of the last"),
     ("cp=2", "a counter", "of features, without a gradient"),
-    ("dp=2", "a flag of the loop", "of each"),
-    ("dp=2", "a flag of the loop", "shares instead"),
-    ("dp=1 microbatch=4", "a global", "of each"),
+    ("dp=1 microbatch=4", "a global", "shares instead"),
     ("dp=2 zero=3", "a counter", "of each"),
-    ("tp=2", "a counter", "by element"),
     ("tp=2", "a flag of the loop", "by element"),
 ]
 
@@ -241,7 +226,7 @@ def rerun(place: Any, block: int, times: int) -> None:
         run.step({"x": x, "labels": y})
 
 
-@pytest.mark.parametrize(("block", "times"), [(0, 2), (0, 3), (0, 0)])
+@pytest.mark.parametrize(("block", "times"), [(0, 2), (0, 0)])
 def test_a_block_at_a_boundary_of_stages_that_runs_otherwise_later_is_named(block: int, times: int) -> None:
     words = f"runs blocks.{block} once more" if times else f"has passed over blocks.{block}"
     with pytest.raises(ModelError, match=f"the forward {words}, at which a stage of a pipeline receives or sends"):
@@ -273,8 +258,7 @@ def count_calls(place: Any, layout: str, calls: int) -> None:
         run.step({"x": torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))})
 
 
-@pytest.mark.parametrize("calls", [2, 3])
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2 microbatch=4"])
+@pytest.mark.parametrize(("layout", "calls"), [("pp=2", 2), ("pp=2 microbatch=4", 3)])
 def test_a_part_of_the_samples_that_a_stage_does_not_take_leaves_no_message_behind(layout: str, calls: int) -> None:
     """Stages fail once they have passed on what others wait for, and would wait for what was let go."""
     with pytest.raises(SamestepError, match="the forward came to"):

@@ -15,6 +15,7 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import MODELS, Tokens
+from tests.parity.test_every_pair import assert_written_once
 
 NIGHTLY = pytest.mark.nightly
 
@@ -54,6 +55,7 @@ def test_a_loop_that_saves_and_loads_is_the_one_that_did_not_stop(
 ) -> None:
     job = _job()
     start = on_ranks(first, _loop, model, job, str(tmp_path / "cut"), 2, True)
+    assert_written_once(tmp_path / "cut" / "step-000002")
     end = on_ranks(second, _loop, model, job, str(tmp_path / "cut"), 4, False)
     (losses, expected) = on_ranks("dp=1", _loop, model, job, str(tmp_path / "whole"), 4, False)[0]
     assert start[0][0] + end[0][0] == pytest.approx(losses, rel=1e-9)

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from samestep.layout import Layout
-from samestep.strategies import program_of
-from tests.laboratory import clipped, entered_and_traced, prove, source_of
+from tests.laboratory import entered_and_traced, program_traced_in, prove
 
 WIDTH, NEURONS, WORDS = 8, 32, 64
 
@@ -160,8 +158,9 @@ def test_picked_rows_are_equal_in_a_layout_of_all() -> None:
     prove("dp=2 tp=2 zero=3 recompute=full", "some tokens in each block")
 
 
-@pytest.mark.parametrize("layout", ["pp=2 microbatch=1", "pp=2 tp=2"])
-@pytest.mark.parametrize("name", ["a masked head", "rows that nonzero finds"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("a masked head", "pp=2 microbatch=1"), ("rows that nonzero finds", "pp=2 tp=2")]
+)
 def test_rows_that_the_last_stage_picks_are_equal(name: str, layout: str) -> None:
     prove(layout, name)
 
@@ -177,7 +176,7 @@ def test_rows_that_the_last_stage_picks_are_equal(name: str, layout: str) -> Non
 )
 def test_what_ranks_agree_on_before_is_refused_for_picked_rows(name: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        _program_of(name, layout)
+        program_traced_in(layout, name)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +184,4 @@ def test_what_ranks_agree_on_before_is_refused_for_picked_rows(name: str, layout
 )
 def test_rows_of_which_a_trace_does_not_tell_are_refused(name: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        _program_of(name, "tp=2")
-
-
-def _program_of(name: str, layout: str) -> None:
-    where = Layout(layout)
-    found = source_of(name, where, clipped()).prepared
-    assert found is not None
-    program_of(found.spec, clipped(), where)
+        program_traced_in("tp=2", name)

@@ -18,9 +18,8 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
-from samestep.layout import Layout
 from tests.code import pipeline_models as models
-from tests.laboratory import clipped, job_of, make_run, observe, on_ranks, run_from
+from tests.laboratory import job_of, make_run, on_ranks, program_traced_in, run_from
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -41,7 +40,7 @@ from tests.pool import pool
 )
 def test_what_cannot_be_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        pool(Layout(layout).world_size).run(observe, model, layout, clipped())
+        program_traced_in(layout, model)
 
 
 class Generated(Tokens):

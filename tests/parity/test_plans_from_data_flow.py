@@ -44,8 +44,7 @@ def test_a_family_without_a_plan_is_cut(layout: str, model: str) -> None:
     ("layout", "model"),
     [
         ("tp=2 pp=2 microbatch=4", "own shared"),
-        ("dp=2 tp=2 zero=3", "own tied"),
-        ("tp=2 sequence_parallel", "own casting"),
+        ("tp=2 sequence_parallel", "own tied"),
         *(pytest.param("tp=2", model, marks=pytest.mark.nightly) for model in OWN),
     ],
 )
@@ -69,21 +68,14 @@ ENDS = {"tokens": "vocab", "out": "vocab"}
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("own apart", ATTENTION | MLP | ENDS),
         ("own shared", ATTENTION | MLP | ENDS),
         ("own written", ATTENTION | MLP | ENDS),
-        ("own sized", ATTENTION | MLP | ENDS),
         ("own after", ATTENTION | MLP | ENDS),
-        ("own packed", ATTENTION | {"n.r": "column", "n.t": "row"} | ENDS),
-        ("own deep", ATTENTION | {"n.s": "column", "n.t": "row"} | ENDS),
-        ("own casting", ATTENTION | MLP | ENDS),
-        ("own adding", ATTENTION | MLP | ENDS),
         ("own scaling", ATTENTION | ENDS),
         ("own torch", MLP | ENDS),  # its weights are no linear layer's
         # They count features by the width of their input, of which a rank has more than of queries.
-        ("own chunked", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
-        ("own split", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
-        ("own interleaved", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
+        ("own split", {"m.a": "gather", "m.z": "gather", "n.r": "column", "n.t": "row"} | ENDS),
+        ("own interleaved", {"m.a": "gather", "m.z": "gather", "n.s": "column", "n.t": "row"} | ENDS),
         ("own tied", {"m.a": "gather", "m.z": "gather", "n.r": "column", "n.t": "row"} | ENDS),
     ],
 )

@@ -82,15 +82,9 @@ def _sgd_of_list(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def of_instances(model: nn.Module) -> Any:
-    named = [*model.named_parameters()]
-    return [muon(named), adamw(named)]
-
-
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "list": lambda model: [muon, adamw],
     "names": lambda model: {"matrices": muon, "others": adamw},
-    "instances": of_instances,
     "mixed": lambda model: {"matrices": muon([*model.named_parameters()]), "others": adamw},
     "modules": lambda model: {"body": _adamw_of_list, "head": _sgd_of_list},
     "one function of names": lambda model: lambda named: torch.optim.AdamW(
@@ -134,7 +128,7 @@ def trained(rank: int, world: int, form: str, layout: str, folder: Path | None, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_several_optimizers_are_those_of_a_plain_loop(form: str) -> None:
-    assert_trained(pool(1).run(trained, form, "dp=1 microbatch=2", None, 0, STEPS), plain(form))
+    assert_trained([trained(0, 1, form, "dp=1 microbatch=2", None, 0, STEPS)], plain(form))
 
 
 def test_a_run_with_several_optimizers_is_resumed_in_another_layout(tmp_path: Path) -> None:

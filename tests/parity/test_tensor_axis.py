@@ -33,6 +33,7 @@ from tests.laboratory import (
     on_ranks,
     prepared_run,
     program_in,
+    program_traced_in,
     reference,
 )
 from tests.models import MODELS, Parted, PartedBlock, Tokens
@@ -41,7 +42,7 @@ from tests.pool import pool
 
 def test_a_sequence_without_a_tensor_cut_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"tp=1 cuts none. Use tp=2"):
-        pool(2).run(observe, "parted", "dp=2 sequence_parallel", clipped())
+        program_in("dp=2 sequence_parallel", "parted")
 
 
 def order_in_backward(rank: int, world: int, layout: str, kind: str) -> list[str]:
@@ -89,7 +90,7 @@ def test_weights_get_their_gradients_while_that_of_their_input_is_summed(layout:
 
 def test_groups_that_four_ranks_cannot_cut_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 heads of .*c_attn.*. Use tp=2"):
-        pool(4).run(observe, "gpt2_even", "tp=4", clipped())
+        program_traced_in("tp=4", "gpt2_even")
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

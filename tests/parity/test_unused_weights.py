@@ -136,7 +136,7 @@ def thawed(rank: int, world: int, layout: str, frozen: str) -> None:
     list(taken(run, turns("none", 0)))
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2"])
 def test_what_is_thawed_must_have_been_built_trainable(layout: str) -> None:
     for frozen, name in (("blocks.0.", "blocks.0.up.weight"), ("first.", "first.weight")):
         for found in on_ranks(layout, thawed, layout, frozen):

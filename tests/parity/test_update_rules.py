@@ -170,10 +170,6 @@ class Noisy(Rule):
         param.sub_(param.grad + torch.randn_like(param), alpha=group["lr"])
 
 
-def muon(params: list[Tensor]) -> Optimizer:
-    return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.02)
-
-
 def muon_beside_adam(params: list[Tensor]) -> Optimizer:
     return MuonAndAdam(params)
 
@@ -273,10 +269,6 @@ def by_dimensions(params: list[Tensor]) -> Optimizer:
     return torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "momentum": 0.9}], lr=0.05)
 
 
-def by_position(params: list[Tensor]) -> Optimizer:
-    return torch.optim.SGD([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], lr=0.05)
-
-
 def by_size(params: list[Tensor]) -> Optimizer:
     large, small = ([p for p in params if (p.numel() > 300) == is_large] for is_large in (True, False))
     return torch.optim.SGD([{"params": large, "lr": 0.5}, {"params": small, "lr": 0.01}], lr=0.05)
@@ -304,19 +296,16 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     for kind in (Lion, ScheduleFree, Lars, LarsOfNumbers, Late, Factored, Shampoo, ByAllNorms, ByAllNumbers, Noisy)
 } | {
     **{kind.__name__: kind for kind in (Wrapping, Batched, Joined)},
-    "muon": muon,
     "muon beside adam": muon_beside_adam,
     "by dimensions": by_dimensions,
-    "by position": by_position,
     "by size": by_size,
-    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),
     "fused": functools.partial(torch.optim.Adam, lr=0.01, eps=1e-3, fused=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01, eps=1e-3, initial_accumulator_value=0.1),
     "asgd": functools.partial(torch.optim.ASGD, lr=0.1, t0=1.0),
     "adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
 }
-BY_ELEMENTS = ("Lion", "ScheduleFree", "by dimensions", "by position", "by size", "amsgrad", "fused", "adagrad", "asgd")
-WHOLE = ("Lars", "LarsOfNumbers", "Late", "Factored", "Shampoo", "muon", "muon beside adam", "adafactor")
+BY_ELEMENTS = ("Lion", "ScheduleFree", "by dimensions", "by size", "fused", "adagrad", "asgd")
+WHOLE = ("Lars", "LarsOfNumbers", "Late", "Factored", "Shampoo", "muon beside adam", "adafactor")
 TOGETHER = ("ByAllNorms", "ByAllNumbers")
 
 
@@ -459,12 +448,7 @@ def marked(rank: int, world: int, layout: str, job: Job) -> Observed:
 def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
     expected = marked(0, 1, "dp=1", JOB)
     assert {"spare.weight", "spare.bias", "blocks.1.spare"} <= {name for name, _, _, _ in expected.weights}
-    for layout in (
-        "dp=2 microbatch=1",
-        "dp=2 zero=1",
-        "dp=2 zero=3 microbatch=1",
-        "dp=2 zero=2 microbatch=1 accumulate=full",
-    ):
+    for layout in ("dp=2 zero=1", "dp=2 zero=3 microbatch=1"):
         ranks = pool(2).run(marked, layout, JOB)
         assert_same(ranks, expected, TOLERANCE)
         assert_ledger(ranks, layout)
@@ -589,9 +573,7 @@ def by_hand(model: nn.Module, loss: Any) -> list[float]:
     )[0]
 
 
-@pytest.mark.parametrize(
-    "reads", [lambda model: model.head.weight, lambda model: model.embed.weight[0], lambda model: model.head.weight.mT]
-)
+@pytest.mark.parametrize("reads", [lambda model: model.head.weight, lambda model: model.embed.weight[0]])
 def test_a_gradient_hook_reads_the_weights_that_are_trained(reads: Callable[[Any], Tensor]) -> None:
     def sgd(params: Any) -> Optimizer:
         return torch.optim.SGD(params, lr=0.1)

@@ -65,20 +65,6 @@ def gradients_are_summed_instead_of_averaged(patch: Patch) -> None:
     around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
 
-@fault(Cause.GRADIENT_SUM, "dp=4 zero=1")
-def gradients_are_divided_by_the_ranks_once_more(patch: Patch) -> None:
-    around(patch, Updater, "step", lambda step, self, factor, **more: step(self, factor / 4, **more))
-
-
-@fault(Cause.LOSS, "dp=2")
-def loss_is_divided_twice(patch: Patch) -> None:
-    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
-        found = original(self, totals, *rest)
-        return changed(found, count=2 * float(found[1]))
-
-    around(patch, Stepper, "_agree", agree)
-
-
 @fault(Cause.GRADIENT_SUM, "dp=2")
 def loss_has_its_value_and_half_its_gradient(patch: Patch) -> None:
     """The value without gradient: as of a statistic of the batch behind `detach()`, it adds up and its gradient does not."""
@@ -157,19 +143,6 @@ def gradients_of_experts_are_summed_with_other_experts(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
-@fault(Cause.GRADIENT_SUM, "dp=4")
-def gradients_are_those_of_other_ranks(patch: Patch) -> None:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-
-    def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
-        dist.all_reduce(whole, group=halves[rank() // 2])
-        others = [torch.empty_like(whole) for _ in range(4)]
-        dist.all_gather(others, whole)
-        whole.copy_(others[(rank() + 2) % 4])
-
-    around(patch, Replicated, "_send", send)
-
-
 @fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
 def only_the_last_microbatch_counts(patch: Patch) -> None:
     def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
@@ -188,26 +161,6 @@ def only_the_last_microbatch_counts(patch: Patch) -> None:
 def _given(param: Tensor, gradient: Tensor) -> Tensor:
     param.grad = gradient.clone()
     return param
-
-
-@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
-def the_first_microbatch_is_forgotten(patch: Patch) -> None:
-    around(
-        patch,
-        Interpreter,
-        "_backward",
-        lambda backward, self, task, loss: backward(self, task, loss * float(task.microbatch > 0)),
-    )
-
-
-@fault(Cause.GRADIENT_SUM, "dp=2 microbatch=1")
-def a_microbatch_counts_twice(patch: Patch) -> None:
-    around(
-        patch,
-        Interpreter,
-        "_backward",
-        lambda backward, self, task, loss: backward(self, task, loss * (2.0 if task.microbatch == 1 else 1.0)),
-    )
 
 
 @fault(Cause.GRADIENT_SUM, "dp=2")
@@ -279,14 +232,6 @@ def ranks_take_each_others_heads(patch: Patch) -> None:
 @fault(Cause.DATA, "dp=2")
 def every_rank_reads_the_same_samples(patch: Patch) -> None:
     around(patch, Batch, "shares", lambda shares, self, rank, ranks, count: shares(self, 0, ranks, count))
-
-
-@fault(Cause.DATA, "dp=2")
-def a_rank_reads_the_samples_of_the_next_step(patch: Patch) -> None:
-    def shares(original: Any, self: Batch, rank: int, ranks: int, count: int) -> Any:
-        return [part + rank for part in original(self, rank, ranks, count)]
-
-    around(patch, Batch, "shares", shares)
 
 
 @fault(Cause.DATA, "dp=2", run={"allow": ["data"]})

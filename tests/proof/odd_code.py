@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -67,25 +66,6 @@ class ShuffledStream(torch.utils.data.IterableDataset[Any]):
         self.at = state["at"]
 
 
-class SevenVectors(Vectors):
-    """Of every eight vectors one has no label, so that parts of a batch count differently."""
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index], self.y[index] if index % 3 else torch.tensor(-100)
-
-
-class PaddedTokens(Tokens):
-    """A micro-batch is padded to its longest sample."""
-
-    def read(self, indices: Any) -> Any:
-        length = max(4 + int(index) % 12 for index in indices) if len(indices) else 4
-        rows = self.ids[torch.as_tensor(indices)][:, : length + 1].clone()
-        for row, index in zip(rows, indices, strict=True):
-            row[5 + int(index) % 12 :] = 0
-        labels = rows[:, 1:].clone()
-        return {"input_ids": rows[:, :-1], "labels": labels.masked_fill(labels == 0, -100)}
-
-
 class MaskedTokens(Tokens):
     def __getitem__(self, index: int) -> Any:
         return {**super().__getitem__(index), "attention_mask": (self.ids[index, :-1] % 3 > 0).float()}
@@ -113,18 +93,10 @@ class Lengths(Tokens):
 # -- losses ----------------------------------------------------------------------------------------
 
 
-def _sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
-
-
 def contrastive(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     """Every sample against all others of the batch."""
     z = F.normalize(outputs, dim=-1)
     return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)), reduction="sum"), len(z)
-
-
-def mean_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
-    return F.cross_entropy(outputs, batch[1], ignore_index=-100), 1
 
 
 def weighted_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -199,12 +171,6 @@ def by_size(params: list[Tensor]) -> Any:
     return torch.optim.SGD([{"params": large, "lr": 0.5}, {"params": small, "lr": 0.01}], lr=0.1)
 
 
-def by_dimension(params: list[Tensor]) -> Any:
-    matrices, others = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
-
-
 def by_tag(params: list[Tensor]) -> Any:
     tagged = [p for p in params if getattr(p, "_no_weight_decay", False)]
     others = [p for p in params if not getattr(p, "_no_weight_decay", False)]
@@ -235,10 +201,6 @@ def tagged() -> nn.Module:
     return model
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
-
-
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -259,17 +221,6 @@ class Capacity(TwoLayers):
         return x.index_add(0, chosen, x[chosen] ** 2)
 
 
-class BatchDeviation(TwoLayers):
-    def between(self, x: Tensor) -> Tensor:
-        return x + x.std(0, correction=0).mean()
-
-
-class TwoViews(TwoLayers):
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = super().forward(torch.cat([x, -x])).chunk(2)
-        return a - b
-
-
 class Sorted(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].argsort()
@@ -287,55 +238,15 @@ class Dropout(TwoLayers):
         return self.drop(x)
 
 
-class LateDropout(Dropout):
-    rate = 0.0
-
-
-def raise_dropout(run: Any) -> None:
-    run.model.drop.p = 0.3
-
-
 class DropoutOnTwoViews(Dropout):
     def forward(self, x: Tensor) -> Tensor:
         a, b = super().forward(torch.cat([x, -x])).chunk(2)
         return a - b
 
 
-class AtenDropout(TwoLayers):
-    def between(self, x: Tensor) -> Tensor:
-        return torch.ops.aten.dropout(x, 0.3, self.training)
-
-
-class PythonNoise(TwoLayers):
-    def between(self, x: Tensor) -> Tensor:
-        return x * (1 + random.random())
-
-
 class NumpyNoise(TwoLayers):
     def between(self, x: Tensor) -> Tensor:
         return x * float(1 + np.random.rand())
-
-
-class Reparametrised(TwoLayers):
-    """The sample of a variational autoencoder."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x) * (0.5 * x).exp()
-
-
-class Diffused(TwoLayers):
-    """Noise at a random time of each sample, of shapes that are written out."""
-
-    def between(self, x: Tensor) -> Tensor:
-        time = torch.rand(len(x), 1, dtype=x.dtype, device=x.device)
-        return (1 - time) * x + time * torch.randn(x.shape, dtype=x.dtype, device=x.device)
-
-
-class SeededNoise(TwoLayers):
-    def between(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return x + torch.randn_like(x)
 
 
 class Unread(TwoLayers):
@@ -359,21 +270,6 @@ class Count(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.k += 1
         return torch.tanh(super().forward(x)) * (1 + 0.1 * self.k)
-
-
-class Counter(TwoLayers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Count() for _ in range(2))
-
-    def between(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0](x))
-
-
-@torch.no_grad()
-def clamp(run: Any) -> None:
-    for param in run.model.parameters():
-        param.clamp_(-0.1, 0.1)
 
 
 class Forced(nn.Linear):
@@ -431,29 +327,12 @@ def of(kind: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:
     return functools.partial(Blocks, functools.partial(kind, *args))
 
 
-class Mix(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-
-
 class SumOfStates(Blocks):
     def through(self, x: Tensor) -> Tensor:
         states = [x]
         for block in self.blocks:
             states.append(block(states[-1]))
         return torch.stack(states).sum(0)
-
-
-class FrozenStart(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.requires_grad_(False)
-        self.blocks[:3].requires_grad_(False)
-
-
-class ResidualBlock(Mix):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(super().forward(x))
 
 
 class Stream(nn.Module):
@@ -516,12 +395,6 @@ def pruned() -> nn.Module:
     return made
 
 
-class SparseEmbedding(Blocks):
-    def __init__(self) -> None:
-        super().__init__(number=2)
-        self.embed = nn.Embedding(64, 16, sparse=True)
-
-
 class SpareBesideRoot(Spare):
     """A weight of the root's own stands beside the unused layer."""
 
@@ -534,18 +407,6 @@ class SpareBesideRoot(Spare):
         for block in self.blocks:
             x = x + block(x)
         return x
-
-
-def zamba2() -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {
-        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 32, "layers_block_type": ["mamba", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3], "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 1,
-        "num_mem_blocks": 1, "adapter_rank": 4, "use_cache": False,
-    }  # fmt: skip
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **fields))
 
 
 def checkpointing_gpt2() -> nn.Module:
@@ -562,15 +423,6 @@ def checkpointing_gpt2() -> nn.Module:
     return model
 
 
-class DropoutOnTokensFirst(Blocks):
-    def __init__(self) -> None:
-        super().__init__(number=1)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.blocks[0](self.drop(self.embed(input_ids.T)))).transpose(0, 1)
-
-
 class Reentrant(Blocks):
     reentrant = True
 
@@ -583,10 +435,6 @@ class Reentrant(Blocks):
 
     def through(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class NonReentrant(Reentrant):
-    reentrant = False
 
 
 class Embedded(nn.Module):
@@ -606,31 +454,6 @@ class Blockless(Embedded):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 80)
-
-
-class MaxNorm(Embedded):
-    options: ClassVar[dict[str, Any]] = {"max_norm": 1.0}
-
-
-class ByFrequency(Embedded):
-    options: ClassVar[dict[str, Any]] = {"scale_grad_by_freq": True}
-
-
-class Cached(Blocks):
-    """Positions that the first forward makes, and later ones find."""
-
-    table: Tensor | None = None
-
-    def through(self, x: Tensor) -> Tensor:
-        if self.table is None or len(self.table) < x.shape[1]:
-            self.table = torch.arange(x.shape[1], device=x.device)[:, None] / 16
-        return super().through(x + self.table.to(x.dtype))
-
-
-class PaddedMean(Blocks):
-    def through(self, x: Tensor) -> Tensor:
-        x = super().through(x)
-        return x + x.mean(1, keepdim=True)
 
 
 class KeywordBatch(Blocks):
@@ -697,11 +520,6 @@ class ConvolutionBlock(TokenBlock):
         return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
-class ShiftBlock(TokenBlock):
-    def tokens(self, x: Tensor) -> Tensor:
-        return 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1))
-
-
 class LengthBlock(TokenBlock):
     def tokens(self, x: Tensor) -> Tensor:
         return x * (1.5 if x.shape[1] > 8 else 0.5)
@@ -710,23 +528,6 @@ class LengthBlock(TokenBlock):
 class NormalisedFeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.normalize(self.up(x).relu(), dim=-1))
-
-
-class FusedFeedForward(FeedForward):
-    width = 16
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.up(x).chunk(2, -1)
-        return self.down(F.silu(a) * b)
-
-
-class GatedFeedForward(FeedForward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class OwnAttention(nn.Module):
@@ -738,10 +539,6 @@ class OwnAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Gated(Planned):
-    tensor_plan: ClassVar[dict[str, str]] = {**Planned.tensor_plan, "blocks.*.ffn.gate": "column"}
 
 
 class LogProbabilities(Planned):
@@ -822,3 +619,55 @@ class NoRows(LoopedExperts):
 class OtherOrder(LoopedExperts):
     def combined(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return self.experts(weights=weights, x=rows, chosen=chosen)
+
+
+# -- tasks, lengths and closures -------------------------------------------------------------------
+
+
+class Uncertain(Blocks):
+    """Returns learned weights of its tasks beside its outputs (Kendall et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variances, self.parity = nn.Parameter(torch.zeros(2)), nn.Linear(16, 1)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x), self.parity(x).squeeze(-1), self.log_variances
+
+
+def of_two_tasks(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    logits, parity, s = outputs
+    labels = batch["labels"]
+    first = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    second = (parity - labels % 2).square().sum()
+    return torch.exp(-s[0]) * first + torch.exp(-s[1]) * second + labels.numel() * s.sum(), labels.numel()
+
+
+class Packed(Embedded):
+    """A tagger that runs on the tokens that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        lengths = (4 + input_ids[:, 0] % 12).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(input_ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        found, _ = nn.utils.rnn.pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=input_ids.shape[1]
+        )
+        return self.head(found)
+
+
+class Sharpness(Lars):
+    """Says in its code, and not in its arguments, that it evaluates the loss twice (Foret et al. 2021)."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "sharpness-aware minimization requires a closure"
+        closure()
+        super().step()

@@ -36,11 +36,6 @@ def _scaled(patch: Patch, scale: Callable[[Updater, Piece], None]) -> None:
     around(patch, Updater, "step", step)
 
 
-@fault(Cause.GRADIENT_SUM, "dp=1 pp=2 microbatch=4", "deep_llama")
-def gradients_of_the_last_stage_are_doubled(patch: Patch) -> None:
-    _scaled(patch, lambda updater, piece: piece.gradient().mul_(1.0 + (rank() == 1)))  # type: ignore[arg-type, return-value]
-
-
 @fault(Cause.GRADIENT_SUM, "dp=2 pp=2 zero=1 microbatch=1", "deep_llama")
 def the_first_stage_divides_by_its_microbatches_once_more(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().div_(4.0 if rank() < 2 else 1.0))  # type: ignore[arg-type, return-value]
@@ -51,34 +46,14 @@ def gradients_of_values_of_all_samples_are_scaled_by_dp(patch: Patch) -> None:
     around(patch, BatchValues, "sum_back", lambda summed, self, gradient: summed(self, gradient) * 2.0)
 
 
-@fault(Cause.BACKWARD, "dp=2 zero=3", "centred")
-def gradients_of_values_of_all_samples_are_those_of_one_rank(patch: Patch) -> None:
-    around(patch, BatchValues, "sum_back", lambda summed, self, gradient: summed(self, gradient) / 2.0)
-
-
 @fault(Cause.GRADIENT_SUM, "dp=2 ep=2", "mixtral")
 def gradients_of_experts_are_scaled_by_ep(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().mul_(2.0 if ".experts." in piece.name else 1.0))  # type: ignore[arg-type, return-value]
 
 
-@fault(Cause.GRADIENT_SUM, "dp=2 ep=2", "own_experts")
-def gradients_of_one_expert_are_halved(patch: Patch) -> None:
-    def scale(updater: Updater, piece: Piece) -> None:
-        if ".experts." in piece.name and rank() == 1:
-            gradient = piece.gradient().flatten()
-            gradient[: gradient.numel() // 2].mul_(0.5)
-
-    _scaled(patch, scale)
-
-
 @fault(Cause.GRADIENT_SUM, "dp=2 zero=3 loss_chunk=5", "plain")
 def the_first_chunk_of_the_loss_counts_twice(patch: Patch) -> None:
     _scale_chunks(patch, lambda number: 2.0 if number == 0 else 1.0)
-
-
-@fault(Cause.GRADIENT_SUM, "dp=1 microbatch=4 loss_chunk=16", "plain")
-def later_chunks_of_the_loss_are_divided_by_their_number(patch: Patch) -> None:
-    _scale_chunks(patch, lambda number: 1.0 / (number + 1))
 
 
 def _scale_chunks(patch: Patch, factor: Callable[[int], float]) -> None:
@@ -115,11 +90,6 @@ def the_norm_lacks_the_other_tp_ranks(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=2 ep=2", "mixtral", optimizer=CLIPPED)
 def the_norm_lacks_the_experts_of_other_ranks(patch: Patch) -> None:
     _norm_without(patch, "ep")
-
-
-@fault(Cause.CLIP_NORM, "dp=2 zero=3", optimizer=CLIPPED)
-def the_norm_lacks_the_other_shards(patch: Patch) -> None:
-    _norm_without(patch, "dp_shard")
 
 
 @fault(Cause.CLIP_NORM, "dp=1 tp=2 pp=2 microbatch=4", "deep_llama", optimizer=CLIPPED)
@@ -177,11 +147,6 @@ def the_reference_runs_with_its_adapters_on(patch: Patch) -> None:
     around(patch, AdaptedLayer, "turned", lambda turned, self, is_on: turned(self, True))
 
 
-@fault(Cause.FORWARD, "dp=2 zero=3", "adapted")
-def the_policy_runs_with_its_adapters_off(patch: Patch) -> None:
-    around(patch, AdaptedLayer, "turned", lambda turned, self, is_on: turned(self, False))
-
-
 # -- resumes ---------------------------------------------------------------------------------------
 
 
@@ -196,11 +161,6 @@ def _behind_load(patch: Patch, change: Callable[[Run], None]) -> None:
 @fault(Cause.RESUME, "dp=2")
 def a_resume_counts_the_steps_twice(patch: Patch) -> None:
     _behind_load(patch, lambda run: setattr(run, "steps_taken", 2 * run.steps_taken))
-
-
-@fault(Cause.RESUME, "dp=2 zero=1")
-def a_resumed_run_takes_its_last_step_again(patch: Patch) -> None:
-    _behind_load(patch, lambda run: setattr(run, "steps_taken", run.steps_taken - 1))
 
 
 @fault(Cause.CHECKPOINT, "dp=2 zero=3", optimizer={"name": "adamw", "options": {}})

@@ -30,13 +30,10 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
-from tests import models, traced
-from tests.code import pipeline_models as stages
 from tests.code import state
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, seeded, whole
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
-from tests.proof import later_code as later
 from tests.proof import odd_code as odd
 
 EQUAL, REFUSED, EITHER = "equal", "refused", "either"
@@ -68,8 +65,6 @@ class Reproduction:
     reference: str = "dp=1"
     stop: int = 3
     """The step after which a run is interrupted."""
-    is_traced_once: bool = False
-    """Whether the ranks inherit the traced model, as forked workers do: of a large one the trace takes longest."""
 
     @property
     def job(self) -> Job:
@@ -86,101 +81,54 @@ def _case(name: str, cause: str, item: int, build: Any, layouts: str, **fields: 
 
 
 VECTORS: dict[str, Any] = {"data": odd.Vectors}
-WORDS: dict[str, Any] = {"data": models.Tokens}
-"""For models that the rows of `tests/code` hold too."""
 PP, ZERO3 = "dp=1 pp=2 microbatch=4", "dp=2 zero=3"
 
 REPRODUCTIONS = (
     # -- what passes between the stages of a pipeline ----------------------------------------------
-    _case("x0 residual", "A1", 2, stages.FirstResidual, PP, **WORDS, names=("blocks", "pp")),
-    _case("code between blocks", "A1", 2, stages.Between, PP, **WORDS, names=("blocks", "pp")),
-    _case("conditioning by a trained embedding", "A1", 2, stages.Conditioned, PP, **WORDS, names=("blocks", "pp")),
     _case("sum of all hidden states", "A1", 2, odd.SumOfStates, PP, names=("blocks", "pp")),
-    _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp"), is_traced_once=True),
-    _case("blocks of several widths", "C", 2, odd.mlp, PP, names=("pp",), **VECTORS),
-    _case("frozen first stage", "C", 2, odd.FrozenStart, PP, names=("pp", "blocks")),
-    _case("blocks that give tuples", "C", 2, stages.Pairs, PP, **WORDS, names=("pp", "blocks")),
-    _case("plain blocks", "", 2, odd.Blocks, f"{PP}, dp=1 pp=2 microbatch=2 schedule=zero-bubble", must=EQUAL),
-    _case("residual within blocks", "", 2, odd.of(odd.ResidualBlock), f"{PP}, {ZERO3}", must=EQUAL),
     _case("bf16 stream in float64", "D1", 2, functools.partial(odd.Streamed, torch.bfloat16), PP, names=("dtype", "bfloat16")),
-    _case("fp16 stream in float64", "D1", 2, functools.partial(odd.Streamed, torch.float16), PP, names=("dtype", "float16")),
-    _case("float32 stream in bf16", "D1", 2, functools.partial(odd.Streamed, None), PP, names=("dtype",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
     _case("weight used twice", "D2", 3, odd.of(odd.TwoUsesBlock), "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
     _case("linear called by keyword", "D8", 3, odd.of(odd.KeywordBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
     _case("linear under its own autocast", "D7", 3, odd.of(odd.AutocastBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
-    _case("learned weights of tasks", "C", 2, later.Uncertain, f"{PP}, {ZERO3}", must=EQUAL, loss=later.of_two_tasks),
+    _case("learned weights of tasks", "C", 2, odd.Uncertain, f"{PP}, {ZERO3}", must=EQUAL, loss=odd.of_two_tasks),
     # -- optimizers --------------------------------------------------------------------------------
     _case("LARS of matrices alone", "A2", 5, odd.net, f"{ZERO3}, dp=2 zero=1", optimizer=odd.Lars, names=("Lars",), **VECTORS),
     _case("rule that starts late", "A3", 5, odd.net, ZERO3, optimizer=odd.LateRule, names=("LateRule",), steps=8, **VECTORS),
     _case("groups by size", "A3", 5, odd.net, ZERO3, optimizer=odd.by_size, names=("SGD", "optimizer"), **VECTORS),
     _case("optimizer that draws noise", "B", 5, odd.net, "dp=2", optimizer=odd.Noisy, names=("Noisy", "random"), **VECTORS),
-    _case("AdamW with decay groups by dimension", "", 5, odd.net, ZERO3, must=EQUAL, optimizer=odd.by_dimension, **VECTORS),
-    _case("LARS where weights are whole", "", 5, odd.net, "dp=2", must=EQUAL, optimizer=odd.Lars, **VECTORS),
     _case("parameters' hooks", "A19", 5, odd.hooked, "dp=1, dp=2, dp=2 zero=3", against="a plain loop", names=("hook",), **VECTORS),
     _case("parameters' tags", "A20", 5, odd.tagged, "dp=1, dp=2", against="a plain loop", optimizer=odd.by_tag, names=("_no_weight_decay", "tag"), **VECTORS),
     _case("optimizer over other weights", "A23", 5, odd.net, "dp=1", against="a plain loop", optimizer=odd.over_others, must=REFUSED, names=("optimizer", "SGD"), **VECTORS),
     _case("unused weights under decay", "A24", 5, odd.Spare, f"dp=1, dp=2, {ZERO3}", against="a plain loop", optimizer=odd.adamw, names=("spare",)),
     _case("unused layer in bf16", "D5", 5, odd.SpareBesideRoot, ZERO3, names=("spare",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
     _case("pruned weights", "C", 5, odd.pruned, f"dp=2, {ZERO3}, {PP}", names=("weight_orig",)),
-    _case("sparse embedding", "C", 5, odd.SparseEmbedding, f"dp=1, dp=2, {ZERO3}", names=("sparse",)),
-    _case("closure asked for in the code", "C", 5, odd.net, f"dp=2, {ZERO3}", optimizer=later.Sharpness, names=("Sharpness",), **VECTORS),
-    _case("unused layer", "", 5, odd.Spare, "dp=2 zero=1", must=EQUAL),
+    _case("closure asked for in the code", "C", 5, odd.net, f"dp=2, {ZERO3}", optimizer=odd.Sharpness, names=("Sharpness",), **VECTORS),
     # -- tokens ------------------------------------------------------------------------------------
     _case("convolution over tokens", "A4", 1, odd.planned(odd.FeedForward, odd.ConvolutionBlock), "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
-    _case("token shift", "A4", 1, odd.planned(odd.FeedForward, odd.ShiftBlock), "dp=1 tp=2 sequence_parallel", names=("block",)),
     _case("factor by length", "A14", 1, odd.planned(odd.FeedForward, odd.LengthBlock), "dp=1 cp=2", names=("block", "length", "tokens")),
-    _case("feed-forward alone", "", 1, odd.planned(odd.FeedForward), "dp=1 tp=2 sequence_parallel, dp=1 tp=2", must=EQUAL),
-    _case("rotary tables of whole heads", "C", 1, later.Rotated, "dp=1 cp=2", must=EQUAL),
     # -- features ----------------------------------------------------------------------------------
     _case("heads counted by another name", "A5", 2, functools.partial(odd.OwnHeads, odd.OwnAttention), "dp=1 tp=2", names=("q", "heads", "block")),
     _case("norm of hidden neurons", "A6", 2, odd.planned(odd.NormalisedFeedForward), "dp=1 tp=2", names=("up", "down", "block")),
-    _case("halves of a fused projection", "A6", 2, odd.planned(odd.FusedFeedForward), "dp=1 tp=2", names=("up", "down", "block")),
     _case("log_softmax behind a cut head", "A7", 2, functools.partial(odd.LogProbabilities, odd.FeedForward), "dp=1 tp=2", names=("head",)),
-    _case("gate and up apart", "", 2, functools.partial(odd.Gated, odd.GatedFeedForward), "dp=1 tp=2", must=EQUAL),
     # -- samples, the loss -------------------------------------------------------------------------
     _case("contrastive loss", "B", 4, odd.net, "dp=2, dp=1 microbatch=4", loss=odd.contrastive, must=REFUSED, names=("loss",), **VECTORS),
-    _case("mean as a loss", "B", 4, odd.net, "dp=2", loss=odd.mean_loss, must=REFUSED, names=("loss",), data=odd.SevenVectors),
     _case("expert capacity", "B", 1, odd.Capacity, "dp=2", must=REFUSED, names=("samples",), **VECTORS),
-    _case("standard deviation of the batch", "B", 1, odd.BatchDeviation, "dp=2, dp=1 microbatch=4", must=REFUSED, names=("samples",), **VECTORS),
-    _case("mean over padding", "B", 1, odd.PaddedMean, "dp=2", names=("samples", "pad"), data=odd.PaddedTokens),
-    _case("weights by the classes of the batch", "B", 4, odd.net, "dp=1 microbatch=2", must=REFUSED, names=("loss",), loss=later.by_classes, **VECTORS),
-    _case("loss that goes backward", "B", 4, odd.net, "dp=2", must=REFUSED, names=("backward",), loss=later.eager, **VECTORS),
-    _case("loss with a running mean", "B", 4, odd.net, "dp=2", must=REFUSED, names=("loss",), loss=later.Running(), **VECTORS),
-    _case("two layers of a GRU", "C", 1, later.Layered, "dp=2", must=EQUAL),
-    _case("packed sequences", "C", 1, later.Packed, "dp=2, dp=1 microbatch=2", must=EQUAL),
-    _case("two views in one batch", "", 1, odd.TwoViews, "dp=2, dp=1 microbatch=4", must=EQUAL, **VECTORS),
+    _case("packed sequences", "C", 1, odd.Packed, "dp=2, dp=1 microbatch=2", must=EQUAL),
     _case("samples sorted and put back", "", 1, odd.Sorted, "dp=2", must=EQUAL, **VECTORS),
     _case("weights of samples in the loss", "", 4, odd.net, "dp=2, dp=1 microbatch=2", loss=odd.weighted_loss, must=EQUAL, **VECTORS),
     # -- random numbers ----------------------------------------------------------------------------
-    _case("dropout on tokens first", "A8", 4, odd.DropoutOnTokensFirst, "dp=2, dp=1 microbatch=2", names=("drop", "dropout")),
     _case("dropout on two views", "A8", 4, odd.DropoutOnTwoViews, "dp=2, dp=1 microbatch=2", names=("drop", "dropout"), **VECTORS),
-    _case("dropout raised later", "A9", 4, odd.LateDropout, "dp=2", names=("random", "drop"), each=odd.raise_dropout, steps=3, **VECTORS),
-    _case("dropout of aten", "A10", 4, odd.AtenDropout, "dp=2", names=("random", "dropout"), **VECTORS),
-    _case("Python's random numbers", "A10", 4, odd.PythonNoise, "dp=2", names=("random",), **VECTORS),
     _case("numpy's random numbers", "A10", 4, odd.NumpyNoise, "dp=2", names=("random",), **VECTORS),
     _case("augmentation in __getitem__", "B", 4, odd.net, "dp=2", data=odd.Augmented, must=EQUAL),
-    _case("noise of a seed in the forward", "A10", 4, odd.SeededNoise, "dp=2", must=REFUSED, names=("seeds the generator",), **VECTORS),
-    _case("reparametrised sample", "", 4, odd.Reparametrised, f"dp=2, dp=1 microbatch=2, {ZERO3}", must=EQUAL, **VECTORS),
-    _case("noise at random times", "", 4, odd.Diffused, f"dp=2, dp=1 microbatch=2, {ZERO3}", must=EQUAL, **VECTORS),
-    _case("dropout", "", 4, odd.Dropout, f"dp=2, dp=1 microbatch=2, {ZERO3}", must=EQUAL, **VECTORS),
     _case("reentrant checkpointing", "A11", 4, odd.Reentrant, "dp=2", names=("checkpoint",)),
-    _case("checkpointing", "A11", 4, odd.NonReentrant, "dp=2", names=("checkpoint",)),
-    _case("gradient_checkpointing_enable", "A11", 4, odd.checkpointing_gpt2, "dp=2", names=("checkpoint",)),
     # -- state -------------------------------------------------------------------------------------
     _case("running mean of its own", "A12", 4, state.OwnMean, "dp=2", names=("mean",), **VECTORS),
-    _case("spectral norm", "A12", 4, state.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
-    _case("embedding with max_norm", "A12", 4, odd.MaxNorm, "dp=2 zero=3, dp=2", names=("max_norm", "embed")),
-    _case("embedding scaled by frequency", "A12", 4, odd.ByFrequency, "dp=2", names=("scale_grad_by_freq", "embed")),
-    _case("calls counted", "A12", 4, odd.Counter, "dp=1 recompute=full, dp=1 microbatch=4", names=("k", "blocks"), **VECTORS),
-    _case("weights clamped by hand", "A13", 4, odd.net, "dp=1 offload, dp=2", names=("weight",), each=odd.clamp, **VECTORS),
     _case("weights normalised in the forward", "A13", 4, odd.forced, "dp=2 zero=1, dp=2 zero=3", names=("weight", "0"), **VECTORS),
-    _case("table made when it is first used", "C", 4, odd.Cached, "dp=1, dp=2, dp=1 microbatch=4, dp=1 tp=2", must=EQUAL),
     _case("queue that only later steps read", "", 4, odd.Unread, "dp=1, dp=1 tp=2", must=EQUAL, **VECTORS),
     # -- experts -----------------------------------------------------------------------------------
     _case("experts that weigh by themselves", "D3", 5, odd.OwnWeighing, "dp=2 ep=2", names=("experts",)),
     _case("experts without rows", "D6", 5, odd.NoRows, "dp=2 ep=2", must=EQUAL),
     _case("arguments in another order", "D9", 5, odd.OtherOrder, "dp=2 ep=2", names=("experts",)),
-    _case("experts in a loop", "", 5, odd.LoopedExperts, "dp=2 ep=2, dp=2", must=EQUAL),
     # -- what a model is given, what is resumed ----------------------------------------------------
     _case("forward(**batch)", "A21", 6, odd.KeywordBatch, "dp=1, dp=2", against="a plain loop", names=("mask",), data=odd.MaskedTokens),
     _case("third part of a tuple", "A22", 6, odd.ThirdPart, "dp=1, dp=2", against="a plain loop", names=("part",), data=odd.Triples),
@@ -190,7 +138,6 @@ REPRODUCTIONS = (
     _case("teacher that follows", "A16", 6, odd.Teacher, "dp=1", against="no interruption", each=odd.follow_student, names=("teacher",), steps=6, **VECTORS),
     _case("buffers of later stages", "A17", 6, odd.of(odd.CountBlock), "dp=1 pp=2 microbatch=8, dp=1", against="no interruption", names=("blocks", "k"), steps=6),
     _case("loss scale of the first sample", "D4", 6, odd.Blockless, "dp=1", against="no interruption", names=("loss_scale",), optimizer=odd.fast_sgd, steps=12, stop=4, precision="fp16", data=odd.Lengths),
-    _case("AdamW resumed", "", 6, odd.net, "dp=1, dp=2 zero=3", must=EQUAL, against="no interruption", optimizer=odd.adamw, steps=6, **VECTORS),
 )  # fmt: skip
 CASES = {case.name: case for case in REPRODUCTIONS}
 
@@ -216,8 +163,6 @@ def outcome(case: Reproduction, layout: str) -> Outcome:
     world = Layout(layout).world_size
     try:
         expected = _expected(case)
-        if case.is_traced_once:
-            _source(case, Layout(layout))
         found = pool(world).run(carry_out, case.name, layout) if world > 1 else [carry_out(0, 1, case.name, layout)]
     except InputError as error:
         if world > 1:
@@ -268,16 +213,8 @@ def carry_out(rank: int, world: int, name: str, layout: str) -> Observed:
 
 def _run(rank: int, world: int, case: Reproduction, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    where = Layout(layout)
-    return Run(_source(case, where), where, case.job, place)
-
-
-def _source(case: Reproduction, layout: Layout) -> Source:
     source = Source(case.build, case.loss, optimizer_source(case.optimizer), case.name)
-    if not case.is_traced_once:
-        return source
-    example = next(batches(case.data(), case.job)).samples([0])
-    return replace(source, prepared=traced.prepared(("reproduction", case.name), source, case.job, example, layout))
+    return Run(source, Layout(layout), case.job, place)
 
 
 @functools.cache

@@ -82,9 +82,8 @@ class Narrow(Plain):
 MODELS.update({"masked": Masked, "named": Named, "centered": Centered})
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3 microbatch=2", "dp=1 microbatch=2"])
-def test_masks_and_buffers_of_every_kind_raise_no_alarm(layout: str) -> None:
-    verdict = prove("masked", layout)
+def test_masks_and_buffers_of_every_kind_raise_no_alarm() -> None:
+    verdict = prove("masked", "dp=2 zero=3 microbatch=2")
     assert verdict.proven, verdict.to_text()
 
 

@@ -16,7 +16,6 @@ from samestep.wings.slow_links.local_replicas import LocalReplicas
 from tests import traced
 from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
-NIGHTLY = pytest.mark.nightly
 CONFIG = {
     "vocab_size": 256,
     "hidden_size": 32,
@@ -54,9 +53,7 @@ def job(codec: str, **exchanges: float) -> Job:
     )
 
 
-@pytest.mark.parametrize(
-    ("layout", "codec"), [("dp=2", "none"), ("dp_replicate=2 dp_shard=2 zero=3", "int8"), ("dp=2", "powersgd")]
-)
+@pytest.mark.parametrize(("layout", "codec"), [("dp_replicate=2 dp_shard=2 zero=3", "int8"), ("dp=2", "powersgd")])
 def test_a_layout_is_proven(layout: str, codec: str) -> None:
     verdict = verify(job(codec), layout=layout, precision="float64")
     assert verdict.proven, verdict.to_text()

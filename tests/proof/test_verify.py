@@ -50,8 +50,6 @@ def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     [
         ("deep_tied", "dp=2 loss_chunk=3"),
         ("gpt2", "tp=2 loss_chunk=5"),
-        pytest.param("deep_tied", "pp=2 tp=2 sequence_parallel loss_chunk=4", marks=pytest.mark.nightly),
-        pytest.param("qwen3", "dp=2 zero=3 loss_chunk=4", marks=pytest.mark.nightly),
     ],
 )
 def test_logits_that_are_nowhere_whole_are_proven(model, layout):
@@ -81,15 +79,6 @@ def test_experts_in_bf16_are_compared_by_the_choices_of_one_device():
     assert verdict.proven, verdict.to_text()
     (forward,) = (check for check in verdict.checks if check.what == "forward in bf16")
     assert forward.allowance < 1.0  # a token that another expert gets differs by as much as it is
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(100))
-def test_no_seed_raises_an_alarm(seed):
-    model, layout = LAYOUTS[seed % len(LAYOUTS)]
-    for own_precision in (False, True):
-        verdict = prove(model, layout, own_precision=own_precision, train={"seed": seed})
-        assert verdict.proven, verdict.to_text()
 
 
 def test_there_are_more_than_fifty_faults():
@@ -159,9 +148,8 @@ def test_a_planted_bug_is_found_and_its_mending_proven(capsys, monkeypatch):
     assert example.main() == 0
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp=2 zero=3 microbatch=2", marks=pytest.mark.nightly), "dp=1 tp=2"])
-def test_an_optimizer_that_updates_weights_whole_is_proven(layout):
-    verdict = samestep.verify(job_of(), layout=layout, model=MODELS["qwen3"], optimizer=Lars, dataset=Tokens())
+def test_an_optimizer_that_updates_weights_whole_is_proven():
+    verdict = samestep.verify(job_of(), layout="dp=1 tp=2", model=MODELS["qwen3"], optimizer=Lars, dataset=Tokens())
     assert verdict.proven, verdict.to_text()
 
 

@@ -99,8 +99,7 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "verb"), [*zip(CHANGES, [*VERBS] * 2, strict=True)])
 def test_a_word_that_only_a_manifest_names_is_not_run(
     change: str, verb: str, own: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

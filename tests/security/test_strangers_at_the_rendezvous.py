@@ -7,8 +7,6 @@ import os
 import random
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -387,25 +385,6 @@ def test_a_token_that_is_no_secret_is_refused(token: bytes) -> None:
     with pytest.raises(JobError, match=r"at least 32 are needed, drawn at random, for example by openssl rand -hex 32"):
         Rendezvous.of("h:1", 2, token)
     assert Rendezvous.of("h:1", 2, os.urandom(32)).port == 1
-
-
-def test_a_dead_process_takes_nobodys_place() -> None:
-    """As above, with a process of its own that is killed while it waits."""
-    port = _free_port()
-    code = (
-        "from samestep.wings.cluster.hosts.meeting import Rendezvous, meet; "
-        f"meet(Rendezvous('127.0.0.1', {port}, 3, bytes.fromhex('{TOKEN.hex()}')), {MINE!r}, 60.0)"
-    )
-    at = Rendezvous("127.0.0.1", port, 3, TOKEN)
-    with ThreadPoolExecutor() as threads:
-        leading = threads.submit(meet, at, MINE, 60.0)
-        time.sleep(0.5)
-        killed = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
-        time.sleep(3.0)
-        killed.kill()
-        killed.wait()
-        following = [threads.submit(meet, at, MINE, 60.0) for _ in range(2)]
-        _left(leading.result(timeout=60.0), *[one.result(timeout=60.0) for one in following])
 
 
 def test_a_mutated_greeting_lets_nobody_in() -> None:

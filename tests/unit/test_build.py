@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sys
@@ -434,6 +435,28 @@ def with_a_matrix() -> list[tuple[str, torch.Tensor]]:
 
 
 MUON: dict[str, Any] = {"match": ["a.weight"], "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
+
+
+def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
+    """One optimizer takes three steps; another one loads its state behind the second, and takes the third."""
+    named = [with_a_matrix() for _ in range(2)]
+    first, second = (make(some, lr=0.1, groups=[MUON]) for some in named)
+
+    def step(turn: int) -> None:
+        for _, param in named[turn]:
+            param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+        (first, second)[turn].step()
+
+    step(0)
+    step(0)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    with torch.no_grad():
+        for (_, ours), (_, theirs) in zip(*named, strict=True):
+            theirs.copy_(ours)
+    step(0)
+    step(1)
+    for (_, ours), (_, theirs) in zip(*named, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

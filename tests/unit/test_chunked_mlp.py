@@ -38,7 +38,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [x.grad, *(param.grad for param in module.parameters())]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 7, 10, 1000])
+@pytest.mark.parametrize("tokens", [1, 7, 1000])
 def test_outputs_and_gradients_are_those_of_the_whole(tokens: int) -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     before = chunked_mlp.num_chunks
@@ -121,10 +121,9 @@ class WritesInput(Mlp):
         (WritesInput, "mlp writes into its own input, and mlp_chunk gives it a part of it"),
     ],
 )
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_part_that_leaves_something_behind_is_refused_by_name(kind: type[Mlp], words: str, samples: int) -> None:
+def test_a_part_that_leaves_something_behind_is_refused_by_name(kind: type[Mlp], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        chunked(kind(), 2)(torch.randn(samples, 8, 6, dtype=torch.float64, requires_grad=True).sin())
+        chunked(kind(), 2)(torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True).sin())
 
 
 class Inner(nn.Module):

@@ -1,11 +1,9 @@
 """Each source of data on small files, what it refuses, and that packed documents do not see each other."""
 
 import json
-import os
 import pickle
 import sys
 import sysconfig
-import types
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.datasets import (
-    batches,
-    open_dataset,
-    open_tokenizer,
-    read_samples,
-    sample_indices,
-    shares,
-)
+from samestep.datasets import batches, open_dataset, open_tokenizer, read_samples, sample_indices, shares
 from samestep.datasets.source import function_part
 from samestep.datasets.tokenizers import ByteTokenizer
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.job_tables import DataTable
-from samestep.runtime.axes.precision import RaiseIslands
 from samestep.wings.readers.chat import opening
 from samestep.wings.readers.documents import NOT_COUNTED
 
@@ -88,17 +78,6 @@ def test_train_and_held_out_never_overlap_and_leave_nothing_between(tmp_path):
     assert isinstance(train.tokens, np.memmap)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
-def test_token_files_of_every_dtype(tmp_path, dtype):
-    tokens = np.array([0, 1, np.iinfo(dtype).max, 3, 4], dtype=dtype)
-    tokens.tofile(tmp_path / "t.bin")
-    np.save(tmp_path / "t.npy", tokens)
-    for source in ("t.bin", "t.npy"):
-        dataset = open_dataset(job_of(f"tokens:{tmp_path / source}", dtype=dtype))
-        assert row(dataset, 0)["labels"] == [1, np.iinfo(dtype).max, 3, 4]
-        assert row(dataset, 0)["input_ids"] == [0, 1, np.iinfo(dtype).max, 3]
-
-
 def test_topics_are_english_and_code_and_fall_back_to_stdlib(monkeypatch, tmp_path):
     topics = open_dataset(job_of("topics", sequence_length=64))
     assert len(topics) > 4000
@@ -137,23 +116,6 @@ def test_documents_are_held_out_whole(tmp_path):
     train, held_out = open_dataset(job), open_dataset(job, "held_out")
     assert len(train) == 8
     assert [row(held_out, index)["input_ids"] for index in (0, 1)] == [ids("0008"), ids("0009")]
-
-
-def test_a_chat_counts_only_the_assistants_tokens(tmp_path):
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yo"},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "So"},
-    ]
-    text = "<|user|>\nHi\n<|assistant|>\nYo\0<|user|>\nBye\n<|assistant|>\nSo\0"
-    source = write_lines(tmp_path / "d.jsonl", [{"messages": messages}])
-    sample = row(open_dataset(job_of(source, sequence_length=len(text) - 1)), 0)
-    assert bytes(sample["input_ids"]).decode() == text[:-1]
-    counted = [label for label in sample["labels"] if label != NOT_COUNTED]
-    assert bytes(counted).decode() == "Yo\0So\0"
-    for token, label in zip(ids(text)[1:], sample["labels"], strict=True):
-        assert label in (token, NOT_COUNTED)
 
 
 def test_a_text_field_that_no_row_has_is_told(tmp_path):
@@ -200,37 +162,6 @@ def test_hugging_face_data_without_its_library_names_the_extra(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"samestep\[hf-data\]"):
         open_dataset(job_of(f"hf:{tmp_path}"))
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_packed_document_has_the_logits_it_has_alone(tmp_path, attention):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    source = write_lines(tmp_path / "d.jsonl", [{"text": "abcdefg"}, {"text": "x"}, {"text": "y"}, {"text": "hijklmn"}])
-    dataset = open_dataset(job_of(source, sequence_length=8))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    model = LlamaForCausalLM(config).double().eval()
-    batch = dataset.read(np.array([0, 1]))
-    del batch["labels"]
-    with torch.no_grad(), RaiseIslands():  # a softmax in float32 rounds otherwise in rows of another length
-        packed = model(**batch, use_cache=False).logits
-        unbounded = model(input_ids=batch["input_ids"], use_cache=False).logits
-    parts = {(0, 0, 7): "abcdefg", (0, 7, 8): "x", (1, 0, 1): "y", (1, 1, 8): "hijklmn"}
-    for (sample, start, stop), text in parts.items():
-        with torch.no_grad(), RaiseIslands():
-            alone = model(input_ids=torch.tensor([ids(text)]), use_cache=False).logits[0]
-        torch.testing.assert_close(packed[sample, start:stop], alone, rtol=0, atol=1e-12)
-        if start:
-            assert (unbounded[sample, start:stop] - alone).abs().max() > 1e-4  # the test would see a leak
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -299,10 +230,7 @@ def add_begin(folder, *names):
 @pytest.mark.parametrize(
     ("settings", "processed", "begin"),
     [
-        ({}, (), ()),  # a begin token that is named and not added, as GPT-2's
-        ({"add_bos_token": False}, (), ()),
-        ({"add_bos_token": True}, (), ()),
-        ({}, ("<s>",), (0,)),
+        ({"add_bos_token": True}, (), ()),  # a begin token that is named and not added, as GPT-2's
         ({}, ("<s>", "<s>"), (0, 0)),
         ({"add_bos_token": False}, ("<s>",), (0,)),
     ],
@@ -311,14 +239,8 @@ def test_documents_begin_as_the_tokenizer_itself_begins_a_text(tmp_path, setting
     from transformers import AutoTokenizer
 
     source = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"text": "sat"}])
-    end = {
-        "__type": "AddedToken",
-        "content": "</s>",
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-    }
+    words = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    end = {"__type": "AddedToken", "content": "</s>", **words}
     config = {"bos_token": "<s>", "eos_token": end, **settings}
     folder = write_tokenizer(tmp_path / "t", config)
     if processed:
@@ -364,15 +286,6 @@ def test_a_chat_template_is_followed(tmp_path):
     assert tokenizer.decode(opening("the cat", tokenizer)) == "<s>[user] the cat</s>[assistant] "
     counted = [label for label in dataset.labels.tolist() if label != NOT_COUNTED]
     assert tokenizer.decode(counted) == " sat</s> the mat</s>"  # the token " sat" begins before the reply
-
-
-def test_a_chat_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    template = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
-    folder = write_tokenizer(tmp_path / "t", {"chat_template": template})
-    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 2
-    source = write_lines(tmp_path / "d.jsonl", [{"messages": turns}])
-    with pytest.raises(DataError, match=r"d\.jsonl:1: .*chat template writes earlier messages differently"):
-        open_dataset(job_of(source, tokenizer=folder))
 
 
 def test_a_folder_that_only_transformers_reads(tmp_path):
@@ -471,11 +384,7 @@ def test_samples_without_read_are_collated():
 
 @pytest.mark.parametrize(
     ("function", "text"),
-    [
-        ("Endless", "Use a map-style dataset"),
-        ("Squarez", "did you mean 'Squares'"),
-        ("empty", "has none of 0 samples"),
-    ],
+    [("Endless", "Use a map-style dataset"), ("Squarez", "did you mean 'Squares'"), ("empty", "has none of 0 samples")],
 )
 def test_what_is_no_dataset_is_refused(own, function, text):
     with pytest.raises(DataError, match=text):
@@ -602,7 +511,6 @@ def test_data_that_is_too_short_says_what_would_work(tmp_path):
         (b'{"texts": "a"}', r"d\.jsonl:3: neither 'text' nor 'messages' \(did you mean 'texts'\?\); it has 'texts'"),
         (b'{"text": 3}', r"d\.jsonl:3: 'text' is int, not text"),
         (b'{"messages": []}', r"d\.jsonl:3: messages is not a list of messages"),
-        (b'{"messages": [{"role": "user"}]}', r"d\.jsonl:3: message 0 has no role and content"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', r'd\.jsonl:3: no message has the role "assistant"'),
     ],
 )
@@ -633,13 +541,6 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="the folder holds no file"):
         open_dataset(job_of(f"tokens:{tmp_path / 'folder'}"))
-
-
-def test_nothing_of_ours_hides_the_library_datasets():
-    import datasets
-
-    assert isinstance(datasets, types.ModuleType)
-    assert os.path.join("samestep", "datasets") not in datasets.__file__
 
 
 def test_a_data_set_itself_may_be_named(tmp_path: Path) -> None:

@@ -101,12 +101,8 @@ def spelled_in(path: Path) -> set[str]:
 def test_no_other_file_spells_what_is_known_of_a_family() -> None:
     names = known_names() - OWN_WORDS
     assert {"base_model_prefix", "num_key_value_groups", "Conv1D"} <= names
-    others = (
-        "families.py",
-        "presets.py",
-        "published.py",
-        "cases.py",
-    )  # the last three list published models and runs by their own names
+    # the last three list published models and runs by their own names
+    others = ("families.py", "presets.py", "published.py", "cases.py")
     files = [path for path in SOURCE.rglob("*.py") if path.name not in others]
     spelled = {str(path.relative_to(SOURCE)): sorted(spelled_in(path) & names) for path in files}
     assert not {path: found for path, found in spelled.items() if found}

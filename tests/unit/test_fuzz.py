@@ -33,7 +33,7 @@ from tests.laboratory import job_of, make_run
 from tests.models import Tokens
 
 FUZZ = settings(
-    max_examples=200, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 ODD: list[Any] = [
     0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 0.5, -0.5, 1e300, float("nan"), float("inf"), True, "", "x", "\0", "../..", "é" * 300,
@@ -43,22 +43,7 @@ RAW = [
     b"\xff\xfe", b"a = " + b"[" * 10_000, b"a = 1" + b"0" * 5000, b"\xef\xbb\xbf", b"", b"\0", b"[[a]]\n[a]", b"{" * 100_000,
     b'{"a": NaN}', b"[1]", b"null", b'"text"',
 ]  # fmt: skip
-WORDS = (
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "zero",
-    "schedule",
-    "virtual_stages",
-    "microbatch",
-    "offload",
-    "reduce",
-    "dp_shard",
-    "",
-    "x",
-)
+WORDS = ("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "virtual_stages", "microbatch", "offload", "reduce", "dp_shard", "", "x")  # fmt: skip
 VALUES = ("1", "2", "0", "-1", "1e3", "٣", "²", "1_0", "full", "gpipe", "", "=", "nan", "9" * 5000, "0x2")
 JOB: dict[str, Any] = json.loads(Job(model={"source": "preset:gpt3-125m"}).model_dump_json())
 PROFILE = tomllib.loads((Path(samestep.__file__).parent / "profiles" / "cpu-laptop.toml").read_text())
@@ -145,7 +130,7 @@ def test_what_is_no_file_of_ours_is_refused(content: bytes, tmp_path: Path) -> N
             read(path)
 
 
-@settings(FUZZ, max_examples=25)
+@settings(FUZZ, max_examples=12)
 @given(table=changed(JOB), words=st.sampled_from(("dp=2", "tp=2 pp=2", "zero=9", "dp=2 zero=3 schedule=x")))
 def test_the_command_says_it_in_one_line(
     table: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

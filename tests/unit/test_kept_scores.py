@@ -15,9 +15,10 @@ from samestep.models.layer_parts import Product
 from samestep.wings.plan.simulation.simulate import Prediction
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("heads", "key_heads", "length", "head"), [(4, 4, 32, 8), (4, 2, 48, 16), (6, 1, 16, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal", "heads", "key_heads", "length", "head"),
+    [(torch.float32, True, 4, 4, 32, 8), (torch.bfloat16, False, 4, 2, 48, 16), (torch.bfloat16, True, 6, 1, 16, 4)],
+)
 def test_as_much_is_kept_as_torchs_math_keeps(
     dtype: torch.dtype, is_causal: bool, heads: int, key_heads: int, length: int, head: int
 ) -> None:
@@ -50,10 +51,10 @@ def _predicted(word: str, layout: str, *settings: str, hardware: str = "h100x8")
     return samestep.simulate(jobs.default([*given, *settings]), layout, hardware)
 
 
-@pytest.mark.parametrize("layout", ["dp=8 zero=3 microbatch=1", "dp=1 tp=8", "dp=8 zero=3 microbatch=1 recompute=full"])
-@pytest.mark.parametrize("length", [2048, 8192])
-def test_scores_are_in_memory_and_take_their_time(layout: str, length: int) -> None:
+@pytest.mark.parametrize("layout", ["dp=1 tp=8", "dp=8 zero=3 microbatch=1 recompute=full"])
+def test_scores_are_in_memory_and_take_their_time(layout: str) -> None:
     """Every score of a block that is not repeated takes four bytes, divided by tp, and no kernel is slower."""
+    length = 4096
     fused, plain = (_predicted(word, layout, f"data.sequence_length={length}") for word in ("auto", "math"))
     scores = 4 * 32 * length**2 // plain.layout.tp * (8 // plain.layout.dp)
     blocks = 1 if "full" in layout else 32
@@ -64,7 +65,7 @@ def test_scores_are_in_memory_and_take_their_time(layout: str, length: int) -> N
     assert plain.step_s > 1.1 * fused.step_s
 
 
-@pytest.mark.parametrize("hardware", ["h100x8", "a100-80x8", "b200x8", "mi300x8"])
+@pytest.mark.parametrize("hardware", ["h100x8", "mi300x8"])
 def test_a_kernel_of_the_job_takes_the_place_of_the_profiles(hardware: str) -> None:
     """The families are as fast as they were measured, one after the other, and need the same memory."""
     found = {

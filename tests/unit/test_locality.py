@@ -107,6 +107,10 @@ def with_tokens_by_a_mask_of_numbers(x: Tensor) -> Tensor:
     return x
 
 
+def with_a_first_token_of_zeros(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1)
+
+
 def with_the_first_tokens_left_out(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     out[:, 2:] = x[:, 2:]
@@ -183,6 +187,7 @@ MIXING = {
     "a triangle of itself": (functools.partial(Odd, lambda x: x.tril()), "blocks.0 mixes tokens by tril"),
     "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
     "a first token of its own": (functools.partial(Odd, with_a_first_token_of_its_own), "by mul computes some tokens"),
+    "a first token of zeros": (functools.partial(Odd, with_a_first_token_of_zeros), "computes some tokens of a slice"),
     "first tokens left out": (functools.partial(Odd, with_the_first_tokens_left_out), "computes some tokens of a slice"),
     "halves of two tensors": (functools.partial(Odd, written_by_halves_of_two), "by (tanh|sin) computes some tokens of a slice"),
     "tokens by number": (functools.partial(Odd, with_tokens_by_number), "counts the tokens of a slice|mixes tokens by index_put"),

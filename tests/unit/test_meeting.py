@@ -53,7 +53,6 @@ def test_hosts_that_agree_meet() -> None:
     ("changed", "words"),
     [
         ({"torch": "2.11"}, "127.0.0.1 has torch 2.1[13], and the leading host 2.1[13]. Use one for all hosts"),
-        ({"samestep": "0.9"}, "has samestep"),
         ({"a job of digest": "abd"}, "has a job of digest ab[cd]"),
         ({"--layout": "dp=4"}, "has --layout dp=[24]"),
     ],

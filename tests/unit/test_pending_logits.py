@@ -70,7 +70,7 @@ def in_place(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("chunk", [1, 4, SAMPLES * TOKENS, 100])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("use", [plainly, capped, weighted_and_smoothed, shifted, in_place])
 def test_chunks_give_what_whole_logits_give(use: Use, chunk: int) -> None:
     for one, other in zip(outcome(use, torch.float64, chunk), outcome(use, torch.float64, None), strict=True):

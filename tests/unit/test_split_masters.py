@@ -52,7 +52,7 @@ def test_both_halves_give_the_master_back(patterns: list[int]) -> None:
     assert torch.equal(weight[is_number], masters.bfloat16()[is_number])
 
 
-@pytest.mark.parametrize("upper", [0x3F80, 0x3F81, 0xBF80, 0x0000, 0x7F7F, 0x807F])
+@pytest.mark.parametrize("upper", [0x3F81, 0x0000, 0x7F7F, 0x807F])
 def test_every_lower_half_of_a_number(upper: int) -> None:
     masters = torch.arange(2**16, dtype=torch.int32).add_(number(upper << 16)).view(torch.float32)
     weight, split = halved(masters.clone())
@@ -88,7 +88,7 @@ def test_weights_of_one_group_keep_apart() -> None:
 # -- in a run --------------------------------------------------------------------------------------
 
 
-JOB = job_of("bf16", 4, optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "options": {}})
+JOB = job_of("bf16", 3, optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "options": {}})
 Masters = list[tuple[str, int, Tensor]]
 """Name and first element of each piece, and its master."""
 
@@ -123,7 +123,6 @@ def assert_equal(ours: tuple[list[float], Masters], theirs: tuple[list[float], M
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("dp=1 microbatch=2", "llama"),
         ("dp=2 zero=1", "gpt2"),
         ("tp=2", "gpt2_even"),
         ("pp=2 microbatch=4", "deep_tied"),

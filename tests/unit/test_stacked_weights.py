@@ -81,17 +81,12 @@ BY_ELEMENTS: dict[str, Moves] = {
 WHOLE: dict[str, Moves] = {
     "products of each": lambda g: stacked(g, lambda x: x @ x.mT @ x),
     "norms of each": lambda g: stacked(g, lambda x: x / (1 + x.norm(dim=(-2, -1), keepdim=True))),
-    "shares of each row": lambda g: stacked(g, lambda x: x.softmax(-1)),
     "running sums of each": lambda g: stacked(g, lambda x: x.cumsum(1)),
-    "means of rows": lambda g: stacked(g, lambda x: x - x.mean(dim=2, keepdim=True)),
     "a matrix beside its transposed one": lambda g: stacked(g, lambda x: x + 0.1 * x.mT.reshape(x.shape)),
 }
 TOGETHER: dict[str, Moves] = {
-    "running sums of all": lambda g: stacked(g, lambda x: x.cumsum(0)),
     "the mean of all": lambda g: stacked(g, lambda x: x - x.mean(dim=0)),
-    "one norm": lambda g: stacked(g, lambda x: x / (1 + x.norm())),
     "the next one": lambda g: stacked(g, lambda x: x.roll(1, 0)),
-    "backwards": lambda g: stacked(g, lambda x: x.flip(0)),
     "running sums": lambda g: stacked(g, lambda x: x.cumsum(0)),
     "a product of all": lambda g: stacked(g, lambda x: (x.view(-1, 5) @ x.view(-1, 5).mT @ x.view(-1, 5)).view_as(x)),
     "sums over a row": lambda g: row(g, lambda x: x / (1 + x.abs().sum())),
@@ -158,8 +153,8 @@ PLACES: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Any], None]]] = {
         lambda muon: functools.partial(Optimizer.__getattribute__, muon, "step"),
         lambda kept: kept()(),
     ),
-    "slots": (Slots, lambda kept: kept.muon.step()),
     "a namespace": (lambda muon: types.SimpleNamespace(muon=muon), lambda kept: kept.muon.step()),
+    "slots": (Slots, lambda kept: kept.muon.step()),
     "a queue": (lambda muon: collections.deque([muon]), lambda kept: kept[0].step()),
 }
 

@@ -64,8 +64,7 @@ def tasks_told(rank: int, world: int, model: str, layout: str) -> tuple[bool, li
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [("plain", "dp=2 microbatch=1"), ("deep_llama", "dp=1 pp=2 schedule=zero-bubble microbatch=2")],
+    ("model", "layout"), [("plain", "dp=2 microbatch=1"), ("deep_llama", "dp=1 pp=2 schedule=zero-bubble microbatch=2")]
 )
 def test_tasks_are_told_in_the_order_of_the_program(model: str, layout: str) -> None:
     every_sample = next(iter(batches(Tokens(), job_of("float64", 1)))).indices.tolist()
@@ -100,20 +99,13 @@ def test_no_update_is_told_of_a_skipped_step() -> None:
     assert TaskKind.UPDATE not in {task.kind for task in recorder.ended}
 
 
-def test_a_step_without_masks_shows_that_dropout_is_absent() -> None:
+@pytest.mark.parametrize(("draws", "shown"), [([0], Dropout.ABSENT), ([0, 3, 0], Dropout.ACTIVE)])
+def test_a_step_shows_whether_dropout_is_active(draws: list[int], shown: Dropout) -> None:
     state = DropoutState(Dropout.UNKNOWN, torch.nn.Linear(2, 2))
-    state.end_forward(num_draws=0)
-    assert state.dropout is Dropout.UNKNOWN
-    state.end_step()
-    assert state.dropout is Dropout.ABSENT
-
-
-def test_one_mask_shows_that_dropout_is_active() -> None:
-    state = DropoutState(Dropout.UNKNOWN, torch.nn.Linear(2, 2))
-    for num_draws in (0, 3, 0):
+    for num_draws in draws:
         state.end_forward(num_draws)
     state.end_step()
-    assert state.dropout is Dropout.ACTIVE
+    assert state.dropout is shown
 
 
 SETS_OF_FLAGS = [

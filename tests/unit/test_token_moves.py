@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,19 @@ from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, for
 from samestep.independence.traced_moves import _token_dim_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from tests.parity.moved_models import MIXERS, Mixing, Recurrence, RecurrentLayers, Shift, decayed_sums
+from tests.parity.moved_models import (
+    ENTRIES,
+    MIXERS,
+    WIDTH,
+    Make,
+    Mixing,
+    MixingBlock,
+    Recurrence,
+    RecurrentLayers,
+    Shift,
+    decayed_sums,
+)
+from tests.parts import Words
 from tests.unit.test_locality import shown
 
 TOKENS, SLICES = 12, 3
@@ -129,12 +141,19 @@ def moves_of(spec: ModelSpec) -> list[TokenMove]:
     return [move for layer in spec.layers for move in layer.token_moves]
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_trace_finds_what_is_needed_of_neighbours(mixer: str) -> None:
-    make, left, right = MIXERS[mixer]
-    found = moves_of(shown(functools.partial(Mixing, make)))
-    assert {(move.left, move.right) for move in found if move.messages} == {(left, right)}
-    assert len({move.owner.split(".")[1] for move in found}) == 2  # in each block
+def shown_together(makes: Sequence[Make]) -> ModelSpec:
+    """Trace a model in which each of these mixers has a block of its own."""
+    return shown(lambda: Words(*(functools.partial(MixingBlock, make) for make in makes), width=WIDTH, entries=ENTRIES))
+
+
+def test_a_trace_finds_what_is_needed_of_neighbours() -> None:
+    found: dict[str, set[tuple[int, int]]] = {}
+    for move in moves_of(shown_together([make for make, _, _ in MIXERS.values()])):
+        if move.messages:
+            found.setdefault(move.owner.split(".")[1], set()).add((move.left, move.right))
+    assert {mixer: found.get(str(index)) for index, mixer in enumerate(MIXERS)} == {
+        mixer: {(left, right)} for mixer, (_, left, right) in MIXERS.items()
+    }
 
 
 class Valid(nn.Conv1d):
@@ -200,23 +219,6 @@ OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda width: Valid(width, width, 3),
-        Unequal,
-        Strided,
-        Generated,
-        *(functools.partial(Shift, shift=shift) for shift in OF_ALL_TOKENS.values()),
-    ],
-)
-def test_what_is_of_no_such_form_computes_all_tokens(make: Callable[[int], nn.Module]) -> None:
-    spec = shown(functools.partial(Mixing, make))
-    assert spec.slice_refusal == ""
-    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
-    assert not any(layer.token_moves for layer in spec.layers)
-
-
 def test_a_recurrence_is_computed_from_the_state_of_the_rank_before() -> None:
     found = moves_of(shown(functools.partial(Mixing, Recurrence)))
     states = [move for move in found if move.kind == "state"]
@@ -225,14 +227,9 @@ def test_a_recurrence_is_computed_from_the_state_of_the_rank_before() -> None:
     assert sum(move.kind == "conv" for move in found) == 2
 
 
-def test_a_function_that_ignores_its_state_computes_all_tokens() -> None:
-    spec = shown(functools.partial(Mixing, functools.partial(Recurrence, is_true=False)))
-    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
-
-
 def test_recurrent_layers_of_torch_are_computed_from_the_state_of_the_rank_before() -> None:
-    spec = shown(functools.partial(Mixing, RecurrentLayers))
-    states = [move for move in moves_of(spec) if move.owner.startswith("blocks.0")]
+    spec = shown_together([RecurrentLayers])
+    states = moves_of(spec)
     assert [(move.owner[-4:].strip("."), move.function, move.dim, move.elements) for move in states] == [
         ("gru", "gru", 1, 16),
         ("lstm", "lstm", 0, 2 * (24 + 16)),
@@ -256,28 +253,47 @@ class OneLayer(nn.Module):
 
     def __init__(self, width: int, how: str) -> None:
         super().__init__()
-        self.how, both, drop = how, how == "both ways", 0.5 * (how == "dropout")
-        self.gru = nn.GRU(width, width // 2 if both else width, 2, dropout=drop, bidirectional=both, batch_first=True)
-        self.first = nn.Parameter(torch.rand(2, 1, width))
+        self.how, both, layers = how, how == "both ways", 2 if how == "dropout" else 1
+        drop, hidden = 0.5 * (layers == 2), width // 2 if both else width
+        self.gru = nn.GRU(width, hidden, layers, dropout=drop, bidirectional=both, batch_first=True)
+        self.first = nn.Parameter(torch.rand(layers, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.first.expand(-1, len(x), -1).contiguous() if self.how == "trained state" else None
         if self.how == "state of tokens":
-            first = x.detach().mean(1)[None].repeat(2, 1, 1)
+            first = x.detach().mean(1)[None]
         found, last = self.gru(x, first)
         return found + last[-1][:, None] if self.how == "last state" else found
 
 
-@pytest.mark.parametrize("how", ["both ways", "dropout", "trained state", "state of tokens", "last state"])
-def test_recurrent_layers_that_no_rank_can_go_on_with_compute_all_tokens(how: str) -> None:
-    spec = shown(functools.partial(Mixing, functools.partial(OneLayer, how=how)))
+OF_NO_SUCH_FORM: dict[str, Make] = {
+    "fewer rows": lambda width: Valid(width, width, 3),
+    "unequal": Unequal,
+    "strided": Strided,
+    "generated": Generated,
+    "a function that ignores its state": functools.partial(Recurrence, is_true=False),
+    **{what: functools.partial(Shift, shift=shift) for what, shift in OF_ALL_TOKENS.items()},
+    **{
+        how: functools.partial(OneLayer, how=how)
+        for how in ("both ways", "dropout", "trained state", "state of tokens", "last state")
+    },
+}
+"""Mixers that no rank can go on with."""
+
+
+@pytest.mark.parametrize("first", range(0, len(OF_NO_SUCH_FORM), 2))
+def test_what_is_of_no_such_form_computes_all_tokens(first: int) -> None:
+    """Two of them in each model, which is examined again for each."""
+    names = [*OF_NO_SUCH_FORM][first : first + 2]
+    spec = shown_together([OF_NO_SUCH_FORM[name] for name in names])
     assert spec.slice_refusal == ""
-    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
-    assert not any(layer.token_moves for layer in spec.layers)
+    blocks = [layer for layer in spec.layers if layer.is_block]
+    assert [name for name, layer in zip(names, blocks, strict=True) if not layer.gathered_parts] == []
+    moved = {name for name, layer in zip(names, blocks, strict=True) if layer.token_moves}
+    assert moved <= {"a function that ignores its state"}  # a convolution is in front of it
 
 
-@pytest.mark.parametrize("width", [1, 16, 1024])
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize(("kind", "width"), [(nn.RNN, 1), (nn.GRU, 1024), (nn.LSTM, 16)])
 def test_a_trial_shows_the_state_of_layers_of_any_width(kind: Any, width: int) -> None:
     layer, x, found = kind(width, width), torch.rand(6, 2, width), list[StateCall]()
 

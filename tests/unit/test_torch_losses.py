@@ -140,7 +140,7 @@ def of_torch(case: Case, loss: Callable[..., Tensor], outputs: Tensors, targets:
 @pytest.mark.filterwarnings(
     "ignore"
 )  # of torch's about old classes, means of divergences and targets that are broadcast
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**20), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), is_sum=st.booleans())
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_any_sizes_give_the_number_of_torch(name: str, seed: int, sizes: list[int], is_sum: bool) -> None:
@@ -257,7 +257,7 @@ def own_mean(outputs: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(outputs, batch["labels"], ignore_index=-1)
 
 
-@pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 1, 1)])
+@pytest.mark.parametrize("sizes", [(4,), (2, 1, 1)])
 def test_a_mean_of_ones_own_is_weighted_by_its_count(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     outputs, targets = normal(4, CLASSES, 9), labels(4, 9, ignored=-1)

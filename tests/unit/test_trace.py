@@ -14,12 +14,15 @@ from samestep.building.initial_values import blueprint
 from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
 from samestep.job import Job
+from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing import meta_tensors
 from samestep.tracing.batch_norms import channels_first
 from samestep.tracing.checkpointed import TracedPlaces
+from samestep.tracing.costs import costs_of
 from samestep.tracing.module_inputs import ForwardCalls, Groups, groups_of
+from samestep.tracing.operations import SavedTensor, Work
 from samestep.tracing.trace import model_spec, trace
 
 T, H, V, FF, HEADS, KV = 16, 64, 100, 160, 4, 2
@@ -562,6 +565,27 @@ def test_a_failing_forward_is_named() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in plan.module.modules())
     query = torch.zeros(1, 2, 3, 4, device="meta", requires_grad=True)
     assert "Attention" not in str(F.scaled_dot_product_attention(query, query, query).grad_fn)
+
+
+def test_costs_are_a_function_of_events_alone() -> None:
+    """Two regions: `a` makes storage 2 of storage 1 by a product, and `b` reads it, adds to it, and keeps storages 2 and 3."""
+    product = Product(rows=2, inner=4, columns=3, factors="weight", owner="a")
+    events: list[Work | SavedTensor] = [
+        Work("a", ((1, 8), (9, 12)), ((2, 6),), "product", 48, product, is_cut=False, is_view=False),
+        SavedTensor("a", "a", 1, is_inside=True),
+        Work("b", ((2, 6),), ((2, 3),), "other", None, None, is_cut=False, is_view=True),
+        Work("b", ((2, 6),), ((3, 6),), "fusible", None, None, is_cut=False, is_view=False),
+        SavedTensor("b", "b.norm", 2, is_inside=True),
+        SavedTensor("b", "b", 3, is_inside=False),
+        SavedTensor("b", "b", 3, is_inside=False),
+    ]
+    costs = costs_of(events, {"": "", "a": "a", "b": "b"}, weights={9}, norms={"b.norm"})
+    assert costs.makers == {2: "a", 3: "b"}
+    assert costs.readers == {1: ["a"], 2: ["b"]}  # of a weight no region is the reader
+    assert costs.regions["a"].products == [product]
+    assert (costs.regions["a"].flops, costs.regions["a"].results, costs.regions["a"].repeated) == (48, {2}, 1)
+    assert (costs.savers, costs.norm_savers, costs.saves) == ({1: "a", 3: "b"}, {2: "b"}, {1: 1, 2: 1, 3: 2})
+    assert costs.moved.of({"b"}, {2: 6, 3: 6}, {3})[0].elements == 12  # a view moves nothing
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -41,7 +42,6 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.flat_buffers import squared_norm
 from samestep.strategies import whole_update
-from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -165,7 +165,7 @@ def elementwise_job(name: str) -> Job:
 # -- which optimizers may be cut -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, "lion"])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     source = custom(lion) if name == "lion" else optimizer_of(elementwise_job(name))
     for layout in (*map(under, range(4)), Layout(tp=2), Layout(pp=2), Layout(zero=3)):
@@ -179,17 +179,14 @@ def updated_whole(source: OptimizerSource, model: ModelSpec, layout: Layout) -> 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    {
-        "adafactor": (optimizer_of(Job(optimizer={"name": "adafactor"})), [0, 1, 3, 4, 5]),
-        "lars": (custom(lars), [0, 1, 3, 4, 5]),
-        "stable adam": (custom(stable_adam), [0, 1, 3, 4, 5]),
-        "clipped at 0.01": (custom(clipped(1e-2)), [0, 1, 3, 4, 5]),
-        "clipped at 10000": (custom(clipped(1e4)), [0, 1, 3, 4, 5]),
-        "by rows": (custom(centred), [0, 1, 3, 4, 5]),
-        "by dimensions": (optimizer_source(by_dimensions), []),
-        "by position": (optimizer_source(by_position), []),
-    }.values(),
-    ids=["adafactor", "lars", "stable adam", "clipped", "clipped late", "by rows", "by dimensions", "by position"],
+    [
+        pytest.param(optimizer_of(Job(optimizer={"name": "adafactor"})), [0, 1, 3, 4, 5], id="adafactor"),
+        pytest.param(custom(stable_adam), [0, 1, 3, 4, 5], id="stable adam"),
+        pytest.param(custom(clipped(1e4)), [0, 1, 3, 4, 5], id="clipped late"),
+        pytest.param(custom(centred), [0, 1, 3, 4, 5], id="by rows"),
+        pytest.param(optimizer_source(by_dimensions), [], id="by dimensions"),
+        pytest.param(optimizer_source(by_position), [], id="by position"),
+    ],
 )
 def test_rules_that_couple_elements_are_updated_whole(source: OptimizerSource, expected: list[int]) -> None:
     names = [f"weight{index}" for index in expected]
@@ -222,10 +219,10 @@ def test_what_is_known_of_torchs_own_rules_is_what_a_trial_shows(name: str, monk
     job = elementwise_job(name) if name in ELEMENTWISE else Job(optimizer={"name": name, "weight_decay": 0.0})
     source, model = optimizer_of(job), MATRICES if name == "muon" else model_of((61, 10), (10,), ())
     assert update_rule.is_torchs_own(source([("weight", nn.Parameter(torch.zeros(2, 2)))]))
-    known = [updated_whole(source, model, under(zero)) for zero in (1, 3)]
+    known = updated_whole(source, model, under(1))
     monkeypatch.setattr(update_rule, "is_torchs_own", lambda _: False)
-    assert [updated_whole(source, model, under(zero)) for zero in (1, 3)] == known
-    assert bool(known[0]) == (name not in ELEMENTWISE) == (name in UPDATED_WHOLE)
+    assert updated_whole(source, model, under(1)) == known
+    assert bool(known) == (name not in ELEMENTWISE) == (name in UPDATED_WHOLE)
 
 
 def test_experts_that_tp_cuts_too_come_to_no_one_owner() -> None:
@@ -383,8 +380,7 @@ TRIALS: dict[str, tuple[Update, list[int]]] = {
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_trial_shows_which_weights_are_updated_whole(name: str) -> None:
     update, expected = TRIALS[name]
-    for zero in (1, 3):
-        assert updated_whole(custom(update), LARGE, under(zero)) == [f"weight{index}" for index in expected]
+    assert updated_whole(custom(update), LARGE, under(1)) == [f"weight{index}" for index in expected]
 
 
 def test_a_rule_whose_rate_is_still_zero_is_tried() -> None:
@@ -571,12 +567,13 @@ def test_an_instance_that_forgets_an_argument_is_refused() -> None:
         optimizer_source(Forgetful(model.parameters()), names)
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_torch_optimizers_can_all_be_rebuilt(name: str) -> None:
+def test_torch_optimizers_can_all_be_rebuilt() -> None:
     model = nn.Linear(2, 2)
-    kind = type(optimizer_of(elementwise_job(name))(list(model.named_parameters())))
-    source = optimizer_source(kind(model.parameters(), lr=0.125), {id(p): name for name, p in model.named_parameters()})
-    assert [group["lr"] for group in source(list(model.named_parameters())).param_groups] == [0.125]
+    names = {id(param): name for name, param in model.named_parameters()}
+    for name in ELEMENTWISE:
+        kind = type(optimizer_of(elementwise_job(name))(list(model.named_parameters())))
+        built = optimizer_source(kind(model.parameters(), lr=0.125), names)(list(model.named_parameters()))
+        assert [group["lr"] for group in built.param_groups] == [0.125], name
 
 
 # -- the same update in every layout -----------------------------------------------------------------------------------------
@@ -625,17 +622,18 @@ def source_of(name: str) -> OptimizerSource:
     return custom(lion) if name == "lion" else optimizer_source(by_dimensions)
 
 
-CUT = ["dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=1 offload", "dp=2 zero=3 offload"]
+@functools.cache
+def injected_alone() -> dict[str, Runs]:
+    return injected(0, 1, "dp=1", [*ELEMENTWISE, "lion", "adafactor", "by dimensions"])
 
 
-@pytest.mark.parametrize("layout", daily(["dp=2", *CUT]))
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1 offload", "dp=2 zero=3"])
 def test_equal_gradients_give_equal_weights_and_states(layout: str) -> None:
     names = [*ELEMENTWISE, "lion"]
     names += ["adafactor", "by dimensions"] if "zero" not in layout else ["by dimensions"] if "zero=3" in layout else []
     ranks = pool(2).run(injected, layout, names)
-    alone = injected(0, 1, "dp=1", names)
     for name in names:
-        error, worst = largest_error(whole([found[name] for found in ranks]), whole([alone[name]]))
+        error, worst = largest_error(whole([found[name] for found in ranks]), whole([injected_alone()[name]]))
         assert error <= 1e-12, f"{name}: {worst}: {error:.1e}"
 
 
@@ -666,15 +664,6 @@ def test_clipping_is_torchs_own(norm: float, limit: float) -> None:
     assert clip_factor(norm, None) == 1.0
 
 
-@given(st.lists(st.booleans(), max_size=40))
-def test_a_loss_scale_of_one_stays_as_it_is(overflows: list[bool]) -> None:
-    scale = LossScale()
-    for overflowed in overflows:
-        scale.after(overflowed=overflowed)
-        assert scale.scale == 1.0
-    assert not scale.is_dynamic
-
-
 @given(
     first=st.sampled_from([0.5, 1.0, 8.0, 65536.0]),
     growth=st.integers(1, 4),
@@ -693,3 +682,7 @@ def test_the_loss_scale_halves_and_doubles(first: float, growth: int, overflows:
             good = 0
         else:
             assert scale.scale == before
+    constant = LossScale()
+    for overflowed in overflows:
+        constant.after(overflowed=overflowed)
+    assert (constant.scale, constant.is_dynamic) == (1.0, False)

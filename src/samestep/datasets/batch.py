@@ -58,7 +58,7 @@ INDICES_AT_ONCE = 1024
 """Samples whose indices are computed at once."""
 
 
-ONE_LOOP = "Set train.steps to the steps of all epochs, and use one loop over samestep.batches"
+ONE_LOOP = "Set train.steps to the steps of all epochs, and use one loop over samestep.batches, with first_step=run.steps_taken after run.load"
 """The way out of a loop that asks for its batches again in each epoch."""
 
 

@@ -384,6 +384,7 @@ def parallelize(
     averages = ModelAverages(ema or {})
     averages.check(where, job)
     built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
+    _check_dtypes(built, job)
     source = _source_of(built, loss, optimizer, job)
     return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
@@ -400,6 +401,23 @@ def _check_keys(job: Job) -> None:
         raise JobError(
             "job-key-unread",
             f"parallelize does not read {', '.join(unread)} of the job. {uses}, or samestep.train(job), which reads them",
+        )
+
+
+def _check_dtypes(model: Built, job: Job) -> None:
+    """Refuse an instance of float64 weights in a job that trains it in fewer bits, unless the job says so.
+
+    Raises:
+        ModelError: it is one.
+    """
+    precision, is_said = job.numerics.precision, "precision" in job.numerics.model_fields_set
+    if not isinstance(model, nn.Module) or precision == "float64" or is_said:
+        return
+    if name := next((name for name, param in model.named_parameters() if param.dtype == torch.float64), ""):
+        raise ModelError(
+            "tensor-form",
+            f'parameter {name} is torch.float64, and numerics.precision is "{precision}". Set numerics.precision = "float64", or give '
+            "float32 by model.float()",
         )
 
 

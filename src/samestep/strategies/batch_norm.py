@@ -73,7 +73,7 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> LayoutError:
     totals = " or ".join(map(str, groups.totals))
     works = f"Use dp={step.sharing.replicas}" if fewer is None else f"Use microbatch={-(-step.rank_samples // fewer)}"
     if common > 1 and contributions is None:
-        works += f", or numerics.batch_norm_group = {common}, with other statistics"
+        works += f", or numerics.batch_norm_group = {common}, which changes the result"
     if layout.microbatch is None:
         return LayoutError(
             "batch-norm-layout",

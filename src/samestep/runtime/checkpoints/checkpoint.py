@@ -204,6 +204,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             f"after step {manifest['step']}: the layout is {str(run.layout)!r}, which was {manifest['layout']!r}"
         )
     check_shapes(manifest, _shapes(run), folder)
+    other_state.check_optimizer(run, manifest, folder)
     other_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):

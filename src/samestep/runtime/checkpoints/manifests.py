@@ -73,6 +73,7 @@ class Record(_ManifestModel):
     rank: NonNegativeInt
     groups: list[Group]
     optimizer: dict[StrictStr, Any]
+    classes: list[StrictStr] = []
     unsaved: list[StrictStr]
     attributes: list[tuple[StrictStr, StrictStr, Any]] = []
     extra: list[tuple[StrictStr, Any]] = []

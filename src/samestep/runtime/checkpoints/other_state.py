@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from samestep.building.optimizer import class_names
+from samestep.building.optimizer import class_names, members_of
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.optimizers.optimizer_source import GivenOptimizer
@@ -84,6 +85,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
             groups.append({"names": names, "index": index, "options": kept_options})
     others = {key: value for key, value in changed.items() if "/" not in key} | _nested_states(run)
     record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(others, f"attributes of {what}")}
+    record["classes"] = sorted(_classes(optimizer))
     if _writes(run):
         attributes = run.assembly.model.first_state.attributes
         extra = {
@@ -196,6 +198,25 @@ def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object
             "checkpoint-state",
             f"{folder} does not hold {unsaved[0]}. Use numbers, text, tensors and lists of them",
         )
+
+
+def check_optimizer(run: PreparedRun, manifest: Mapping[str, Any], folder: object) -> None:
+    """Refuse to continue with an optimizer of a class that the run which wrote a checkpoint did not have.
+
+    Raises:
+        CheckpointError: it is of another class.
+    """
+    saved = {name for record in manifest.get("ranks", ()) for name in record.get("classes", ())}
+    if saved and (others := sorted(_classes(run.updater.optimizer) - saved)):
+        raise CheckpointError(
+            "checkpoint-other-job",
+            f"{folder} was written with the optimizer {', '.join(sorted(saved))}, and this run has {', '.join(others)}. Use the one that wrote it, "
+            "or set the weights alone by run.load_state_dict",
+        )
+
+
+def _classes(optimizer: Optimizer | None) -> set[str]:
+    return set() if optimizer is None else {type(member).__name__ for member in members_of(optimizer)}
 
 
 def stream_state(manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> Any:
