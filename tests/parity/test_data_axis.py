@@ -21,13 +21,14 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.examination.examine import Source
 from samestep.runtime.processes.join import RankInfo
-from tests.code.odd_models import FlatWithRoot, Pairs
+from tests.code.odd_models import FlatWithRoot, Pairs, WithBatchNorm
 from tests.laboratory import (
     TOLERANCE,
     assert_same,
     clipped,
     in_loop,
     job_of,
+    make_run,
     observe,
     perturbed,
     reference,
@@ -78,6 +79,22 @@ def test_one_rank_is_a_plain_pytorch_loop(model: str) -> None:
     assert all(math.isfinite(loss) for loss in losses)
     for name, start, stop, value in seen.weights:
         assert torch.allclose(value.flatten(), weights[name].flatten()[start:stop], rtol=1e-5, atol=1e-6), name
+
+
+def test_running_statistics_are_updated_once_a_step() -> None:
+    """As in a plain loop: neither a repeated forward counts, nor one without gradients."""
+    job, dataset = job_of("float64", 3, train={"loss": "mse"}, optimizer={"lr": 0.0}), Pairs()
+    for layout in ("dp=1", "dp=1 recompute=full", "dp=1 recompute=selective"):
+        run = make_run(0, 1, "odd batch_norm", layout, job)
+        run.prepare(next(batches(dataset, job)).samples([0]))
+        plain = WithBatchNorm().double()
+        plain.load_state_dict(run.model.state_dict())
+        for batch in batches(dataset, job):
+            run.step(batch)
+            run.evaluate(batch)
+            plain(batch.samples(batch.indices)[0])
+        for name, buffer in plain.named_buffers():
+            assert torch.allclose(dict(run.model.named_buffers())[name], buffer, rtol=1e-12), (layout, name)
 
 
 def regressor() -> nn.Module:
