@@ -383,9 +383,7 @@ def _calibrated(near: Sequence[Row], far: Sequence[Row]) -> dict[str, float | No
         return {}
     fitted = cases[:: max(1, len(cases) // FITTED_ROWS)][:FITTED_ROWS]
     fit = Fit(
-        [one.case.machine for one in fitted],
-        [one.step.step_s for one in fitted],
-        [one.case.step_s for one in fitted],
+        [one.case.machine for one in fitted], [one.step.step_s for one in fitted], [one.case.step_s for one in fitted]
     )
     factors = _worth(fit, [one.case.step_s for one in fitted])
     rest = [one for one in cases if not any(one is other for other in fitted)]

@@ -50,11 +50,7 @@ def ours(row: Row) -> Iterator[float]:
     """Yield the losses of samestep's steps."""
     data_ranks = samestep.Layout(row.layout).dp
     job = samestep.Job(
-        train={
-            "global_batch": row.samples * row.microbatches * data_ranks,
-            "steps": 1 << 16,
-            "watch_every": 0,
-        },
+        train={"global_batch": row.samples * row.microbatches * data_ranks, "steps": 1 << 16, "watch_every": 0},
         optimizer={"clip_norm": host_peers.CLIP_NORM},
         numerics={"precision": row.precision},
         run={"device": "cpu", **({"compile": "blocks", "compile_backend": row.backend} if row.backend else {})},

@@ -77,10 +77,7 @@ class Contestant:
 
 def contestants(turns: int) -> list[Contestant]:
     """Measure all contestants: a first step, one whose tensors are counted, and then steps in turns."""
-    job = samestep.Job(
-        train={"global_batch": BATCH, "steps": turns + 2, "watch_every": 0},
-        run={"device": "cpu"},
-    )
+    job = samestep.Job(train={"global_batch": BATCH, "steps": turns + 2, "watch_every": 0}, run={"device": "cpu"})
     layouts = [samestep.Layout(loss_chunk=chunk) for chunk in CHUNKS]
     every = [
         Contestant(

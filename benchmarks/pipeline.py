@@ -56,14 +56,7 @@ from samestep.training.workload import Workload
 AIM = 0.95
 TOKENS, SAMPLES = 128, 1
 """Of a sequence, and sequences of a micro-batch."""
-CONTESTANTS = (
-    ("1f1b", 4),
-    ("1f1b", 8),
-    ("1f1b", 16),
-    ("gpipe", 8),
-    ("interleaved", 8),
-    ("zero-bubble", 8),
-)
+CONTESTANTS = (("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("gpipe", 8), ("interleaved", 8), ("zero-bubble", 8))
 """Schedules, and numbers of micro-batches."""
 WARM_UP, TURN = 1, 2
 """Steps of a turn that are not timed, and that are."""

@@ -35,10 +35,7 @@ def keep(found: Outcomes) -> None:
 def table() -> str:
     """Return the table of all kinds, with the reasons of refusals as notes."""
     found, notes = kept(), dict[str, int]()
-    lines = [
-        "| kind | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |",
-        "| --- |" + " --- |" * len(LAYOUTS),
-    ]
+    lines = ["| kind | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
     for name, row in found.items():
         cells = []
         for layout in LAYOUTS:

@@ -186,10 +186,7 @@ TECHNIQUES = (
         "activation offloading (inputs of blocks, to CPU memory)",
         "strategies/host_inputs.py runtime/axes/host_inputs.py",
     ),
-    (
-        "chunked MLP (tiled MLP)",
-        "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/backward.py",
-    ),
+    ("chunked MLP (tiled MLP)", "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/backward.py"),
     (
         "chunked loss",
         "strategies/chunked_loss.py runtime/axes/applied_axes.py building/chunked_cross_entropy.py tracing/pending_logits.py",

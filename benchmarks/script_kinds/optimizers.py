@@ -9,17 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.script_kinds.kind import (
-    ALL,
-    DATA,
-    Kind,
-    Port,
-    Table,
-    adam,
-    numbers,
-    sgd,
-    whole_numbers,
-)
+from benchmarks.script_kinds.kind import ALL, DATA, Kind, Port, Table, adam, numbers, sgd, whole_numbers
 from benchmarks.script_kinds.losses import Encoder, points
 from benchmarks.script_kinds.states import cross_entropy
 

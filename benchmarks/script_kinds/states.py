@@ -10,17 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from benchmarks.script_kinds.kind import (
-    DATA,
-    Kind,
-    Port,
-    Table,
-    adam,
-    numbers,
-    sgd,
-    usual,
-    whole_numbers,
-)
+from benchmarks.script_kinds.kind import DATA, Kind, Port, Table, adam, numbers, sgd, usual, whole_numbers
 from benchmarks.script_kinds.losses import Block, Encoder, points, views
 
 # -- teachers that follow the student ---------------------------------------------------------------

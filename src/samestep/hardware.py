@@ -353,8 +353,7 @@ def _find(name_or_path: str | Path) -> Traversable:
         if _is_measured():
             return own_path()
         raise InputError(
-            "machine-not-measured",
-            f"this machine has not been measured: samestep measure writes the profile {OWN}",
+            "machine-not-measured", f"this machine has not been measured: samestep measure writes the profile {OWN}"
         )
     path = Path(name_or_path)
     try:

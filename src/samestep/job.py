@@ -191,8 +191,7 @@ def _rollback(job: _Tables) -> JobError | None:
 def _averages(job: _Tables) -> JobError | None:
     if job.train.evaluate_ema and job.train.ema is None:
         return JobError(
-            "job-keys-conflict",
-            "train.evaluate_ema evaluates the averages of weights: train.ema = 0.999 makes them",
+            "job-keys-conflict", "train.evaluate_ema evaluates the averages of weights: train.ema = 0.999 makes them"
         )
     if job.train.ema is not None and job.numerics.exchange_every > 1:
         return JobError(

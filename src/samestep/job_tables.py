@@ -168,8 +168,7 @@ class ModelTable(Table):
         if asked is None or is_number or (isinstance(asked, str) and _TOKENS.fullmatch(asked)):
             return asked
         raise JobError(
-            "job-value",
-            f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {short_repr(asked)}",
+            "job-value", f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {short_repr(asked)}"
         )
 
     @model_validator(mode="after")

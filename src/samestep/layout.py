@@ -107,8 +107,7 @@ class Layout:
         check_number("mlp_chunk", self.mlp_chunk, MOST_TOKENS)
         if self.world_size > MOST_RANKS:
             raise LayoutError(
-                "value-out-of-range",
-                f"the degrees multiply to {self.world_size} ranks. Use at most {MOST_RANKS}",
+                "value-out-of-range", f"the degrees multiply to {self.world_size} ranks. Use at most {MOST_RANKS}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError("value-out-of-range", f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")
@@ -265,8 +264,7 @@ def _values_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     if "dp" in values:
         if "dp_replicate" in values or "dp_shard" in values:
             raise LayoutError(
-                "layout-option-twice",
-                "dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them",
+                "layout-option-twice", "dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them"
             )
         check_number("dp", values["dp"])
         values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = values.pop("dp")

@@ -100,8 +100,7 @@ class ScheduleTable(Table):
             )
         if self.power != 1.0 and self.name != "polynomial":
             raise JobError(
-                "job-keys-conflict",
-                f'power = {self.power} belongs to name = "polynomial", and name is {self.name!r}',
+                "job-keys-conflict", f'power = {self.power} belongs to name = "polynomial", and name is {self.name!r}'
             )
         if bool(self.decay_steps) != (self.name == "wsd"):
             raise JobError(

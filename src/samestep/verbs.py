@@ -191,8 +191,7 @@ def job_of(words: Namespace) -> Job:
     name = "" if words.job is None else words.job.name.lower().removeprefix("preset:")
     if name in PRESETS and not words.job.exists():
         raise InputError(
-            "job-file-missing",
-            f"no job file at {words.job}. To plan or simulate, use --set model.source=preset:{name}",
+            "job-file-missing", f"no job file at {words.job}. To plan or simulate, use --set model.source=preset:{name}"
         )
     if "=" in name and not words.job.exists():
         raise InputError(

@@ -124,10 +124,7 @@ def test_a_cell_that_says_nothing_is_as_good_as_empty(column: str, said: str) ->
 
 @pytest.mark.parametrize(
     ("source", "machine"),
-    [
-        ("OneFlow LiBai benchmark", "v100x8"),
-        ("Megatron-LM functional-test golden values", "a100-80x8"),
-    ],
+    [("OneFlow LiBai benchmark", "v100x8"), ("Megatron-LM functional-test golden values", "a100-80x8")],
 )
 def test_sources_that_leave_out_their_device_are_known(source: str, machine: str) -> None:
     assert published.case_of(row(gpu="", source=source)).machine.name == machine

@@ -10,11 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.code.random_numbers import TokensSeededByIndex
 from tests.code.rows import Equal, Refused, Remarked, equal
-from tests.code.vectors import (
-    WIDTH,
-    Blocks,
-    code,
-)
+from tests.code.vectors import WIDTH, Blocks, code
 
 
 class Inner(nn.Module):

@@ -242,11 +242,7 @@ REFUSED = [
     Refused("dp=2 zero=3", _code("weights", Counted(4)), "zero=3 calls it for .* in another order", ModelError),
     *(
         Refused("pp=2 microbatch=8", _code(how, hook), "pp=2 calls it for the weights of a stage alone", ModelError)
-        for how, hook in (
-            ("weights", LATE),
-            ("weights by a method", Counted(21)),
-            ("weights apart", counting(23)),
-        )
+        for how, hook in (("weights", LATE), ("weights by a method", Counted(21)), ("weights apart", counting(23)))
     ),
     Refused("dp=2", _code("result", skipped_beyond_50), "influence each other by a hook on a gradient"),
     *(

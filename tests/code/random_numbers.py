@@ -14,16 +14,7 @@ from torch import Tensor, nn
 
 from samestep.runtime.run import Run
 from tests.code.rows import Remarked, equal, refused, unproven
-from tests.code.vectors import (
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Net,
-    Pairs,
-    allowing,
-    code,
-    loss,
-)
+from tests.code.vectors import LENGTH, VOCABULARY, WIDTH, Net, Pairs, allowing, code, loss
 
 
 class LateDropout(Net):

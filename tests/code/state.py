@@ -16,16 +16,7 @@ from torch import Tensor, nn
 
 from samestep.runtime.run import Run
 from tests.code.rows import Equal, Remarked, equal, refused, unproven
-from tests.code.vectors import (
-    LENGTH,
-    WIDTH,
-    Blocks,
-    Embedded,
-    Net,
-    Pairs,
-    allowing,
-    code,
-)
+from tests.code.vectors import LENGTH, WIDTH, Blocks, Embedded, Net, Pairs, allowing, code
 from tests.laboratory import job_of
 
 

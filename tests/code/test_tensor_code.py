@@ -379,7 +379,7 @@ LEGAL |= {
 }
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a weight of several modules": (Shared, "by another module|only some of them|tensor that it leaves whole"),
+    "a weight of several modules": (Shared, "by another module|only some of them|tensor that it leaves whole")
 }
 
 

@@ -176,10 +176,7 @@ AT_FAULT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    daily((kind, layout) for kind in AT_FAULT for layout in LAYOUTS),
-)
+@pytest.mark.parametrize(("kind", "layout"), daily((kind, layout) for kind in AT_FAULT for layout in LAYOUTS))
 def test_every_policy_is_the_same_on_all_ranks_and_as_on_one(kind: str, layout: str) -> None:
     expected = take(0, 1, kind, "dp=1", job_for(), leave_out=BAD_STEP)
     ranks = pool(2).run(take_all, kind, layout)

@@ -172,11 +172,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("dies", "newest"),
-    [
-        (_within_a_log_line, 4),
-        (_before_the_manifest, 2),
-        pytest.param(_while_removing, 4, marks=pytest.mark.nightly),
-    ],
+    [(_within_a_log_line, 4), (_before_the_manifest, 2), pytest.param(_while_removing, 4, marks=pytest.mark.nightly)],
 )
 def test_a_run_that_dies_goes_on_without_gap_or_double(
     dies: Callable[[pytest.MonkeyPatch], None],

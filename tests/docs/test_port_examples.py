@@ -64,10 +64,7 @@ def test_a_port_has_the_losses_of_the_script(kind: str, tmp_path: Path, monkeypa
     assert before == pytest.approx(after, abs=1e-3 if kind == "trainer" else 1e-5)  # Trainer prints four digits
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(kind, layout) for kind in KINDS for layout in LAYOUTS[kind]],
-)
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in KINDS for layout in LAYOUTS[kind]])
 def test_a_port_has_the_same_losses_in_each_layout(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

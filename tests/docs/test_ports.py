@@ -30,10 +30,7 @@ def test_every_kind_that_a_review_found_impossible_is_there() -> None:
     assert len(KINDS) >= 18
 
 
-@pytest.mark.parametrize(
-    ("title", "difference"),
-    [pytest.param(*kind, id=kind[0]) for kind in KINDS],
-)
+@pytest.mark.parametrize(("title", "difference"), [pytest.param(*kind, id=kind[0]) for kind in KINDS])
 def test_both_sides_print_the_same(
     title: str, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,7 @@ SMALL = 1e-9
 """Errors in float64 that are below this one are equal."""
 
 
-@pytest.mark.parametrize(
-    ("command", "lines"),
-    [pytest.param(*one, id=one[0].split("#")[0].strip()) for one in SHOWN],
-)
+@pytest.mark.parametrize(("command", "lines"), [pytest.param(*one, id=one[0].split("#")[0].strip()) for one in SHOWN])
 def test_a_command_prints_what_the_readme_shows(
     command: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

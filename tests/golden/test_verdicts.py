@@ -18,11 +18,7 @@ from tests.small import main, settings
 
 FILE = Path(__file__).parent / "verdicts.json"
 CLEAN = [("qwen3", "dp=2 tp=2"), ("qwen3_moe", "dp=2 ep=2 zero=1")]
-PLANTED = [
-    "the_norm_is_that_of_the_shard",
-    "tied_weights_are_counted_twice",
-    "split_off_weight_gradients_are_lost",
-]
+PLANTED = ["the_norm_is_that_of_the_shard", "tied_weights_are_counted_twice", "split_off_weight_gradients_are_lost"]
 COMMANDS = ["pp=2 schedule=zero-bubble microbatch=4"]
 
 

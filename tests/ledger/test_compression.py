@@ -125,8 +125,7 @@ def tensors_of(exchange: CodedExchange | FactoredExchange) -> list[Tensor]:
     ("layout", "codec"),
     [
         *itertools.product(
-            ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2 zero=3"),
-            ("int8", "bf16"),
+            ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2 zero=3"), ("int8", "bf16")
         ),
         *itertools.product(("dp=1", "dp=2", "dp=2 zero=1"), ("powersgd",)),
     ],

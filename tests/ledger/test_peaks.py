@@ -125,8 +125,7 @@ HYBRIDS = ["cp=2 zero=3", "tp=2 pp=2 microbatch=4", "dp=2 tp=2 zero=3", "dp=2 pp
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
-    daily((layout, precision) for precision in ("float32", "bf16") for layout in LAYOUTS),
+    ("layout", "precision"), daily((layout, precision) for precision in ("float32", "bf16") for layout in LAYOUTS)
 )
 def test_what_is_alive_at_most_is_what_the_program_says(layout: str, precision: str, tmp_path: Path) -> None:
     for peak in _peaks_of_all_ranks(layout, precision, tmp_path):

@@ -451,10 +451,7 @@ ROWS: dict[str, list[Any]] = {
         *nightly(MORE_BEHIND_FROZEN, FROZEN),
         *nightly(["dp=2 tp=2 ep=2 zero=3"], FROZEN[:3]),
     ],
-    "masks": [
-        *_by_default(combinations(MASKS, DROPPING)),
-        *nightly(["dp=2 tp=2 pp=2 microbatch=2"], DROPPING[::3]),
-    ],
+    "masks": [*_by_default(combinations(MASKS, DROPPING)), *nightly(["dp=2 tp=2 pp=2 microbatch=2"], DROPPING[::3])],
     "chunks": [
         *daily([*combinations(CHUNKS, CHUNKED), *combinations(CUT_CHUNKS, CHUNKED[:4])]),
         *daily(CHUNKS_ON_AXES),

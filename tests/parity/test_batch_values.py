@@ -22,8 +22,7 @@ DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (l
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "batch"),
-    [pytest.param(*row, marks=() if row in DAILY else pytest.mark.nightly) for row in ROWS],
+    ("name", "layout", "batch"), [pytest.param(*row, marks=() if row in DAILY else pytest.mark.nightly) for row in ROWS]
 )
 def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
     """Of five samples ranks have unequal numbers; of two a third rank has none."""

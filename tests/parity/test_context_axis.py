@@ -91,11 +91,7 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
             "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*. Use cp=1, or exchange=ring",
         ),
         ("gpt2", "cp=5", "cp=5 does not divide the 12 tokens into slices of 2 tokens or more. Use cp=4 or 6"),
-        (
-            "squared",
-            "tp=2 cp=2 sequence_parallel",
-            "attn computes all tokens on every rank of cp=2. Use tp=2 alone",
-        ),
+        ("squared", "tp=2 cp=2 sequence_parallel", "attn computes all tokens on every rank of cp=2. Use tp=2 alone"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:

@@ -335,12 +335,7 @@ def test_what_is_refused(layout: str, why: str) -> None:
 
 @pytest.mark.parametrize(
     ("numerics", "ema"),
-    [
-        ({}, None),
-        ({"replicas": 3}, None),
-        ({"replicas": 2, "optimizer_states": "8bit"}, None),
-        ({"replicas": 2}, 0.9),
-    ],
+    [({}, None), ({"replicas": 3}, None), ({"replicas": 2, "optimizer_states": "8bit"}, None), ({"replicas": 2}, 0.9)],
 )
 def test_a_job_that_does_not_fit_itself_says_what_works(numerics: dict[str, object], ema: float | None) -> None:
     with pytest.raises(InputError, match=r"\. (Use|Set) "):

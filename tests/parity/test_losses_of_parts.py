@@ -453,10 +453,7 @@ def caught(rank: int, world: int, layout: str, what: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("layout", "what", "words"),
-    [
-        ("tp=2", "a step", "shapes cannot be multiplied"),
-        ("tp=2", "a measure", "no such file"),
-    ],
+    [("tp=2", "a step", "shapes cannot be multiplied"), ("tp=2", "a measure", "no such file")],
 )
 def test_an_error_that_the_loop_catches_leaves_no_rank_behind(layout: str, what: str, words: str) -> None:
     (text, first), (other, second) = pool(2).run(caught, layout, what)

@@ -493,11 +493,7 @@ def test_parts_may_be_called_in_another_order_or_once_more_on_any_rank(model: st
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        (
-            "Dealt",
-            "dp=2 ep=2 zero=1 microbatch=2",
-            "parts.1.experts did not run .* experts exchange rows .*. Use ep=1",
-        ),
+        ("Dealt", "dp=2 ep=2 zero=1 microbatch=2", "parts.1.experts did not run .* experts exchange rows .*. Use ep=1"),
         ("Normed", "dp=2 zero=3", "parts.1.norm did not run .*batch norm.*. Use one data rank"),
     ],
 )
@@ -579,11 +575,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("layout", "kinds"),
-    [
-        ("tp=2 microbatch=1", (0, 1, 1, 0, 0)),
-        ("pp=2 microbatch=1", (0, 1, 1, 0, 0)),
-        ("pp=2", (1, 0, 0, 1, 0)),
-    ],
+    [("tp=2 microbatch=1", (0, 1, 1, 0, 0)), ("pp=2 microbatch=1", (0, 1, 1, 0, 0)), ("pp=2", (1, 0, 0, 1, 0))],
 )
 def test_text_alone_trains_in_parts_of_a_model_whichever_sample_comes_first(
     layout: str, kinds: tuple[int, ...]

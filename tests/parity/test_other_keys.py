@@ -162,11 +162,7 @@ def by_hand(rank: int, world: int, layout: str, kinds: tuple[int, ...], empty: b
 
 
 @pytest.mark.parametrize(
-    ("layout", "kinds", "empty"),
-    [
-        ("dp=2 zero=3", (0, PICTURE), False),
-        ("dp=2 zero=2", (PICTURE, 0, 0, SOUND), True),
-    ],
+    ("layout", "kinds", "empty"), [("dp=2 zero=3", (0, PICTURE), False), ("dp=2 zero=2", (PICTURE, 0, 0, SOUND), True)]
 )
 def test_ranks_own_samples_of_other_keys_train_as_in_a_plain_loop(
     layout: str, kinds: tuple[int, ...], empty: bool

@@ -49,10 +49,7 @@ def job_drawn(draw: random.Random) -> Job:
     """
     numerics: dict[str, Any] = {}
     if draw.random() < 0.7:
-        numerics = {
-            "compression": draw.choice(("none", "int8", "bf16", "powersgd")),
-            "replicas": draw.choice((2, 4)),
-        }
+        numerics = {"compression": draw.choice(("none", "int8", "bf16", "powersgd")), "replicas": draw.choice((2, 4))}
         if numerics["compression"] == "none" or draw.random() < 0.4:
             numerics["exchange_every"] = draw.choice((2, 4))
     if draw.random() < 0.3:

@@ -64,12 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama", "dp=2 zero=3"),
-        ("llama", "pp=2 microbatch=4"),
-        ("mixtral", "dp=2 ep=2"),
-    ],
+    ("family", "layout"), [("llama", "dp=2 zero=3"), ("llama", "pp=2 microbatch=4"), ("mixtral", "dp=2 ep=2")]
 )
 def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str, folders: dict[str, Path]) -> None:
     job = job_of("float32", model={"source": f"hf:{folders[family]}"})
@@ -79,10 +74,7 @@ def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [("llama", "tp=2"), ("gpt2", "dp=2 zero=3")],
-)
+@pytest.mark.parametrize(("family", "layout"), [("llama", "tp=2"), ("gpt2", "dp=2 zero=3")])
 def test_tokens_that_are_added_are_trained_as_in_a_plain_loop(family: str, layout: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, family, vocab_size=50, tie_word_embeddings=True)
     job = job_of("float32", model={"source": f"hf:{folder}", "resize_embeddings": 61})

@@ -284,12 +284,7 @@ def held_as_predicted(run: Run, num_copies: int) -> None:
     assert bool(away) == bool(listed)
 
 
-HOST_LAYOUTS = [
-    "dp=2 microbatch=3 recompute=full",
-    "dp=2 zero=3 microbatch=2",
-    "pp=2 microbatch=4",
-    "tp=2",
-]
+HOST_LAYOUTS = ["dp=2 microbatch=3 recompute=full", "dp=2 zero=3 microbatch=2", "pp=2 microbatch=4", "tp=2"]
 
 
 @pytest.mark.parametrize(("layout", "kind"), combinations(HOST_LAYOUTS, [*OFFLOAD]))

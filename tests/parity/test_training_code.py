@@ -217,9 +217,7 @@ def _evaluated_on_a_rank(rank: int, world: int) -> None:
             run.model.dropout.eval()
 
 
-REPLICAS = JOB.model_copy(
-    update={"numerics": JOB.numerics.model_copy(update={"replicas": 2, "exchange_every": 2})},
-)
+REPLICAS = JOB.model_copy(update={"numerics": JOB.numerics.model_copy(update={"replicas": 2, "exchange_every": 2})})
 CHANGES: dict[str, Callable[[Run], object]] = {
     "a.weight": lambda run: run.model.a.weight.data.mul_(0.5),
     "b.weight": lambda run: run.model.b.requires_grad_(False),

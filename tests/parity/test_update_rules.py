@@ -280,12 +280,7 @@ BLOCK = functools.partial(Residual, 12, 20, norm=True, bias=False)
 class Small(Words):
     """Matrices of several shapes, vectors, blocks for two stages, of which tp cuts the two products and the vocabulary."""
 
-    tensor_plan: ClassVar = {
-        "embed": "vocab",
-        "blocks.*.up": "column",
-        "blocks.*.down": "row",
-        "head": "vocab",
-    }
+    tensor_plan: ClassVar = {"embed": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "vocab"}
 
     def __init__(self) -> None:
         super().__init__(BLOCK, BLOCK, width=12, entries=VOCABULARY)

@@ -47,10 +47,7 @@ def run_of(rank: int, world: int, layout: str, job: Job) -> Run:
     example = next(batches(Tokens(), job)).samples([0])
     prepared = traced.prepared(("small", Tokens), source, job, example, Layout(), for_any=True)
     run = Run(
-        replace(source, prepared=prepared),
-        Layout(layout),
-        job,
-        RankInfo(rank, rank, world, world, torch.device("cpu")),
+        replace(source, prepared=prepared), Layout(layout), job, RankInfo(rank, rank, world, world, torch.device("cpu"))
     )
     run.prepare(example)
     return run
@@ -102,10 +99,7 @@ def saved(rank: int, world: int, layout: str, job: Job, folder: Path) -> None:
 
 def test_averages_are_resumed_in_another_layout(tmp_path: Path) -> None:
     pool(2).run(saved, "dp=2 zero=3", job_with(), tmp_path)
-    for ranks in (
-        [observe(0, 1, "dp=1", job_with(), tmp_path)],
-        pool(2).run(observe, "tp=2", job_with(), tmp_path),
-    ):
+    for ranks in ([observe(0, 1, "dp=1", job_with(), tmp_path)], pool(2).run(observe, "tp=2", job_with(), tmp_path)):
         assert_same([averages for _, averages in ranks], alone()[1], TOLERANCE)
     other = job_with().model_copy(update={"train": job_with().train.model_copy(update={"ema": 0.9})})
     run = run_of(0, 1, "dp=1", other)

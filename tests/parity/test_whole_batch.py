@@ -41,8 +41,7 @@ DAILY = {(sorted(WHOLE)[index % len(WHOLE)], layout, (8, 5)[index % 2]) for inde
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "batch"),
-    [pytest.param(*row, marks=() if row in DAILY else pytest.mark.nightly) for row in ROWS],
+    ("name", "layout", "batch"), [pytest.param(*row, marks=() if row in DAILY else pytest.mark.nightly) for row in ROWS]
 )
 def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
     """Of five samples ranks and micro-batches have unequal numbers, or none."""

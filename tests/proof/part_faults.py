@@ -102,10 +102,7 @@ def the_norm_is_summed_over_tp_alone(patch: Patch) -> None:
 
 @fault(Cause.RANDOM, "dp=1 tp=2", "dropping_attentive")
 @fault(
-    Cause.RANDOM,
-    "dp=1 tp=2 sequence_parallel",
-    "dropping_gpt2",
-    name="ranks_of_sequence_parallel_drop_the_same_tokens",
+    Cause.RANDOM, "dp=1 tp=2 sequence_parallel", "dropping_gpt2", name="ranks_of_sequence_parallel_drop_the_same_tokens"
 )
 @fault(Cause.FORWARD, "dp=1 cp=2", "dropping_llama", name="cp_ranks_drop_the_same_keys")
 def tp_ranks_drop_the_same_neurons(patch: Patch) -> None:

@@ -69,13 +69,7 @@ def test_outputs_without_a_row_for_each_sample_are_those_of_their_replica(model:
         run={"device": "cpu"},
     )
     verdict = verify(
-        small,
-        layout="dp=2",
-        model=model,
-        loss=mse,
-        optimizer=OPTIMIZERS["adamw"],
-        dataset=Pairs(),
-        precision="float64",
+        small, layout="dp=2", model=model, loss=mse, optimizer=OPTIMIZERS["adamw"], dataset=Pairs(), precision="float64"
     )
     assert verdict.proven, verdict.to_text()
 

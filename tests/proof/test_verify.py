@@ -45,13 +45,7 @@ def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     assert verdict.proven, verdict.to_text()
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("deep_tied", "dp=2 loss_chunk=3"),
-        ("gpt2", "tp=2 loss_chunk=5"),
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), [("deep_tied", "dp=2 loss_chunk=3"), ("gpt2", "tp=2 loss_chunk=5")])
 def test_logits_that_are_nowhere_whole_are_proven(model, layout):
     verdict = prove(model, layout)
     assert verdict.proven, verdict.to_text()

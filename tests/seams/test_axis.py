@@ -29,17 +29,7 @@ from samestep.program.ranks import Ranks
 from samestep.runtime.axes import applied_axes
 from samestep.strategies import program_of, programs_of, recompute
 from samestep.wings.plan.simulation import clock
-from tests.laboratory import (
-    TOLERANCE,
-    Observed,
-    Runs,
-    clipped,
-    follow,
-    largest_error,
-    make_run,
-    reference,
-    whole,
-)
+from tests.laboratory import TOLERANCE, Observed, Runs, clipped, follow, largest_error, make_run, reference, whole
 from tests.models import Tokens
 from tests.pool import pool
 from tests.seams import rows_strategy, rows_twin

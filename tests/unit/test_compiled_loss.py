@@ -101,10 +101,7 @@ def test_no_mode_captures_cuda_graphs() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
     ("functions", "smoothing", "has_means"),
-    [
-        ((torch.tanh, Tensor.float), 0.0, True),
-        ((Tensor.double, Tensor.float), 0.1, False),
-    ],
+    [((torch.tanh, Tensor.float), 0.0, True), ((Tensor.double, Tensor.float), 0.1, False)],
 )
 def test_rows_of_a_graph_are_those_without_to_the_bit(functions: Any, smoothing: float, has_means: bool) -> None:
     compiled = CompiledBlocks("aot_eager")

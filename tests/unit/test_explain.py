@@ -275,10 +275,7 @@ def test_a_link_is_not_blamed_where_a_thread_that_sends_had_no_processor() -> No
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_stage_that_works_longest_is_an_imbalance(late: int) -> None:
-    ops = (
-        SentOp("a.out", "send", "pp", 1000, "F0"),
-        SentOp("scalars", "all_reduce", "world", 64, "U0"),
-    )
+    ops = (SentOp("a.out", "send", "pp", 1000, "F0"), SentOp("scalars", "all_reduce", "world", 64, "U0"))
 
     def of(rank: int) -> Script:
         own = work((90 if rank == late else 30) * MS)

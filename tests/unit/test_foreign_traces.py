@@ -300,10 +300,7 @@ def test_other_load_and_bytes_are_known_causes(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [("[0, 1]", "0,1"), ([0, 8, 16, 24], "0,8..24"), (list(range(64)), "0-63")],
-)
+@pytest.mark.parametrize(("ranks", "name"), [("[0, 1]", "0,1"), ([0, 8, 16, 24], "0,8..24"), (list(range(64)), "0-63")])
 def test_groups_are_named_by_their_ranks(tmp_path: Path, ranks: Any, name: str) -> None:
     events = [
         span("ProfilerStep#3", "user_annotation", 0, 20),

@@ -84,8 +84,7 @@ def test_what_is_not_finite_is_null_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torn",
-    ["", '{"step": 4, "lo', '{"step": 4, "loss": 1}\n{"st', "\x00\x00\x00", '17\n{"step": 4}\n', "null"],
+    "torn", ["", '{"step": 4, "lo', '{"step": 4, "loss": 1}\n{"st', "\x00\x00\x00", '17\n{"step": 4}\n', "null"]
 )
 def test_a_resumed_log_has_no_gap_and_no_double(torn: str, tmp_path: Path) -> None:
     _write(tmp_path, 0, *(_report(step, loss=float(step)) for step in (1, 2, 3)))

@@ -135,11 +135,7 @@ def form_of(form: str, length: int) -> AttentionSpec:
     """A form of attention without a mask."""
     tokens = torch.arange(length)
     documents = (tokens[None, :] > torch.tensor([[2], [length // 2]])).long()
-    return AttentionSpec(
-        causal=form != "of all",
-        documents=documents if form == "documents" else None,
-        scale=0.4,
-    )
+    return AttentionSpec(causal=form != "of all", documents=documents if form == "documents" else None, scale=0.4)
 
 
 def of_form(rank: int, world: int, form: str, may_split: bool, dtype: torch.dtype) -> list[Tensor]:

@@ -121,12 +121,7 @@ def assert_equal(ours: tuple[list[float], Masters], theirs: tuple[list[float], M
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        ("dp=2 zero=1", "gpt2"),
-        ("tp=2", "gpt2_even"),
-        ("pp=2 microbatch=4", "deep_tied"),
-    ],
+    ("layout", "model"), [("dp=2 zero=1", "gpt2"), ("tp=2", "gpt2_even"), ("pp=2 microbatch=4", "deep_tied")]
 )
 def test_training_is_that_of_whole_masters_to_the_bit(layout: str, model: str) -> None:
     halves, wholes = (on_ranks(layout, trained, model, JOB, splits) for splits in (True, False))

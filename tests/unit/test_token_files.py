@@ -155,10 +155,7 @@ def test_a_head_of_llm_c_is_no_token(number: int, version: int, dtype: str, tmp_
         assert str(path) in refusal(path)
 
 
-WIDTHS = [
-    ("<u4", "uint16", "uint32"),
-    ("<i8", "uint32", "int64"),
-]
+WIDTHS = [("<u4", "uint16", "uint32"), ("<i8", "uint32", "int64")]
 
 
 @pytest.mark.parametrize(("written", "given", "works"), WIDTHS)

@@ -339,10 +339,7 @@ class Convolutions(nn.Module):
 def test_stages_of_convolutions_are_blocks_and_batch_norm_couples() -> None:
     spec = spec_of(Convolutions, (torch.zeros(1, 3, 8, 8), torch.zeros(1)))
     assert names(spec) == ["stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"]
-    assert spec.coupled_modules == (
-        *(f"layer{i}.{j}.norm" for i in (1, 2) for j in (0, 1)),
-        "head.1",
-    )
+    assert spec.coupled_modules == (*(f"layer{i}.{j}.norm" for i in (1, 2) for j in (0, 1)), "head.1")
     per_pixel = [3 * 8, 8 * 8, 8 * 8, 8 * 32, 32 * 32]
     assert [layer.forward_flops for layer in spec.layers[:-1]] == [2 * 9 * 64 * count for count in per_pixel]
     assert spec.layers[0].output_elements == 64 * 8
@@ -590,12 +587,7 @@ def test_costs_are_a_function_of_events_alone() -> None:
 
 @pytest.mark.parametrize(
     ("calls", "groups"),
-    [
-        ("a b", ()),
-        ("a b a b", (("a", "b"),)),
-        ("a a b b", (("a",), ("b",))),
-        ("a b b a c c", (("a", "b"), ("c",))),
-    ],
+    [("a b", ()), ("a b a b", (("a", "b"),)), ("a a b b", (("a",), ("b",))), ("a b b a c c", (("a", "b"), ("c",)))],
 )
 def test_groups_of_modules_follow_from_the_calls_of_a_forward(calls: str, groups: Groups) -> None:
     model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abc"})

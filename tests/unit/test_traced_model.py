@@ -96,11 +96,7 @@ def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("model", "layouts"),
-    [
-        ("mixtral", ["dp=2 ep=2 zero=1"]),
-        ("llama_even", ["cp=2", "dp=2 loss_chunk=8"]),
-    ],
+    ("model", "layouts"), [("mixtral", ["dp=2 ep=2 zero=1"]), ("llama_even", ["cp=2", "dp=2 loss_chunk=8"])]
 )
 def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[str]) -> None:
     """The steps and their memory are then those of a model whose plan was proven; with tp the plan is proven after all."""

@@ -222,13 +222,9 @@ def functions_of(model: nn.Module) -> list[tuple[Any, str]]:
             if inspect.isfunction(file[name]) and convention_of(file[name]):
                 functions[id(file), name] = sys.modules[kind.__module__], name
         for method in methods:
-            if convention_of(method) and _is_method(kind, method.__name__):
+            if convention_of(method) and inspect.isfunction(vars(kind).get(method.__name__)):
                 functions[id(kind), method.__name__] = kind, method.__name__
     return [functions[key] for key in sorted(functions, key=lambda key: functions[key][1])]
-
-
-def _is_method(kind: type, name: str) -> bool:
-    return inspect.isfunction(vars(kind).get(name))
 
 
 @contextmanager

@@ -72,8 +72,7 @@ def as_one(
     if not isinstance(model, Mapping):
         if follows:
             raise ModelError(
-                "ema-follows",
-                "ema makes a model follow another one, and one is given. Use a dict of models by name",
+                "ema-follows", "ema makes a model follow another one, and one is given. Use a dict of models by name"
             )
         return model if forward is None else _around_one(model, forward)
     if forward is None:

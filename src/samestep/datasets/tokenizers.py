@@ -250,12 +250,12 @@ def tokenizer_key(job: Job) -> tuple[str, ...]:
     if job.data.tokenizer == "bytes":
         return ("bytes",)
     folder = place_of(job, job.data.tokenizer)
-    versions = [f"{name} {metadata.version(name)}" for name in ("tokenizers", "transformers") if _is_installed(name)]
+    versions = [
+        f"{name} {metadata.version(name)}"
+        for name in ("tokenizers", "transformers")
+        if importlib.util.find_spec(name) is not None
+    ]
     return (*versions, *stamps(sorted(file for file in folder.iterdir() if file.is_file())))
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:

@@ -263,7 +263,7 @@ class _SampleProver(Prover):
             for result, dependence in zip(call.results, of_each, strict=True):
                 self.learn(result, dependence)
             return
-        is_one = self.tracer.flow_recorder.batch_norm.runs and call.func.overloadpacket in OPERATIONS
+        is_one = self.tracer.flow_recorder.at.in_batch_norm and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)
             self._try_other_rows(call.given, lambda: self._follow_draws(call))

@@ -453,17 +453,12 @@ def _in_units(program: Program) -> tuple[int, int]:
     return weights, gradients * master
 
 
-def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
-    """Return the elements without padding in chunk number `shard` of a flat buffer."""
-    return min(max(numel - shard * chunk, 0), chunk)
-
-
 def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     """Return the elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
     holding = step.holding(param)
     shard = step.ranks.coordinate(rank, holding.data_axis)
     each = -(-param.rows // holding.num_shards)
-    return _chunk_numel(param.rows, each, shard) * param.row_numel
+    return min(max(param.rows - shard * each, 0), each) * param.row_numel
 
 
 def master_copy_bytes(step: StepSpec) -> int:

@@ -184,8 +184,7 @@ def _modules_called(model: ModelSpec, name: str) -> set[str]:
     every = {param.name.rpartition(".")[0] for param in model.params}
     if not (paths := {path for path in every if is_called(path, name)}):
         raise ModelError(
-            "lora-targets",
-            f"model.lora.modules_to_save: no module of preset {model.name} is called {name!r}",
+            "lora-targets", f"model.lora.modules_to_save: no module of preset {model.name} is called {name!r}"
         )
     return paths
 

@@ -49,13 +49,7 @@ _GPT_OSS: Mapping[str, Any] = {
     "sinks": True,
 }
 _NEMOTRON: Mapping[str, Any] = {"vocab": 256000, "sequence": 4096, "kv_heads": 8, "layer_norm": True}
-_DEEPSEEK: Mapping[str, Any] = {
-    "sequence": 4096,
-    "gated": True,
-    "head_dim": 128,
-    "latent_rank": 512,
-    "rotary_dim": 64,
-}
+_DEEPSEEK: Mapping[str, Any] = {"sequence": 4096, "gated": True, "head_dim": 128, "latent_rank": 512, "rotary_dim": 64}
 
 
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Decoder:
@@ -323,12 +317,7 @@ class _Convolution(NamedTuple):
         return (self.made, self.given, self.kernel, self.kernel)
 
 
-def resnet(
-    name: str = "resnet50",
-    *,
-    normed: bool = False,
-    stages: Sequence[int] = (3, 4, 6, 3),
-) -> ModelSpec:
+def resnet(name: str = "resnet50", *, normed: bool = False, stages: Sequence[int] = (3, 4, 6, 3)) -> ModelSpec:
     """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), or one of other numbers of blocks in its `stages`, with torchvision's
     strides in 3x3 convolutions.
 

@@ -98,8 +98,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         names = sorted(set(files.values()), key=Path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ModelError(
-            "model-folder-damaged",
-            f"model.source: {index} is damaged: it has no weight_map from tensors to files",
+            "model-folder-damaged", f"model.source: {index} is damaged: it has no weight_map from tensors to files"
         ) from None
     stored_tensors: dict[str, StoredTensor] = {}
     for name in names:
@@ -108,8 +107,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         stored_tensors |= _in_file(folder / name)
     if lost := next((name for name in files if name not in stored_tensors), ""):
         raise ModelError(
-            "model-folder-damaged",
-            f"model.source: {index} states that {files[lost]} holds {lost}, and it does not",
+            "model-folder-damaged", f"model.source: {index} states that {files[lost]} holds {lost}, and it does not"
         )
     return {name: stored_tensors[name] for name in files}
 

@@ -156,8 +156,7 @@ def read_record(path: Path) -> RankRecord:
     number, first = next(lines, (1, {}))
     if not first and not path.stat().st_size:
         raise RecordError(
-            "record-unreadable",
-            f"{path} is empty: its rank was ended before it could write. Use records of all ranks",
+            "record-unreadable", f"{path} is empty: its rank was ended before it could write. Use records of all ranks"
         )
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(
@@ -240,8 +239,7 @@ def parse_steps(text: str, first_step: int) -> range:
         or (colon and int(last) < int(first))
     ):
         raise InputError(
-            "steps-range",
-            f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps",
+            "steps-range", f"{text!r} names no steps. Use FIRST:LAST, such as 100:104, or a number of steps"
         )
     if colon:
         return range(int(first), int(last) + 1)

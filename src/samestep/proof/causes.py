@@ -83,10 +83,7 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
         return Cause.STALE_WEIGHT, f"weights agree after step {step - 1}, but not the output of {where}"
     collectives = evidence.collectives(path)
     if (sums := _sum_over_copies(evidence, path, step)) is not None:
-        return (
-            Cause.MISSING_REDUCTION,
-            f"the outputs of {sums} add up to the right output of {where}{collectives}",
-        )
+        return (Cause.MISSING_REDUCTION, f"the outputs of {sums} add up to the right output of {where}{collectives}")
     ratio = _output_ratio(evidence, path, step)
     return Cause.FORWARD, f"first {where}{f', {ratio:g} times the right output' if ratio else ''}{collectives}"
 

@@ -32,14 +32,7 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ops import Task
-from samestep.proof.held_tensors import (
-    HeldTensor,
-    held_buffers,
-    held_gradients,
-    held_weights,
-    places_of,
-    replicas_of,
-)
+from samestep.proof.held_tensors import HeldTensor, held_buffers, held_gradients, held_weights, places_of, replicas_of
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw
 from samestep.runtime.axes.expert import RouteMode, Routes

@@ -159,7 +159,7 @@ class Ledger(DispatchMode):
     def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.split("::")[1]
         tensors = operands(*args)
-        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
         # An all_to_all is sized by its second tensor, what is sent: over a group that sums to what is received.
         sized = tensors[1:] if name == "alltoall_base_" else tensors
         largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
@@ -194,7 +194,3 @@ def _is_shift(group: dist.ProcessGroup, args: tuple[Any, ...]) -> bool:
         return False
     splits = [arg for arg in args if isinstance(arg, list) and arg and all(isinstance(size, int) for size in arg)]
     return len(splits) == 2 and all(sum(map(bool, sizes)) == 1 for sizes in splits)
-
-
-def _is_group(value: Any) -> bool:
-    return "ProcessGroup" in str(value._type())

@@ -274,16 +274,16 @@ class RunBatches:
             ModelError: it has lanes, and the run was prepared for samples without.
         """
         self.data.place(values)
-        compares = method != "run.step" or not self._own.is_prepared or self._looks_closer(step)
+        compares = (
+            method != "run.step"
+            or not self._own.is_prepared
+            or (self._guards.looks_closer(step) or self._own.current.parallel.batch_norms.takes_statistics)
+        )
         batch = self._batch_of(values, method, step, local=local, compares=compares)
         batch = self.lanes.of(batch)
         if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
             self._begin_lanes(batch)
         return batch
-
-    def _looks_closer(self, step: int) -> bool:
-        """Return whether a step of a prepared run needs values that ranks have compared, and samples in the order of the batch."""
-        return self._guards.looks_closer(step) or self._own.current.parallel.batch_norms.takes_statistics
 
     def _begin_lanes(self, batch: LaneBatch) -> None:
         """Let the run's model be called with the state of lanes.

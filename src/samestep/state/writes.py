@@ -50,10 +50,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(
-    tensors: Iterable[Tensor],
-    *,
-    addresses: bool = False,
-    norms: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    tensors: Iterable[Tensor], *, addresses: bool = False, norms: Callable[[Sequence[Tensor]], Tensor] | None = None
 ) -> Marks:
     """Return the marks of tensors now; `norms` computes those of the values where these are compared too."""
     listed = list(tensors)

@@ -128,11 +128,7 @@ def program_of(
 
 
 def programs_of(
-    model: ModelSpec,
-    job: Job,
-    layout: Layout,
-    ranks_per_node: int | None = None,
-    cuts_loss: bool | None = None,
+    model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None, cuts_loss: bool | None = None
 ) -> tuple[Program, ...]:
     """Return the program of every pipeline stage, as `program_of` does, with their common part built once.
 

@@ -31,8 +31,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if unclear is not None:
         where = unclear.owner or model.name
         return LayoutError(
-            "samples-mixed",
-            f"{where} draws {unclear.name} for a tensor without a dimension of samples, {works}",
+            "samples-mixed", f"{where} draws {unclear.name} for a tensor without a dimension of samples, {works}"
         )
     return None
 

@@ -31,8 +31,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
         return None
     if model.chunk_refusal:
         return LayoutError(
-            "loss-chunk-unsupported",
-            f"loss_chunk={chunk}: {model.chunk_refusal}. Use a layout without loss_chunk",
+            "loss-chunk-unsupported", f"loss_chunk={chunk}: {model.chunk_refusal}. Use a layout without loss_chunk"
         )
     if step.layout.tp > 1 and not step.cuts_loss and _is_gathered(model, step.layout.tp):
         return LayoutError(

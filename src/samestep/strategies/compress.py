@@ -120,8 +120,7 @@ def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, repli
         yield from _refuse_cut_matrices(step, contributions, (factored or trained)[0].name)
     if contributions.axis == SHARDS and layout.cp > 1:
         yield LayoutError(
-            "compression-unsupported",
-            f"zero={step.zero} divides gradients among the ranks of cp too. Use zero=0",
+            "compression-unsupported", f"zero={step.zero} divides gradients among the ranks of cp too. Use zero=0"
         )
     if layout.ep > 1 and (step.zero == 0 or contributions.axis == SHARDS):
         works = f"Use dp_replicate={replicas} dp_shard={layout.ep}"
@@ -216,8 +215,7 @@ def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError |
         )
     if layout.offload:
         return LayoutError(
-            "diloco-unsupported",
-            "offload is not proven with numerics.exchange_every. Use a layout without offload",
+            "diloco-unsupported", "offload is not proven with numerics.exchange_every. Use a layout without offload"
         )
     is_cut = step.zero > 0 or any(degree > 1 for degree in layout.weight_axes.values())
     if is_cut and (name := next((param.name for param in model.params if param.is_updated_whole), "")):

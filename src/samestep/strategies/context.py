@@ -400,14 +400,11 @@ def _exchanged(
 
 def _sent_elements(exchange: Exchange, step: StepSpec, degree: int) -> int:
     """Return the elements of one sample of a tensor on a rank, with heads as `degree` ranks exchange them."""
-    heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
+    heads, queries = (
+        max(1, count // (step.layout.tp if exchange.is_cut else 1)) for count in (exchange.heads, exchange.query_heads)
+    )
     per_head = exchange.elements // exchange.heads // step.layout.cp
     return per_head * (num_sent_heads(heads, queries, degree) if degree > 1 else heads)
-
-
-def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:
-    """Return the heads that a tensor cut leaves a rank; ranks may share a head of keys and values."""
-    return max(1, heads // (step.layout.tp if exchange.is_cut else 1))
 
 
 def _shifts(

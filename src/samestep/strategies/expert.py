@@ -80,8 +80,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if experts % layout.ep:
         uneven = next(param for param in model.params if param.experts % layout.ep)
         return LayoutError(
-            "ep-indivisible",
-            f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}. {nearest}",
+            "ep-indivisible", f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}. {nearest}"
         )
     return LayoutError(
         "reduce-unsupported",

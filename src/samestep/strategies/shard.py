@@ -163,12 +163,7 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
 
 
 def _with_units(
-    key: BodyKey,
-    ops: Ops,
-    step: StepSpec,
-    units: tuple[Unit, ...],
-    left: set[str],
-    known: dict[tuple[int, bool], Ops],
+    key: BodyKey, ops: Ops, step: StepSpec, units: tuple[Unit, ...], left: set[str], known: dict[tuple[int, bool], Ops]
 ) -> Ops:
     """Rewrite ops that several positions in the step share once, where they stay equal."""
     if key == UPDATE_BODY:

@@ -63,7 +63,11 @@ def apply(program: Program) -> Program:
     bodies: dict[BodyKey, Ops] = {}
     tasks: tuple[Task, ...] = ()
     if _runs_outputs_first(step):
-        tasks = tuple(_outputs_task(task) for task in program.tasks if task.kind is TaskKind.FORWARD)
+        tasks = tuple(
+            task._replace(body=task.body._replace(kind=TaskKind.OUTPUTS))
+            for task in program.tasks
+            if task.kind is TaskKind.FORWARD
+        )
         bodies = {key._replace(kind=kind): ops for key, ops in program.bodies.items() if key.kind is TaskKind.FORWARD}
     bodies |= {key: _with_held_units(key, ops, step) for key, ops in program.bodies.items()}
     for key, ops in bodies.items():
@@ -74,10 +78,6 @@ def apply(program: Program) -> Program:
 
 def _degrees(step: StepSpec) -> dict[str, int]:
     return {AXIS: step.layout.dp, TOKENS: step.layout.cp}
-
-
-def _outputs_task(task: Task) -> Task:
-    return task._replace(body=task.body._replace(kind=TaskKind.OUTPUTS))
 
 
 def _last_chunk(program: Program) -> tuple[int | None] | None:

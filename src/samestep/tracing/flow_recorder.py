@@ -139,21 +139,13 @@ class _Place:
     running: _Running | None = None
     last_call: str = ""
     """Path of the module whose call has ended last."""
+    in_batch_norm: bool = False
+    """Whether a function of batch norm runs."""
 
     @property
     def is_between(self) -> bool:
         """Whether code runs outside of calls and functions."""
         return self.running is None and self.depth == 0
-
-
-@dataclass(slots=True)
-class _BatchNorm:
-    """How functions of batch norm run."""
-
-    runs: bool = False
-    """Whether one runs now."""
-    takes_any_size: bool = False
-    """Whether they take one value per channel."""
 
 
 class FlowRecorder(TorchFunctionMode):
@@ -163,7 +155,8 @@ class FlowRecorder(TorchFunctionMode):
     def __init__(self, key: Callable[[Tensor], int], read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._key, self._read = key, read
-        self.batch_norm = _BatchNorm()
+        self.norms_any_size = False
+        """Whether batch norm takes one value per channel."""
         self._values = _Values(key)
         self._events: list[Event] = []
         self._hidden: dict[tuple[int, int], str] = {}
@@ -171,7 +164,7 @@ class FlowRecorder(TorchFunctionMode):
         """What passes between modules; None before the forward has ended."""
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
-        self._at = _Place()
+        self.at = _Place()
         self.differentiates_at = ""
         """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
         self._picks_from: int | None = None
@@ -180,19 +173,19 @@ class FlowRecorder(TorchFunctionMode):
 
     def picks(self) -> bool:
         """Return whether an event works on the rows that are at hand, and not every stage for itself."""
-        running = self._at.running
-        return self._at.is_recorded and running is not None and running.number >= 0
+        running = self.at.running
+        return self.at.is_recorded and running is not None and running.number >= 0
 
     @property
     def is_between(self) -> bool:
         """Whether code of the model runs outside of its modules on values that no weight has changed: every stage repeats it."""
-        return self._at.is_recorded and self._at.is_between
+        return self.at.is_recorded and self.at.is_between
 
     def pick(self) -> None:
         """Note that the event at hand passes rows on which values pick."""
         if self.picks() and self._picks_from is None:
-            assert self._at.running is not None
-            self._picks_from = self._at.running.number
+            assert self.at.running is not None
+            self._picks_from = self.at.running.number
 
     @contextmanager
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
@@ -208,9 +201,9 @@ class FlowRecorder(TorchFunctionMode):
             hooks.enter_context(backward_hooks_pass_on())
             hooks.enter_context(self)
             hooks.enter_context(seen_by(self))
-            self._at.is_recorded = True
+            self.at.is_recorded = True
             yield
-            self._at.is_recorded = False
+            self.at.is_recorded = False
 
     def finish(self, outputs: Any) -> None:
         """Set the flow of a forward with these outputs."""
@@ -266,9 +259,9 @@ class FlowRecorder(TorchFunctionMode):
 
     def ran(self, read: Collection[int], written: Collection[int]) -> None:
         """Record the storages that one operation reads, and those that it makes or writes into."""
-        if not self._at.is_recorded:
+        if not self.at.is_recorded:
             return
-        running, makers = self._at.running, self._values.makers
+        running, makers = self.at.running, self._values.makers
         if running is None and any(key in makers or key in self._weights for key in read):
             for key in written:  # no event passes it on, so it stays on the stage of the event before
                 if key not in self._weights:
@@ -306,19 +299,19 @@ class FlowRecorder(TorchFunctionMode):
     ) -> Any:
         if func not in BATCH_NORMS:
             return call_with_numbers(func, args, kwargs or {}, functools.partial(self._call, func), self._read)
-        self.batch_norm.runs = True
+        self.at.in_batch_norm = True
         try:
             return self._call(func, *args, **(kwargs or {}))
         finally:
-            self.batch_norm.runs = False
+            self.at.in_batch_norm = False
 
     def _call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and record it if it is an event."""
-        if not self._at.is_recorded:
+        if not self.at.is_recorded:
             return self._run(func, args, kwargs)
         if func in (torch.autograd.grad, Tensor.backward):
             self._note_gradient(*args, **kwargs)
-        if not self._at.is_between or is_transformed():
+        if not self.at.is_between or is_transformed():
             return self._run(func, args, kwargs)
         tensors = given_to(func, args, kwargs)
         self._note_untracked(tensors, name_of(func))
@@ -331,19 +324,19 @@ class FlowRecorder(TorchFunctionMode):
             if number >= 0 and (tensors_in(outcome) or running.versions_now() != running.versions):
                 self._append(running, outcome)
         finally:
-            self._at.running = None
+            self.at.running = None
         return outcome
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.batch_norm.takes_any_size and func in BATCH_NORMS:
+        if self.norms_any_size and func in BATCH_NORMS:
             return run_of_any_size(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _note_gradient(self, outputs: Any, inputs: Any = None, *_: Any, **__: Any) -> None:
         """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""
-        running = self._at.running
+        running = self.at.running
         self.differentiates_at = self.differentiates_at or (running.name if running else "the model itself")
-        if self._at.is_between:
+        if self.at.is_between:
             numbers = map(self._values.of, tensors_in(inputs))
             events = (-1 if number is None else self._values.traced[number].value.event for number in numbers)
             maker = min(events, default=-1)
@@ -365,7 +358,7 @@ class FlowRecorder(TorchFunctionMode):
         """Note the event that runs now; a call is given its containers."""
         storages = {self._key(tensor) for tensor in tensors}
         running = _Running(number, name, tensors, storages, containers or [], containers is not None)
-        self._at.running, self.is_random = running, False
+        self.at.running, self.is_random = running, False
         return running
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -385,20 +378,20 @@ class FlowRecorder(TorchFunctionMode):
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._at.is_between:
+            if self.at.is_between:
                 tensors = tensors_in((args, kwargs))
                 self._note_untracked(tensors, path)
                 self._begin(len(self._events), path, tensors, containers_in((args, kwargs)))
-            self._at.depth += 1
+            self.at.depth += 1
 
         return hook
 
     def _leave(self, path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
-            self._at.depth -= 1
-            if self._at.depth == 0 and (running := self._at.running) is not None and running.is_call:
+            self.at.depth -= 1
+            if self.at.depth == 0 and (running := self.at.running) is not None and running.is_call:
                 self._append(running, outcome, first_input_of(args, kwargs))
-                self._at.running, self._at.last_call = None, path
+                self.at.running, self.at.last_call = None, path
 
         return hook
 
@@ -414,7 +407,7 @@ class FlowRecorder(TorchFunctionMode):
         reads = tuple(value for value in numbers_given if value is not None)
         for value in reads:
             self._values.traced[value].last_read = number
-        maker = name if is_call else f"the code after {self._at.last_call or 'the start'}"
+        maker = name if is_call else f"the code after {self.at.last_call or 'the start'}"
         begins_with = None if first is None else self._values.of(first)
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         pairs = zip(tensors, numbers_given, strict=True)
@@ -448,7 +441,7 @@ class FlowRecorder(TorchFunctionMode):
 
     def _note_views(self, tensor: Tensor, event: int) -> None:
         """Note that other tensors which view the same memory see what an event writes into one of them."""
-        name = self._at.running.name if self._at.running else ""
+        name = self.at.running.name if self.at.running else ""
         for value in self._values.viewed_with(tensor, event):
             self._hidden.setdefault((value.event, event), f"{name} writes into a view of a tensor of {value.maker}")
 

@@ -159,15 +159,7 @@ def with_crossings(
     """
     if passes_one_tensor(layers, flow, model):
         return tuple(replace(layer, crossings=(), crossing_refusal="") for layer in layers)
-    return _add_crossings(layers, (flow, num_samples), None, None)
-
-
-def with_exact_crossings(
-    layers: Sequence[LayerSpec], fewer: Sized, more: Sized, compute: torch.dtype
-) -> tuple[LayerSpec, ...]:
-    """Return layers with the tensors that cross each boundary, from flows of two numbers of samples in a run's
-    dtypes."""
-    return _add_crossings(layers, fewer, more, compute)
+    return with_exact_crossings(layers, (flow, num_samples))
 
 
 def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
@@ -210,9 +202,10 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
     return tuple(specs)
 
 
-def _add_crossings(
-    layers: Sequence[LayerSpec], fewer: Sized, more: Sized | None, compute: torch.dtype | None
+def with_exact_crossings(
+    layers: Sequence[LayerSpec], fewer: Sized, more: Sized | None = None, compute: torch.dtype | None = None
 ) -> tuple[LayerSpec, ...]:
+    """Return layers with the tensors that cross each boundary, from flows of two numbers of samples in a run's dtypes, or from one flow."""
     specs: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         crossings: tuple[Crossing, ...] = ()

@@ -177,7 +177,7 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
         return (
             _plain()
             if plainly and not isinstance(context_fn, _Around)
-            else begin(_both(_unless_noop(context_fn), contexts))
+            else begin(_both(None if context_fn is torch_checkpoint.noop_context_fn else context_fn, contexts))
         )
 
     reentrant = functools.partial(without_reentry, detaches=detached)
@@ -186,10 +186,6 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
 
 def _plain() -> Iterator[None]:
     yield
-
-
-def _unless_noop(context_fn: ContextFn) -> ContextFn | None:
-    return None if context_fn is torch_checkpoint.noop_context_fn else context_fn
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:

@@ -210,8 +210,7 @@ def _refuse_unsaid(cells: Mapping[str, str], job: Job | None) -> None:
         table, _, key = _SHORT[column].partition(".")
         if _SHORT[column] not in names and (job is None or key not in getattr(job, table).model_fields_set):
             raise InputError(
-                "measured-steps",
-                f"no {column}. Use a column `{column}`, or a job (--job, --set) with {_SHORT[column]}",
+                "measured-steps", f"no {column}. Use a column `{column}`, or a job (--job, --set) with {_SHORT[column]}"
             )
 
 

@@ -83,7 +83,10 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: AbstractS
     for number, message in enumerate(messages):
         changed: dict[str, Message] = {f"{key!r}": _without(message, key) for key in message}
         if message["content"]:
-            changed[role_named(message)] = {**message, "content": _other_content(message["content"])}
+            changed[role_named(message)] = {
+                **message,
+                "content": "0z0" if isinstance(message["content"], str) else [{"type": "text", "text": "0z0"}],
+            }
         for name in names & changed.keys():
             others = [*messages[:number], changed[name], *messages[number + 1 :]]
             # Some templates leave out the thoughts of earlier turns: only the last turn shows which parts are written.
@@ -99,11 +102,6 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: AbstractS
 
 def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != key}
-
-
-def _other_content(content: Any) -> Any:
-    """Return a different content of the same form, which shares no text with it."""
-    return "0z0" if isinstance(content, str) else [{"type": "text", "text": "0z0"}]
 
 
 def opening(message: str, tokenizer: Tokenizer) -> list[int]:

@@ -399,7 +399,7 @@ class Flows:
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
             tracer = ForwardTracer(self._module, {})
-            tracer.flow_recorder.batch_norm.takes_any_size = True
+            tracer.flow_recorder.norms_any_size = True
             if self._program.step.model.varies_at:  # within blocks, so that any values show the tensors between them
                 tracer.values = KnownValues(keeps_all=False, draws=True)
             try:
