@@ -22,7 +22,6 @@ from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
     batch_norm,
-    batch_norm_group,
     batch_values,
     chunked_loss,
     chunked_mlp,
@@ -59,7 +58,6 @@ STACK: tuple[ModuleType, ...] = (
     loss_terms,  # exchanges counts where the model ends
     shard,  # gathers weights and scatters gradients
     data,  # reduces the gradients that are left
-    batch_norm_group,  # only refuses
     compress,  # encodes what is reduced
     whole_update,  # brings to one rank what it must update whole
     host_weights,  # copies weights to the device in front of what reads them
@@ -92,7 +90,6 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     batch_values: lambda step: _asks_for_values(step.model),
     loss_terms: lambda step: len(step.model.loss_names.terms) > 1,
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
-    batch_norm_group: lambda step: step.global_batch > step.microbatch_samples,
     compress: lambda step: step.contributions is not None,
     whole_update: lambda step: _updates_whole(step.model),
     host_weights: lambda step: bool(step.offload),

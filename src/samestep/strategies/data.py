@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, module_name
 from samestep.program.buckets import (
     Bucket,
     Reduction,
@@ -43,8 +43,37 @@ AXIS = REPLICAS
 
 
 def refusal(step: StepSpec) -> LayoutError | None:
-    """Return why the layout cannot reduce as asked."""
-    return _refusal_of_way(step)
+    """Return why the layout cannot reduce as asked, or where samples that it reads in several parts influence each other."""
+    is_split = step.global_batch > step.microbatch_samples
+    return _refusal_of_way(step) or (_refusal_of_mixed_samples(step) if is_split else None)
+
+
+def _refusal_of_mixed_samples(step: StepSpec) -> LayoutError | None:
+    model = step.model
+    works = f"so the result would change with the layout. Use one rank with microbatch={step.global_batch}"
+    owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
+    if other := next((path for path in model.coupled_modules if path not in owners), ""):
+        return LayoutError(
+            "samples-mixed",
+            f"{module_name(other)} lets samples influence each other or keeps statistics of them, {works}",
+        )
+    if model.mixes_samples and "samples" not in step.allow:
+        where, _, operation = model.mixes_samples.rpartition(" by ")
+        or_loss = "or a loss function (outputs, batch) that computes it from the logits, " * operation.startswith(
+            "nll_loss"
+        )
+        return LayoutError(
+            "samples-mixed",
+            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}, {or_loss}"
+            'or set run.allow = ["samples"] to skip this check',
+        )
+    unclear = next((mask for mask in model.masks if mask.rows is None), None)
+    if unclear is not None:
+        where = unclear.owner or model.name
+        return LayoutError(
+            "samples-mixed", f"{where} draws {unclear.name} for a tensor without a dimension of samples, {works}"
+        )
+    return None
 
 
 def apply(program: Program) -> Program:
