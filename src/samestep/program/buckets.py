@@ -218,7 +218,8 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: boo
     block, owners = step.sharing.block_of(params[0]), _owners(step, params[0])
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
     if step.sharing.rank:
-        params = sorted(params, key=lambda param: _shape_of_factors(step, param))
+        # Matrices of one shape, whose products are one operation, side by side, and all else last.
+        params = sorted(params, key=lambda param: (0, *param.shape) if step.sharing.is_factored(param) else (1,))
     holders = owners_of([param.numel for param in params], owners)
     offsets, loads = [], [0] * owners
     for param, owner in zip(params, holders, strict=True):
@@ -269,11 +270,6 @@ def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Mem
         if step.sharing.is_factored(param):
             rows = param.shape[0]
             yield Matrix(param.name, member.offset, rows, param.numel // rows, step.sharing.rank)
-
-
-def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
-    """Return a key that sorts matrices of one shape, whose products are one operation, next to each other, and all else last."""
-    return (0, *param.shape) if step.sharing.is_factored(param) else (1,)
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -67,8 +67,7 @@ def _refusal_of_mixed_samples(step: StepSpec) -> LayoutError | None:
             f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}, {or_loss}"
             'or set run.allow = ["samples"] to skip this check',
         )
-    unclear = next((mask for mask in model.masks if mask.rows is None), None)
-    if unclear is not None:
+    if (unclear := next((mask for mask in model.masks if mask.rows is None), None)) is not None:
         where = unclear.owner or model.name
         return LayoutError(
             "samples-mixed", f"{where} draws {unclear.name} for a tensor without a dimension of samples, {works}"

@@ -107,11 +107,7 @@ def _items(container: Container) -> dict[Any, Any]:
 
 
 _SHAPE_ALONE = (
-    frozenset(
-        f"{name}{suffix}"
-        for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-        for suffix in ("_like",)
-    )
+    {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
     | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
     | {"_base.__get__", "requires_grad_"}
 )

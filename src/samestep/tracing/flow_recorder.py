@@ -144,8 +144,8 @@ class _Place:
 
     @property
     def is_between(self) -> bool:
-        """Whether code runs outside of calls and functions."""
-        return self.running is None and self.depth == 0
+        """Whether code of the model runs outside of its modules on values that no weight has changed: every stage repeats it."""
+        return self.is_recorded and self.running is None and self.depth == 0
 
 
 class FlowRecorder(TorchFunctionMode):
@@ -175,11 +175,6 @@ class FlowRecorder(TorchFunctionMode):
         """Return whether an event works on the rows that are at hand, and not every stage for itself."""
         running = self.at.running
         return self.at.is_recorded and running is not None and running.number >= 0
-
-    @property
-    def is_between(self) -> bool:
-        """Whether code of the model runs outside of its modules on values that no weight has changed: every stage repeats it."""
-        return self.at.is_recorded and self.at.is_between
 
     def pick(self) -> None:
         """Note that the event at hand passes rows on which values pick."""

@@ -134,7 +134,7 @@ class ForwardTracer(DispatchMode):
             elements=math.prod(x.shape[1:]) * (2 if x.is_complex() else 1),
             dtype="" if is_number else "int64",
             takes_gradient=result.requires_grad,
-            is_everywhere=self.flow_recorder.is_between,
+            is_everywhere=self.flow_recorder.at.is_between,
         )
         self.events.batch_values.append((self.modules.region, call))
 

@@ -87,7 +87,8 @@ def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -
 
 def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
     """Return why the layout would keep other state, and what works; nothing if it would not."""
-    works = f"the whole batch in one forward (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
+    no_recompute = ", with recompute=none" if layout.recompute != "none" and _is_in_block(state, model) else ""
+    works = f"the whole batch in one forward (dp=1 without microbatch){no_recompute}"
     split = splits(layout, num_microbatches)
     if state.kind == "counts":
         what = (
@@ -151,7 +152,3 @@ def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatche
 
 def _is_in_block(state: StateSpec, model: ModelSpec) -> bool:
     return any(is_below(state.owner, path) for layer in model.layers if layer.is_block for path in layer.modules)
-
-
-def _and_no_recompute(state: StateSpec, model: ModelSpec, layout: Layout) -> str:
-    return ", with recompute=none" if layout.recompute != "none" and _is_in_block(state, model) else ""
