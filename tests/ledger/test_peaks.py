@@ -100,7 +100,7 @@ def _peaks(rank: int, world: int, layout: str, precision: str, folder: str, *set
     ]
 
 
-WATCHED = range(2, 4)
+WATCHED = range(2, 5)
 """Steps of which the least peak counts: a thread of gloo may hold a message longer in one of them, and none of them less."""
 LAYOUTS = [
     "dp=1",

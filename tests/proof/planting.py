@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist  # under whose name a step does not look who calls it
 from torch import Tensor
 
 from samestep.proof.verdict import Cause

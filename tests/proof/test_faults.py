@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 
 from tests.covering import daily
 from tests.proof import reverted  # noqa: F401  # which enters its own wrongs

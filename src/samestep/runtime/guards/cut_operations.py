@@ -110,15 +110,17 @@ class SeenOperations:
     def __init__(self) -> None:
         self._counts: dict[Shapes, Counter[str]] = {}
 
+    def note(self, now: CutOperations) -> None:
+        """Keep what a forward of the first step has run."""
+        self._counts[now.shapes] = self._counts.get(now.shapes, Counter()) | now.counts
+
     def added(self, now: CutOperations) -> Set[str]:
         """Return the operations that a forward has added to those before it; if there are none, it is one of them from now on."""
         before = self._counts.get(now.shapes)
         if before is not None:
             added: Set[str] = (now.counts - before).keys()
-        elif self._counts:
-            added = now.counts.keys() - now.views - set[str]().union(*self._counts.values())
         else:
-            added = set()
+            added = now.counts.keys() - now.views - set[str]().union(*self._counts.values())
         if not added:
             self._counts.setdefault(now.shapes, now.counts)
         return added

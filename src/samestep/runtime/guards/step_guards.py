@@ -82,12 +82,16 @@ class ForwardGraphs:
         self.tries_parts = is_one and (layout.model_ranks > 1 or layout.cp > 1 or layout.pp > 1) and not spec.looks
         """Whether ranks have parts of a model; code that looks at values runs other operations with each batch."""
         self._graphs: set[tuple[int, int, int]] = set()
+        self.kinds: set[int] = set()
+        """Micro-batches of the first step that have built larger or smaller graphs than those before, such as the first one with a picture."""
 
-    def is_new(self, task: Task, num_nodes: int, outputs: Any) -> bool:
-        """Return whether a chunk has not built such a graph before, if that is tried."""
+    def is_new(self, task: Task, num_nodes: int, outputs: Any, *, is_first: bool) -> bool:
+        """Return whether a chunk has not built such a graph before, if that is tried; `is_first` in the first step."""
         if not (self.tries_samples or self.tries_parts) or len(self._graphs) >= _MOST_GRAPHS:
             return False
         graph = task.chunk, num_nodes, 0 if task.microbatch else _operations_of(outputs)
+        if is_first and all(known[:2] != graph[:2] for known in self._graphs):
+            self.kinds.add(task.microbatch)
         is_new = graph not in self._graphs
         self._graphs.add(graph)
         return is_new
@@ -223,8 +227,9 @@ class StepGuards:
 
     def note_forward(self, task: Task, num_nodes: int, outputs: Any) -> None:
         """Ask for a trial of a forward that has built another graph than before, unless the step is watched; and if its operations are compared."""
-        is_new = self._graphs.is_new(task, num_nodes, outputs) and self._again is None
-        if self.num_taken > 1 and (is_new or self._compares_operations):
+        is_first = self.num_taken == 1
+        is_new = self._graphs.is_new(task, num_nodes, outputs, is_first=is_first) and self._again is None
+        if not is_first and (is_new or self._compares_operations):
             share, _ = self._own.current.parallel.mesh.data_share
             self.refusals.new_forward = share, task.microbatch
 
@@ -259,12 +264,14 @@ class StepGuards:
             self._compare_operations(again, number)
 
     def _noting_operations(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
-        """Take the first step, and keep what a forward of it runs on parts."""
+        """Take the first step, and keep what its forwards of each kind run on parts."""
         report, assembly = take(), self._own.current
+        kinds = {0}.union(*gather_values(self._graphs.kinds, self._own.layout.world_size))
         assembly.weights.store.settle()
         again = Repeat(assembly, batch, self.trials.loss, self._seed, self.observer.dropout_mode)
         self._operations = SeenOperations()
-        self._operations.added(CutOperations(again, 0))
+        for number in sorted(kinds):
+            self._operations.note(CutOperations(again, number))
         return report
 
     def _compare_operations(self, again: Repeat, number: int) -> None:
