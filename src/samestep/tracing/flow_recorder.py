@@ -178,8 +178,7 @@ class FlowRecorder(TorchFunctionMode):
 
     def pick(self) -> None:
         """Note that the event at hand passes rows on which values pick."""
-        if self.picks() and self._picks_from is None:
-            assert self.at.running is not None
+        if self.picks() and self._picks_from is None and self.at.running is not None:
             self._picks_from = self.at.running.number
 
     @contextmanager

@@ -317,7 +317,9 @@ class NeighbourTokens:
                 return x.view_as(x) if any(are_edges) else x
             how = _How(move.owner, slicing.group, dim, left, right, dtype, are_edges)
             edges = [
-                _rows_at(x, dim, rows, edge) if is_edge and isinstance(edge, int | float) else edge
+                x.new_full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), edge)
+                if is_edge and isinstance(edge, int | float)
+                else edge
                 for rows, edge, is_edge in zip((left, right), (first, last), are_edges, strict=True)
             ]
             tensor: Tensor = _Extended.apply(x, *edges, how)
@@ -350,11 +352,6 @@ class _How(NamedTuple):
     dtype: torch.dtype
     are_edges: tuple[bool, ...]
     """Whether the rows in front of this rank's tokens are the first of the sequence, and those behind them the last."""
-
-
-def _rows_at(x: Tensor, dim: int, rows: int, edge: float) -> Tensor:
-    """Return rows of one number, which stand at an end of the sequence."""
-    return x.new_full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), edge)
 
 
 class _Extended(torch.autograd.Function):

@@ -366,7 +366,9 @@ class _LinesOfStage:
     def _place(self, op: Op, program: Program, hardware: Hardware, known: dict[int, _PlacedOp]) -> _PlacedOp:
         if id(op) not in known:
             is_message = op.kind in (OpKind.SEND, OpKind.RECV)
-            shared = self._has_others and (is_message or _spans_stages(op.axis))
+            shared = self._has_others and (
+                is_message or (op.axis is not None and (op.axis == "world" or bool(stages_of(op.axis))))
+            )
             price, _ = self._prices.setdefault(price_key(op, program), (len(self._prices), op))
             known[id(op)] = _PlacedOp(op, price, queue_of(op, hardware), shared)
         return known[id(op)]
@@ -427,11 +429,6 @@ def _check_waits(program: Program, stage: int) -> None:
                     f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op has that name"
                 )
             issued.add(op.name)
-
-
-def _spans_stages(axis: str | None) -> bool:
-    """Return whether the groups of an axis have ranks of several pipeline stages."""
-    return axis is not None and (axis == "world" or bool(stages_of(axis)))
 
 
 def queue_of(op: Op, hardware: Hardware) -> str:

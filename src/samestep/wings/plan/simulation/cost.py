@@ -132,7 +132,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     if not layer.products and not layer.moved.elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
     work = work_of(layer)
-    if _is_in_graph(step, layer):
+    if step.fuses == "blocks" and layer.is_block and not (step.layout.cp > 1 and layer.token_moves):  # in a graph
         work = work.fused()
     if op.kind is OpKind.RECOMPUTE:
         work = work.repeating(repeated_products(step, layer))
@@ -226,11 +226,6 @@ def work_of(layer: LayerSpec) -> _Work:
         layer.fusible.kernels, layer.is_block, bool(layer.token_moves),
         channel_elements=layer.moved.channel_elements,
     )  # fmt: skip
-
-
-def _is_in_graph(step: StepSpec, layer: LayerSpec) -> bool:
-    """Return whether a layer runs in a graph whose compiler fuses operations."""
-    return step.fuses == "blocks" and layer.is_block and not (step.layout.cp > 1 and layer.token_moves)
 
 
 BackwardPart = Literal["all", "inputs", "weights"]
