@@ -58,7 +58,7 @@ UNTIED = {
 }
 """The forms after which head and embedding are two weights."""
 DAILY = {
-    ("llama tied", "whole head"), ("gpt2", "all-linear"), ("qwen3", "both"),
+    ("llama tied", "whole head"), ("llama tied", "head"), ("llama", "both whole"), ("gpt2", "all-linear"), ("qwen3", "both"),
     ("gemma", "embedding"), ("mixture", "embedding, whole head"), ("qwen2", "whole norm"),
 }  # fmt: skip
 CASES = [
