@@ -163,7 +163,7 @@ NIGHTLY = pytest.mark.nightly
         ("dp=2 microbatch=2", "in two passes"),
         pytest.param("pp=2 microbatch=2", "in two passes", marks=NIGHTLY),
         pytest.param("pp=2 microbatch=2", "order of weights", marks=NIGHTLY),
-        pytest.param("tp=2", "outputs decide", marks=NIGHTLY),
+        ("tp=2", "outputs decide"),
     ],
 )
 def test_terms_and_values_are_those_of_a_plain_loop(layout: str, kind: str) -> None:
