@@ -186,7 +186,7 @@ def asking(params: list[Tensor]) -> Optimizer:
 
 @pytest.mark.parametrize("function", [Sending, asking])
 def test_an_optimizer_that_needs_a_process_group_is_refused_in_one_line(function: Any) -> None:
-    with pytest.raises(ModelError, match=r"asks torch.distributed for ranks or sends.*Use .*its form for one process"):
+    with pytest.raises(ModelError, match=r"calls torch.distributed itself.*Use .*the optimizer's form for one process"):
         check_optimizer(optimizer_source(function), MODEL, Layout("dp=2"))
 
 
