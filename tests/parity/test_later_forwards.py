@@ -188,7 +188,7 @@ def test_samples_that_meet_later_are_rejected_before_an_update(layout: str, when
 def test_parts_that_meet_later_are_rejected_before_an_update(layout: str, when: str, change: str) -> None:
     for losses, _, error in pool(Layout(layout).world_size).run(learned, layout, when, change):
         what = {"tp": "a part of the features", "cp": "a part of the tokens", "pp": "stand-ins of these"}[layout[:2]]
-        assert f"step {LATE + 1}: the forward has begun to run" in error
+        assert f"step {LATE + 1}: the forward now runs" in error
         assert f"a rank has {what}" in error
         assert losses == pytest.approx(plain(when, change, layout)[0][:LATE], rel=1e-9)
 
@@ -324,5 +324,5 @@ def test_other_lengths_take_more_or_fewer_turns_of_a_loop(layout: str) -> None:
 
 def test_features_that_meet_later_are_rejected_in_samples_of_another_length() -> None:
     for losses, _, error in pool(2).run(learned_lengths, "tp=2", LATE):
-        assert f"step {LATE + 1}: the forward has begun to run" in error
+        assert f"step {LATE + 1}: the forward now runs" in error
         assert len(losses) == LATE

@@ -316,8 +316,8 @@ def _replaced_behind_gradients(run: Run) -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "update first": (lambda run: run.update(), r"no gradient is accumulated for it. Use run.backward\(batch, loss\) before it"),
     "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient is accumulated for it"),
-    "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward\('three'\): the run has 'body', 'one', 'two'"),
-    "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad\('three'\): the run has"),
+    "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward: unknown optimizer 'three': the run has 'body', 'one', 'two'"),
+    "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad: unknown optimizer 'three': the run has"),
     "step": (_step_while_gradients_wait, r"run.step: accumulated gradients are not used yet, for example of body.0.bias"),
     "save": (_save_amid_a_step, r"run.save: accumulated gradients are not used yet"),
     "twice": (_update_twice, r"run.update: no gradient is accumulated for it"),

@@ -58,7 +58,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "one host": (
         ["--nodes", "1", "--rendezvous", "h:1", "--token-file", "t"],
         {},
-        "--nodes 1: a rendezvous is for 2 hosts or more; without it this one runs alone",
+        "--nodes 1: --rendezvous needs 2 hosts or more. To run on this host alone, leave it out",
     ),
     "hosts": (["--dry-run", "--nodes", "2", "--layout", "dp=3"], {}, "2 hosts cannot share 3 ranks equally. Use 2 ranks"),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),

@@ -113,7 +113,7 @@ def test_what_is_computed_of_each_of_a_stack_needs_that_one_whole(name: str) -> 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_mixes_the_parts_of_a_stack_is_refused(name: str) -> None:
-    with pytest.raises(LayoutError, match=r"does not treat every weight by itself .*Use .*zero=0$"):
+    with pytest.raises(LayoutError, match=r"does not update every weight separately .*Use .*zero=0$"):
         whole_of(TOGETHER[name])
 
 

@@ -261,7 +261,8 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
             if names
             else 'one optimizer without a name, and optimizer={"d": f, "g": g} names two'
         )
-        raise ModelError("run-call-arguments", f"{method}({name!r}): the run has {known}; no name stands for all")
+        text = f"{method}: unknown optimizer {name!r}: the run has {known}. Use one of its names, or no name for all"
+        raise ModelError("run-call-arguments", text)
     return (names.index(name),)
 
 

@@ -183,7 +183,8 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
             other, digest_there = first.setdefault(name, (rank, digest))
             if digest_there != digest:
                 raise LayoutError(
-                    "hosts-differ", f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts"
+                    "hosts-differ",
+                    f"rank {rank} has a different {name} from rank {other}. Use the same files on all hosts",
                 )
 
 
