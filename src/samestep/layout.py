@@ -326,9 +326,7 @@ def _number_of(name: str, value: Any) -> int:
     if number is None:
         raise LayoutError("layout-option-value", f"{name} must be a whole number, got {name}={value}")
     if abs(number) > MOST_SAMPLES * MOST_RANKS:
-        raise LayoutError(
-            "value-out-of-range", f"{name} must be at most {MOST_SAMPLES * MOST_RANKS}, got {short_repr(number)}"
-        )
+        raise LayoutError("value-out-of-range", f"{name} is too large: {short_repr(number)}")
     return number
 
 

@@ -185,7 +185,7 @@ def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None
     (tmp_path / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     for source, text in (
         ("lost.jsonl", "lost.jsonl is a broken link"),
-        ("*.jsonl", "patterns of file names are not supported. Use the folder .*, which reads all its files"),
+        ("*.jsonl", "patterns of files are not supported. Use the folder .*"),
     ):
         with pytest.raises(DataError, match=text):
             tokens_of(f"jsonl:{tmp_path / source}")

@@ -67,10 +67,7 @@ def existing(path: str, source: str) -> Path:
     if place.is_symlink():
         raise DataError("data-missing", f"{source}: {place.name} is a broken link")
     if "*" in place.name:
-        raise DataError(
-            "data-missing",
-            f"{source}: patterns of file names are not supported. Use the folder {parent}, which reads all its files",
-        )
+        raise DataError("data-missing", f"{source}: patterns of files are not supported. Use the folder {parent}")
     there = sorted(entry.name for entry in parent.iterdir())
     hint = did_you_mean(place.name, there) or (f"; there are {', '.join(there[:8])}" if there else "; it is empty")
     raise DataError("data-missing", f"{source}: there is no {place.name} in {parent.resolve()}{hint}")

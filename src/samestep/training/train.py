@@ -258,7 +258,7 @@ def _proven(checked: Checked) -> ProofRecord:
     if not verdict.proven:
         raise RunError(
             "nothing-to-prove",
-            f"--prove: the layout does not give the result of one device, so nothing is trained:\n{verdict.to_text()}",
+            f"--prove: the layout differs from one device, so nothing is trained:\n{verdict.to_text()}",
         )
     print(verdict.to_text(), flush=True)
     return record.record_of(job, verdict)

@@ -261,8 +261,7 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
             if names
             else 'one optimizer without a name, and optimizer={"d": f, "g": g} names two'
         )
-        text = f"{method}: unknown optimizer {name!r}: the run has {known}. Use one of its names, or no name for all"
-        raise ModelError("run-call-arguments", text)
+        raise ModelError("run-call-arguments", f"{method}: unknown optimizer {name!r}: the run has {known}")
     return (names.index(name),)
 
 

@@ -184,7 +184,7 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
             if digest_there != digest:
                 raise LayoutError(
                     "hosts-differ",
-                    f"rank {rank} has a different {name} from rank {other}. Use the same files on all hosts",
+                    f"rank {rank} and rank {other} have different {name}. Use the same files on all hosts",
                 )
 
 

@@ -95,10 +95,10 @@ class Differences:
     def to_text(self) -> str:
         """Return the parts of both, the largest difference first, and the causes."""
         lines = [self.verdict]
-        one, other = (
+        names = [
             f"{side.name} {'predicted' if side.predicted_for else 'measured'} ms" for side in (self.one, self.other)
-        )
-        table = [("part", one, other, "difference ms")]
+        ]
+        table = [("part", *names, "difference ms")]
         least_s = 1e-4 * max(self.one.step_s, self.other.step_s)
         for name, axis, first_s, second_s in self.rows:
             if max(first_s, second_s) >= least_s:
