@@ -154,19 +154,20 @@ def test_wider_numbers_are_told_by_their_zeros(written: str, given: str, works: 
     path = tmp_path / "train.bin"
     ids.astype(written).tofile(path)
     found = refusal(path, dtype=given)
-    assert f"they look {works}. Set data.dtype = '{works}'" in found
+    assert f"looks like {works} from token 0 on" in found
+    assert f"Set data.dtype = '{works}'" in found
     assert np.array_equal(read(path, dtype=works), ids)
     raw = np.fromfile(path, given)
     np.save(tmp_path / "meant.npy", raw)  # who means it says so
     assert np.array_equal(read(tmp_path / "meant.npy"), raw)
     ids.astype(written).byteswap().tofile(path)
-    assert "they look " in refusal(path, dtype=given)
+    assert "looks like " in refusal(path, dtype=given)
 
 
 def test_ids_of_a_large_vocabulary_are_told_by_their_upper_halves(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 262_144, 300)
     ids.astype("<u4").tofile(tmp_path / "train.bin")
-    assert "they look uint32" in refusal(tmp_path / "train.bin")
+    assert "looks like uint32" in refusal(tmp_path / "train.bin")
 
 
 def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
         tokens.astype(dtype).tofile(path)
         assert np.array_equal(read(path, dtype=dtype), tokens)
     (IDS % 256).astype(">u2").tofile(tmp_path / "big.bin")
-    assert "they look of the other byte order" in refusal(tmp_path / "big.bin")
+    assert "looks like the other byte order" in refusal(tmp_path / "big.bin")
 
 
 def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_wider_numbers_late_in_a_file_are_found(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.bin"
         later = np.random.default_rng(2).integers(1, 30_000, count).astype("<u4")
         path.write_bytes(first[:before].tobytes() + later.tobytes())
-        assert re.search(r"has numbers from token [\d,]{4,} on that", refusal(path))
+        assert re.search(r"looks like uint32 from token [\d,]{4,} on", refusal(path))
 
 
 def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:

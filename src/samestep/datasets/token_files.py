@@ -266,15 +266,11 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
             0,
         )
         if wider or (width > 1 and len(seen) >= _FEWEST and not (seen % 256).any() and (seen != 0).mean() > _MOSTLY):
-            form = (
-                f"{_WIDTHS[wider]}. Set data.dtype = {_WIDTHS[wider]!r}"
-                if wider
-                else "of the other byte order. Use a .npy file, which names it"
-            )
+            works = f"Set data.dtype = {_WIDTHS[wider]!r}" if wider else "Use a .npy file, which names its byte order"
             raise DataError(
                 "token-file-form",
-                f"tokens:{place} has numbers from token {first:,} on that read as {tokens.dtype} are mostly 0 or multiples of 256: they look {form}"
-                f". If they are {tokens.dtype}, use a .npy file",
+                f"tokens:{place} looks like {_WIDTHS.get(wider, 'the other byte order')} from token {first:,} on: of the {tokens.dtype} there too many are 0 or "
+                f"multiples of 256. {works}. If they are right, use a .npy file",
             )
 
 
