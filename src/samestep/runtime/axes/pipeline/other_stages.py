@@ -91,7 +91,7 @@ def _refusal(values: Iterable[Any]) -> LayoutError:
         return LayoutError(
             "another-stage",
             f"the forward of a stage uses {name or 'a weight'}, which is in another stage of the pipeline, or which the traced sample did not "
-            "use (for example an image tower, for a sample without an image). Use pp=1, or add 0 * weight.sum() to the output, so that "
+            "use (such as an image tower, without an image). Use pp=1, or add 0 * weight.sum() to the output, so that "
             "each sample uses the weight.",
         )
     return LayoutError(
