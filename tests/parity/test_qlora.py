@@ -113,7 +113,9 @@ NIGHTLY += [
     "dp=2 pp=2 microbatch=2 zero=3",
     "cp=2",
 ]
-LAYOUTS += [pytest.param(layout, marks=pytest.mark.nightly) for layout in NIGHTLY]
+LAYOUTS += [
+    pytest.param(layout, marks=[pytest.mark.nightly, *[gathers_integers] * ("zero=3" in layout)]) for layout in NIGHTLY
+]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
