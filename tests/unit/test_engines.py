@@ -192,7 +192,7 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ('[slurm]\npartion = "x"\n', "slurm.partion: unknown key (did you mean 'partition'?)"),
         ("[slurm]\ntime = 60\n", "slurm.time: input should be a valid string, got 60"),
         ('[slurm]\ngpus_per_node = "8"\n', "slurm.gpus_per_node: input should be a valid integer, got '8'"),
-        ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node: -1 is below 0"),
+        ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node: must be 0 or more, got -1"),
         ("[slurm]\ngpus_per_node = true\n", "slurm.gpus_per_node: input should be a number, got True"),
         ('[slurm]\nby = "mpirun"\n', "slurm.by: input should be 'srun' or 'torchrun', got 'mpirun'"),
         ('[slurm]\noptions = "--exclusive"\n', "slurm.options: input should be a valid tuple, got '--exclusive'"),

@@ -308,8 +308,11 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port: 1 to 65535"),
-        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        (
+            _AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"},
+            "MASTER_PORT=70000 must be a port from 1 to 65535",
+        ),
+        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port"),
         (_AT | {"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK=1_0 is not a whole number"),
         (_AT | {"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9999999999999999999999999999999999999999... is"),
         (
@@ -317,7 +320,7 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
             "PET_NPROC_PER_NODE=junk is not a whole number",
         ),
         (HOSTS["Kubernetes"](0, 2, 1) | {"PET_NPROC_PER_NODE": "-1"}, "PET_NPROC_PER_NODE=-1 is below 0"),
-        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 is not a port"),
+        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 must be a port"),
         (
             HOSTS["Kubernetes"](0, 2, 1) | {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"},
             "SkyPilot states that this is host 1 of 2, which",

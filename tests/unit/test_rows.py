@@ -148,7 +148,7 @@ def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None
     (tmp_path / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     for source, text in (
         ("lost.jsonl", "lost.jsonl is a broken link"),
-        ("*.jsonl", "no pattern of names is read; of the folder .* all files are"),
+        ("*.jsonl", "patterns of files are not supported. Use the folder .*"),
     ):
         with pytest.raises(DataError, match=text):
             tokens_of(f"jsonl:{tmp_path / source}")

@@ -42,7 +42,7 @@ def existing(path: str, source: str) -> Path:
     if place.is_symlink():
         raise DataError("data-missing", f"{source}: {place.name} is a broken link")
     if "*" in place.name:
-        raise DataError("data-missing", f"{source}: no pattern of names is read; of the folder {parent} all files are")
+        raise DataError("data-missing", f"{source}: patterns of files are not supported. Use the folder {parent}")
     there = sorted(entry.name for entry in parent.iterdir())
     hint = did_you_mean(place.name, there) or (f"; there are {', '.join(there[:8])}" if there else "; it is empty")
     raise DataError("data-missing", f"{source}: there is no {place.name} in {parent.resolve()}{hint}")
@@ -198,9 +198,7 @@ def part_of(length: int, held_out: float, split: Split) -> range:
         DataError: there is no such part, or nothing is held out.
     """
     if split not in SPLITS:
-        raise DataError(
-            "argument-type", f"no split {split!r}{did_you_mean(split, SPLITS)}; the splits are {' and '.join(SPLITS)}"
-        )
+        raise DataError("argument-type", f"no split {split!r}{did_you_mean(split, SPLITS)}; use {' or '.join(SPLITS)}")
     cut = length - round(length * held_out)
     if split == "train":
         return range(cut)

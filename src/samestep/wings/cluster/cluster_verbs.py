@@ -75,7 +75,7 @@ def rendezvous_of(words: Namespace) -> Rendezvous | None:
     if int(words.nodes) < 2:
         raise InputError(
             "launch-nodes",
-            f"--nodes {words.nodes}: a rendezvous is for 2 hosts or more; without it this one runs alone",
+            f"--nodes {words.nodes}: --rendezvous needs 2 hosts or more. To run on this host alone, leave it out",
         )
     from samestep.wings.cluster.hosts import meeting, ssh
 

@@ -193,7 +193,7 @@ class SiteTable(Table):
         if isinstance(value, str) and ("\n" in value or "\0" in value):
             raise InputError("site-value", f"{short_repr(value)} has more than one line")
         if isinstance(value, int | float) and value < 0:
-            raise InputError("value-out-of-range", f"{value} is below 0")
+            raise InputError("value-out-of-range", f"must be 0 or more, got {value}")
         return value
 
 
