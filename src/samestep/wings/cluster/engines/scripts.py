@@ -37,8 +37,7 @@ def _kubernetes(request: LaunchRequest) -> str:
     site = request.site.kubernetes
     if not site.image:
         raise InputError(
-            "launch-nodes",
-            '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --cluster',
+            "launch-nodes", '--on kubernetes needs the image of pods. Set image = "..." in [kubernetes] of --cluster'
         )
     is_train_job = site.kind == "TrainJob"
     # The Trainer gives its pods the variables of their rendezvous; the pods of a Job have the same ones from here.
