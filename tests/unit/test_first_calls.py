@@ -305,6 +305,13 @@ def _parallelized(**given: Any) -> Run:
     return samestep.parallelize(made.pop("model"), made.pop("loss"), made.pop("optimizer"), **made)
 
 
+def _sharded() -> nn.Module:
+    """Return a model after `fully_shard`, whose weights have the attribute of DTensors."""
+    model: Any = Model()
+    model.first.bias.device_mesh = None
+    return model
+
+
 def _stepped(**given: Any) -> Any:
     return _parallelized(**given).step(next(samestep.batches(Points(), JOB)))
 
@@ -315,7 +322,7 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="dp=2"), r"has 2 ranks, but 1 process runs: start 2, as samestep\.launch"),
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
-        (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
+        (lambda: _parallelized(layout=None), "layout = None is not accepted. Use one line of text"),
         (lambda: samestep.Layout(3), "3 is not a layout. Use one line of text"),  # type: ignore[arg-type]
         (
             lambda: samestep.train(Job(), lay="dp=2"),
@@ -339,6 +346,8 @@ def _stepped(**given: Any) -> Any:
         (lambda: samestep.latest(None), "Use the path of a file or a folder"),  # type: ignore[arg-type]
         (lambda: samestep.launch(None, ranks=1), "Use a function"),  # type: ignore[arg-type]
         (lambda: _parallelized(model=nn.Linear), "missing a required argument: 'in_features'"),
+        (lambda: _parallelized(model=_sharded()), r"model = .* has sharded weights .*Use it without fully_shard or"),
+        (lambda: _parallelized(model={"a": Model(), "b": _sharded()}), r"model\['b'\] = .* has sharded weights"),
         (lambda: _parallelized(model=[Model()]), "is a list. Use a function that builds an nn.Module"),
         (lambda: _parallelized(optimizer="adamw"), "is a str. Use a function of the parameters"),
         (lambda: _parallelized(optimizer=lambda: None), "one argument, a list of parameters"),
