@@ -239,8 +239,7 @@ def _waiting_at(main_thread: int | None) -> tuple[str, str]:
         and "/torch/" not in call.filename
         and call.filename != contextlib.__file__
     ]
-    names = [call.name for call in calls[inside[0] :]] if inside else [""]
-    name = next((name for name in names if name != "wrapper"), names[0])
+    name = next((call.name for call in calls[inside[0] :] if call.name != "wrapper"), "") if inside else ""
     return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
 
 
