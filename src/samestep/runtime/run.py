@@ -102,7 +102,7 @@ class Run(RunInParts):
             source = replace(source, owner=self._owner if isinstance(source.model, nn.Module) else None)
             weakref.finalize(self, self._owner.abandon).atexit = False
         self._kernels = chosen_kernels.of_job(job, place.device)
-        self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
+        self.loggers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
         self.before_steps: list[Callable[[StepBatch], StepReport | None]] = []
         """What is asked before each step of a prepared run; a report in place of None says that the loop has ended before it."""
@@ -119,7 +119,7 @@ class Run(RunInParts):
         """Return the layout and the number of steps, as a notebook shows them."""
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
-    def all_waived(self) -> tuple[str, ...]:
+    def skipped_checks(self) -> tuple[str, ...]:
         """Return the failed checks of all ranks that `run.allow` skips; `job.run.waived` lists each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
@@ -210,9 +210,9 @@ class Run(RunInParts):
         return report, batch
 
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
-        """Return a report as its receivers leave it, who end the stream of the batch where the loop is to end."""
-        for receiver in self.receivers:
-            report = receiver(report, batch, is_part)
+        """Return a report as its loggers leave it, who end the stream of the batch where the loop is to end."""
+        for logger in self.loggers:
+            report = logger(report, batch, is_part)
         return report
 
     def _computing(self) -> AbstractContextManager[None]:
