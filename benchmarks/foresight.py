@@ -265,9 +265,9 @@ def _can_be_written(path: Path) -> bool:
 
 
 LEAST_OF_KIND = 30
-"""Rows of a class of machines from which on it has intervals of its own."""
+"""Rows of a class of machines from which on it has an interval."""
 LEAST_SOURCES = 5
-"""Sources of a class of machines from which on it has them: fewer say too little of how a new one differs."""
+"""Sources from which on that is made of its own rows: fewer say too little of how a new one differs."""
 _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a new source are to be expected, and were, of sources left out.
 # Written by `python benchmarks/foresight.py --rows DIR --record FILE`.
 """
@@ -279,15 +279,17 @@ def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     by_kind = ratios_by_kind(*_of_files(rows, outcomes, composed(rows), is_in=False))
     for kind, parts in by_kind.items():
         for name, found in parts.items():
-            if found and (kind == "all" or _has_own(found)):
-                low, high = map(rounded, interval(found, coverage(found)["part"]))
+            if found and (kind == "all" or len(found) >= LEAST_OF_KIND):
+                known = found if kind == "all" else _known(found, by_kind["all"][name])
+                low, high = map(rounded, interval(known, coverage(found, known)["part"]))
                 lines += ["", f"[{kind}.{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
 
 
-def _has_own(found: Sequence[Ratio]) -> bool:
-    """Whether a class of machines has enough rows and sources for intervals of its own."""
-    return len(found) >= LEAST_OF_KIND and len({source for source, _ in found}) >= LEAST_SOURCES
+def _known(found: Sequence[Ratio], every: Sequence[Ratio]) -> Sequence[Ratio]:
+    """Return the ratios of which the interval of a class of machines is made: its own, if they are enough, or those of all classes."""
+    has_own = len(found) >= LEAST_OF_KIND and len({source for source, _ in found}) >= LEAST_SOURCES
+    return found if has_own else every
 
 
 def _of_files(
@@ -324,7 +326,7 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         **_of_intervals(rows, outcomes),
         "kinds": {
             kind: {
-                name: _kind(alike, alike if _has_own(alike) else by_kind["all"][name])
+                name: _kind(alike, alike if kind == "all" else _known(alike, by_kind["all"][name]))
                 for name, alike in parts.items()
                 if alike
             }
