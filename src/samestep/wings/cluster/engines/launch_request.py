@@ -193,7 +193,7 @@ class SiteTable(Table):
         if isinstance(value, str) and ("\n" in value or "\0" in value):
             raise InputError("site-value", f"{short_repr(value)} has more than one line")
         if isinstance(value, int | float) and value < 0:
-            raise InputError("value-out-of-range", f"{value} is below 0")
+            raise InputError("value-out-of-range", f"must be 0 or more, got {value}")
         return value
 
 
@@ -319,11 +319,11 @@ def read_site(path: str | Path | None) -> Site:
             tables = tomllib.load(file)
     except OSError as error:
         raise InputError(
-            "site-value", f"--site {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
+            "site-value", f"--cluster {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError("hardware-profile", f"--site {path}: {error}") from None
+        raise InputError("site-value", f"--cluster {path}: {error}") from None
     try:
         return Site.model_validate(tables)
     except ValidationError as error:
-        raise InputError("site-value", mistakes_in(error, lambda key: f"--site {path}", Site)[1]) from None
+        raise InputError("site-value", mistakes_in(error, lambda key: f"--cluster {path}", Site)[1]) from None
