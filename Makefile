@@ -65,8 +65,8 @@ gpu:
 
 # Names and plain English: the last edit often breaks them. A few seconds, without worker processes.
 NAMES := tests/docs/test_glossary.py tests/docs/test_plain_english.py tests/unit/test_errors.py tests/unit/test_public.py::test_the_public_names_are_these \
-	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_somewhere \
-		every_link_to_a_heading_finds_it every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
+	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_to_a_file_and_its_heading \
+		every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
 		the_rooms_of_the_architecture_are_the_packages) \
 	tests/docs/test_rejected_code.py::test_a_quoted_error_stands_in_the_source tests/docs/test_python_api.py::test_nothing_public_is_missing \
 	$(addprefix tests/unit/test_torch_contract.py::test_,private_parts_of_torch_are_named_in_one_place_each \

@@ -170,10 +170,10 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(on, setting, out, n
         (["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"], "has 4 ranks, and 2 nodes of 4"),
         (["--on", "slurm", "--nodes", "a,a", "--layout", "dp=2"], "--nodes a,a. Use a number, or names of hosts"),
         (["--on", "slurm", "--nodes", "0", "--layout", "dp=2"], "--nodes 0. Use at least one node"),
-        (["--on", "kubernetes", "--layout", "dp=2"], 'Set image = "..." in [kubernetes] of --site'),
+        (["--on", "kubernetes", "--layout", "dp=2"], 'Set image = "..." in [kubernetes] of --cluster'),
         (["--on", "ssh", "--nodes", "2", "--layout", "dp=2"], "--on ssh needs the names of two hosts or more"),
         (["--on", "torchrun", "--nodes", "2", "--layout", "dp=2"], "with several nodes needs an address"),
-        (["--on", "slurm", "--layout", "dp=2", "--site", "no.toml"], "--site no.toml: No such file or directory"),
+        (["--on", "slurm", "--layout", "dp=2", "--cluster", "no.toml"], "--cluster no.toml: No such file or directory"),
         (["nope.toml", "--on", "slurm", "--layout", "dp=2"], "no job file at nope.toml"),
     ],
 )  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("toml", "text"),
     [
-        ("[slrum]\n", "--site site.toml: slrum: unknown key (did you mean 'slurm'?); the keys here are run, slurm"),
+        ("[slrum]\n", "--cluster site.toml: slrum: unknown key (did you mean 'slurm'?); the keys here are run, slurm"),
         ('[slurm]\npartion = "x"\n', "slurm.partion: unknown key (did you mean 'partition'?)"),
         ("[slurm]\ntime = 60\n", "slurm.time: input should be a valid string, got 60"),
         ('[slurm]\ngpus_per_node = "8"\n', "slurm.gpus_per_node: input should be a valid integer, got '8'"),
@@ -198,7 +198,7 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ('[slurm]\noptions = "--exclusive"\n', "slurm.options: input should be a valid tuple, got '--exclusive'"),
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition: 'a\\nrm -r x' has more than one line"),
         ("slurm = 3\n", "slurm: input should be a valid dictionary"),
-        ("[slurm\n", "--site site.toml: "),
+        ("[slurm\n", "--cluster site.toml: "),
         ('[run.environment]\n"A; ls" = "1"\n', "run.environment.A; ls.[key]: string should match pattern"),
         ("[run.environment]\nA = 1\n", "run.environment.A: input should be a valid string, got 1"),
     ],

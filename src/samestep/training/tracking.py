@@ -37,12 +37,12 @@ PROGRESS = "progress"
 FOLDER = "runs/loop"
 
 
-def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | None = None) -> Tracking:
+def track(run: Run, *loggers: Receiver | EarlyStopping, folder: str | Path | None = None) -> Tracking:
     """Pass the report of each step of a user's loop to loggers; `run.step` does it from now on. Every rank must call this.
 
     Args:
         run: the run to track.
-        receivers: loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
+        loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
             and a `samestep.EarlyStopping`. All but the last run on rank 0 only, for each step that `run.log_every` logs.
         folder: the folder of the files, and of the best checkpoint; by default runs/loop. A run that resumes from a checkpoint continues them.
 
@@ -64,8 +64,8 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
             "run-folder-unwritable",
             f"samestep.track: folder={short_repr(folder)} is not a folder. Use the path of one, which need not exist",
         )
-    held_out = [receiver for receiver in receivers if isinstance(receiver, EarlyStopping)]
-    others = [receiver for receiver in receivers if not isinstance(receiver, EarlyStopping)]
+    held_out = [receiver for receiver in loggers if isinstance(receiver, EarlyStopping)]
+    others = [receiver for receiver in loggers if not isinstance(receiver, EarlyStopping)]
     for other in others:
         _check(other, run.job.run.folder)
     if len(held_out) > 1:

@@ -319,11 +319,11 @@ def read_site(path: str | Path | None) -> Site:
             tables = tomllib.load(file)
     except OSError as error:
         raise InputError(
-            "site-value", f"--site {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
+            "site-value", f"--cluster {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError("hardware-profile", f"--site {path}: {error}") from None
+        raise InputError("site-value", f"--cluster {path}: {error}") from None
     try:
         return Site.model_validate(tables)
     except ValidationError as error:
-        raise InputError("site-value", mistakes_in(error, lambda key: f"--site {path}", Site)[1]) from None
+        raise InputError("site-value", mistakes_in(error, lambda key: f"--cluster {path}", Site)[1]) from None
