@@ -289,7 +289,7 @@ def _try_other_half(tried: Callable[[], EvaluatedLoss], some: DividedSamples, nu
             return (
                 f"{reason}, one with other labels or values, so a part with few labels that count, or none, would count otherwise, or a value of "
                 "all samples selects a number. Use a plain sum and count, also after n.clamp(min=1), which is the count of the whole "
-                "step then, a named term for each part with a count of its own, or samestep.whole_batch(loss)"
+                "step then, a named term for each count, or samestep.whole_batch(loss)"
             )
     return ""
 
