@@ -384,7 +384,7 @@ def parallelize(
     averages = ModelAverages(ema or {})
     averages.check(where, job)
     built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    _check_dtypes(built, job)
+    _check_dtypes(built, job, says=place.rank == 0)
     source = _source_of(built, loss, optimizer, job)
     return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
@@ -404,21 +404,23 @@ def _check_keys(job: Job) -> None:
         )
 
 
-def _check_dtypes(model: Built, job: Job) -> None:
-    """Refuse an instance of float64 weights in a job that trains it in fewer bits, unless the job says so.
+def _check_dtypes(model: Built, job: Job, *, says: bool) -> None:
+    """Refuse an instance of float64 weights in a job that trains it in fewer bits, unless the job says so; of half the bits `says` says so.
 
     Raises:
-        ModelError: it is one.
+        ModelError: it has float64 weights.
     """
-    precision, is_said = job.numerics.precision, "precision" in job.numerics.model_fields_set
-    if not isinstance(model, nn.Module) or precision == "float64" or is_said:
+    if not isinstance(model, nn.Module) or "precision" in job.numerics.model_fields_set:
         return
-    if name := next((name for name, param in model.named_parameters() if param.dtype == torch.float64), ""):
-        raise ModelError(
-            "tensor-form",
-            f'parameter {name} is torch.float64, and numerics.precision is "{precision}". Set numerics.precision = "float64", or give '
-            "float32 by model.float()",
-        )
+    for name, param in model.named_parameters():
+        text = f'parameter {name} is {param.dtype}, and numerics.precision is "float32"'
+        if param.dtype == torch.float64:
+            fix = 'Set numerics.precision = "float64", or give float32 by model.float()'
+            raise ModelError("tensor-form", f"{text}. {fix}")
+        if says and param.requires_grad and param.dtype.itemsize == 2:
+            fix = 'Set it to "bf16" or "fp16" to compute in half the bits, with master weights in float32'
+            print(f"samestep: {text}, so it is trained in float32. {fix}", file=sys.stderr, flush=True)
+            says = False
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
