@@ -127,8 +127,8 @@ def _adding_apart(program: Program, case: Case) -> Program:
 
 
 ADDED_APART_BYTES = 10
-"""Bytes that DeepSpeed's BF16_Optimizer moves for the gradient of a weight besides the sum in float32 of a kernel: it is added in 16 bits
-(6), read once more for the sum (2) and set to zero (2) (deepspeed/runtime/bf16_optimizer.py)."""
+"""Bytes that DeepSpeed's BF16_Optimizer moves for the gradient of a weight besides a kernel that adds it to the float32 sum: it makes a float32
+copy (read 2, write 4), and adds that (read 4 and 4, write 4), of which such a kernel moves 8 (deepspeed/runtime/bf16_optimizer.py)."""
 
 
 def _without_update(_: BodyKey, ops: Ops) -> Ops:

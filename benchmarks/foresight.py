@@ -83,7 +83,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
     errors = sorted(100 * abs(o.predicted_s / o.measured_s - 1) for o in used)
     biases = [100 * (o.predicted_s / o.measured_s - 1) for o in used]
     groups = list(_groups(used))
-    ranks, told = [group.pairs for group in groups], [group for group in groups if group.tells]
+    ranks, told = [group.pairs for group in groups], [group for group in groups if group.told]
     return {
         "rows": len(used),
         "skipped": sum(1 for o in outcomes if o.reason),
@@ -93,6 +93,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
         "p90": rounded(errors[math.ceil(0.9 * len(errors)) - 1]) if errors else None,
         "tau": rounded(statistics.fmean(kendall(pairs) for pairs in ranks)) if ranks else None,
         "tau_apart": rounded(statistics.fmean(kendall(group.pairs, group.apart) for group in told)) if told else None,
+        "tau_bound": rounded(statistics.fmean(group.told for group in groups)) if groups else None,
         "regret": rounded(statistics.fmean(map(_regret, ranks))) if ranks else None,
         "best_in_top_3": rounded(100 * statistics.fmean(map(_is_best_among_three, ranks))) if ranks else None,
         "groups": len(ranks),
@@ -119,9 +120,9 @@ class _Group(NamedTuple):
         return tuple(self.layouts.values())
 
     @property
-    def tells(self) -> bool:
-        """Whether any two layouts are further apart."""
-        return any(_differ(a, b, self.apart) for a, b in itertools.combinations(self.pairs, 2))
+    def told(self) -> float:
+        """Part of the pairs that are further apart. It is the tau to expect of a prediction without error: the order of others is noise."""
+        return statistics.fmean(_differ(a, b, self.apart) for a, b in itertools.combinations(self.pairs, 2))
 
 
 def _groups(used: Iterable[Outcome]) -> Iterator[_Group]:
@@ -264,22 +265,31 @@ def _can_be_written(path: Path) -> bool:
 
 
 LEAST_OF_KIND = 30
-"""Rows of a class of machines from which on it has intervals of its own."""
+"""Rows of a class of machines from which on it has an interval."""
+LEAST_SOURCES = 5
+"""Sources from which on that is made of its own rows: fewer say too little of how a new one differs."""
 _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a new source are to be expected, and were, of sources left out.
 # Written by `python benchmarks/foresight.py --rows DIR --record FILE`.
 """
 
 
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """Write the intervals of measured over predicted, of steps and of peaks of memory; a peak does not depend on the links of a machine, so
-    all classes share its interval."""
+    """Write the intervals of measured over predicted, of steps and of peaks of memory: of all rows, and of classes with enough of them."""
     lines = [_RECORD.rstrip()]
-    for kind, parts in ratios_by_kind(*_of_files(rows, outcomes, composed(rows), is_in=False)).items():
+    by_kind = ratios_by_kind(*_of_files(rows, outcomes, composed(rows), is_in=False))
+    for kind, parts in by_kind.items():
         for name, found in parts.items():
-            if found and (kind == "all" or (name == "time" and len(found) >= LEAST_OF_KIND)):
-                low, high = map(rounded, interval(found))
+            if found and (kind == "all" or len(found) >= LEAST_OF_KIND):
+                known = found if kind == "all" else _known(found, by_kind["all"][name])
+                low, high = map(rounded, interval(known, coverage(found, known)["part"]))
                 lines += ["", f"[{kind}.{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
+
+
+def _known(found: Sequence[Ratio], every: Sequence[Ratio]) -> Sequence[Ratio]:
+    """Return the ratios of which the interval of a class of machines is made: its own, if they are enough, or those of all classes."""
+    has_own = len(found) >= LEAST_OF_KIND and len({source for source, _ in found}) >= LEAST_SOURCES
+    return found if has_own else every
 
 
 def _of_files(
@@ -316,7 +326,7 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         **_of_intervals(rows, outcomes),
         "kinds": {
             kind: {
-                name: _kind(alike, by_kind["all"][name] if name == "memory" else alike)
+                name: _kind(alike, alike if kind == "all" else _known(alike, by_kind["all"][name]))
                 for name, alike in parts.items()
                 if alike
             }
@@ -336,9 +346,12 @@ def _by_file(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list
 def _of_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the intervals of steps and of peaks of memory, and what those of other sources cover of each."""
     found = ratios(rows, outcomes)
+    covered = {name: coverage(alike) for name, alike in found.items()}
     return {
-        "intervals": {name: [*map(rounded, interval(alike))] for name, alike in found.items() if alike},
-        "coverage": {name: coverage(alike) for name, alike in found.items()},
+        "intervals": {
+            name: [*map(rounded, interval(alike, covered[name]["part"]))] for name, alike in found.items() if alike
+        },
+        "coverage": covered,
     }
 
 
@@ -346,18 +359,14 @@ def _kind(found: Sequence[Ratio], known: Sequence[Ratio]) -> dict[str, Any]:
     """Return what a class of machines has of one part: rows, errors, the interval of known rows, and what that of other sources covers."""
     off = sorted(100 * abs(1 / ratio - 1) for _, ratio in found)
     covered = coverage(found, known)
-    rows = Counter(source for source, _ in found)
-    by_rows = sum(share * rows[source] for source, share in covered["sources"].items())
     return {
         "rows": len(found),
-        "sources": len(rows),
+        "sources": len({source for source, _ in found}),
         "mape": rounded(statistics.fmean(off)),
         "median_ape": rounded(statistics.median(off)),
-        "interval": [*map(rounded, interval(known))],
+        "interval": [*map(rounded, interval(known, covered["part"]))],
         "covered": covered["mean"],
-        "covered_rows": rounded(by_rows / sum(rows[source] for source in covered["sources"]))
-        if covered["sources"]
-        else None,
+        "covered_rows": covered["rows"],
     }
 
 

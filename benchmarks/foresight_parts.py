@@ -15,7 +15,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cells import Row, whole
@@ -29,6 +29,8 @@ Ratio = tuple[str, float]
 """A source, and measured / predicted of one of its rows."""
 COVERED = 0.8
 """Part of the rows of a new source that an interval shall hold."""
+PARTS = tuple(0.6 + step / 40 for step in range(11))
+"""Parts of a distribution that an interval may have so as to hold `COVERED`."""
 STRIPS = 2**14
 """Of two right angles, by which a distribution is summed up."""
 POINTS = 2**9
@@ -58,30 +60,47 @@ def work_of(row: Row) -> str:
     return "" if adapters_of(row) is None else "QLoRA" if is_packed(row) else "LoRA"
 
 
-def interval(found: Sequence[Ratio]) -> tuple[float, float]:
-    """Return the ends of the interval in which a row of a new source is to be expected, with `COVERED` of probability.
+class Spread(NamedTuple):
+    """A distribution of logarithms of measured / predicted, of rows of a new source."""
+
+    middle: float
+    offs: np.ndarray
+    """How far rows are off the middle, sorted."""
+    below: np.ndarray
+    """Probability that a row is off by no more than each of them."""
+
+    def ends(self, part: float) -> tuple[float, float]:
+        """Return the ends of the interval that has this part of the distribution, each of which leaves out the same."""
+        low, high = (self.offs[np.searchsorted(self.below, side)] for side in ((1 - part) / 2, (1 + part) / 2))
+        return math.exp(self.middle + low), math.exp(self.middle + high)
+
+
+def interval(found: Sequence[Ratio], part: float = COVERED) -> tuple[float, float]:
+    """Return the ends of the interval in which a row of a new source is to be expected, with this probability."""
+    return spread_of(found).ends(part)
+
+
+def spread_of(found: Sequence[Ratio]) -> Spread:
+    """Return how rows of a new source are spread.
 
     Sources are few and differ: of n sources, whose own means vary by b, a new one's mean is off their middle by b (1 + 1 / n), which
     is only estimated, so as Student's t with n - 1 degrees of freedom: with four sources it is often far out. On top of it a row is off
     the mean of its source as one of the known rows is off its own, every source counting alike. Means of few rows vary by what their
     rows do, which b has in it, so the row of a source of one row is not off at all. Rows are many, and their distribution is taken as it
     was found: it has a narrow middle and wide tails, and a normal one of the same variance holds nine rows of ten where it claims to
-    hold eight. Each end leaves out the same part of the sum of the two. Of one source alone the ends are its smallest and its largest
-    value.
+    hold eight. Of one source alone the ends are its smallest and its largest value.
     """
     logs = [np.log(values) for values in _by_source(found).values()]
     count = len(logs)
     if count < 2:
-        return min(value for _, value in found), max(value for _, value in found)
+        sides = np.sort(logs[0])[[0, -1]]
+        return Spread(0.0, sides, np.array([0.5, 1.0]))
     means = [float(values.mean()) for values in logs]
     offs = math.sqrt(statistics.variance(means) * (1 + 1 / count)) * student_points(count - 1)
     sums = np.concatenate([np.add.outer(values - values.mean(), offs).ravel() for values in logs])
     weights = np.concatenate([np.full(len(values) * POINTS, 1 / len(values)) for values in logs])
     order = np.argsort(sums)
-    below = np.cumsum(weights[order]) / weights.sum()
-    low, high = (sums[order[np.searchsorted(below, part)]] for part in ((1 - COVERED) / 2, (1 + COVERED) / 2))
-    middle = statistics.fmean(means)
-    return math.exp(middle + low), math.exp(middle + high)
+    return Spread(statistics.fmean(means), sums[order], np.cumsum(weights[order]) / weights.sum())
 
 
 def student_points(freedom: float) -> np.ndarray:
@@ -124,17 +143,34 @@ def ratios_by_kind(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str
 
 
 def coverage(found: Sequence[Ratio], known: Sequence[Ratio] = ()) -> dict[str, Any]:
-    """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources; of those found,
-    or of all that are known."""
-    covered: dict[str, float] = {}
-    for source, values in _by_source(found).items():
-        others = [ratio for ratio in known or found if ratio[0] != source]
-        if others:
-            low, high = interval(others)
-            covered[source] = 100 * statistics.fmean(low <= value <= high for value in values)
+    """Return the per cent of each source's rows that the interval of all other sources covers, their mean over sources and over rows, and the
+    part of a distribution that the interval has; of those found, or of all that are known.
+
+    Of sources that were left out, an interval with a part of `COVERED` covers more in some classes, less in others. So it has the part by
+    which what it covers, over sources and over rows, is nearest to `COVERED`.
+    """
+    values = _by_source(found)
+    others = {source: [ratio for ratio in known or found if ratio[0] != source] for source in values}
+    spreads = {source: spread_of(rest) for source, rest in others.items() if rest}
+    if not spreads:
+        return {"sources": {}, "mean": None, "rows": None, "part": COVERED}
+    tried = [_covered(values, spreads, part) for part in PARTS]
+    return min(tried, key=lambda one: max(abs(one[name] - 100 * COVERED) for name in ("mean", "rows")))
+
+
+def _covered(values: dict[str, list[float]], spreads: dict[str, Spread], part: float) -> dict[str, Any]:
+    """Return what intervals with a part of the other sources' distributions cover."""
+    ends = {source: spread.ends(part) for source, spread in spreads.items()}
+    shares = {
+        source: 100 * statistics.fmean(low <= value <= high for value in values[source])
+        for source, (low, high) in ends.items()
+    }
+    rows = sum(len(values[source]) for source in shares)
     return {
-        "sources": {source: rounded(share) for source, share in covered.items()},
-        "mean": rounded(statistics.fmean(covered.values())) if covered else None,
+        "sources": {source: rounded(share) for source, share in shares.items()},
+        "mean": rounded(statistics.fmean(shares.values())),
+        "rows": rounded(sum(share * len(values[source]) for source, share in shares.items()) / rows),
+        "part": part,
     }
 
 

@@ -16,7 +16,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits within the error of memory, and full where nothing does; none of convolutions |
 | order of an image's elements | torch's default, channels first; last in entries to MLPerf                              |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
-| sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
+| sequence parallel           | with tp > 1 from H100 on, but for functional tests, whose arguments are printed, and with experts, which Megatron-LM does not train without it |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | dtype of reduced gradients  | float32; that of the weights in NVIDIA's recipes from H100 on (`grad_reduce_in_fp32 = False` in Megatron-Bridge's) |
@@ -433,7 +433,7 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
     said = (row.get("sequence_parallel") or "").strip().lower()
     if decoder is None or tp == 1 or decoder.sequence % tp:
         return False
-    return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
+    return said in _YES or (not said and ((is_late(machine) and not is_tested(row)) or decoder.experts > 0))
 
 
 def _gathered_again(layer: LayerSpec) -> LayerSpec:
@@ -473,9 +473,14 @@ def _too_large(model: ModelSpec, machine: Hardware) -> bool:
     return held > machine.memory_bytes
 
 
+_DEGREES = re.compile(r"_?(?:tp|pp|cp|ep|vp|etp)\d+")
+"""The layout in the name of a functional test."""
+
+
 def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:
     said = (*(str(whole(row, name)) for name in ("n_layers", "hidden", "heads")), str(number(row, "n_params") or ""))
     if "LAYOUT INCONSISTENT" in joined(row, "notes"):  # what it was is not known, so it tells nothing of an order
         said += (row.get("id") or "",)
     precision = (row.get("precision") or "").upper()
+    name = _DEGREES.sub("", name) if is_tested(row) else name
     return (row.get("source") or "", name, *said, machine.name, str(devices), str(batch), str(tokens), precision)

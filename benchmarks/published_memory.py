@@ -97,6 +97,12 @@ def with_its_logits(row: Row, model: ModelSpec) -> ModelSpec:
         model = replace(model, layers=(*others, head))
     elif is_compiled(row) and not is_titan(row):
         model = _in_one_kernel(model)
+    if "--cross-entropy-loss-fusion=true" in joined(
+        row, "notes"
+    ):  # compiled, it cannot write its exponents over the logits
+        *others, head = model.layers
+        more = head.loss_working_elements + head.output_elements
+        model = replace(model, layers=(*others, replace(head, loss_working_elements=more)))
     if holds_sixteen_bits(row):
         *others, head = model.layers
         head = replace(head, loss_elements=3 * head.loss_elements, loss_working_elements=2 * head.loss_working_elements)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cells import Row, SkippedError, joined, number, whole
 from published_loops import by_modules, is_of_transformers
+from published_machines import is_tested
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
@@ -221,6 +222,9 @@ def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
         decoder = replace(decoder, fused=False)
     if _is_plain(row, machine):
         decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
+    # Arguments of functional tests leave Megatron-LM's default, 0.1, as it is, but for DeepSeek's models.
+    if is_tested(row) and "_release" not in name and not decoder.latent_rank:
+        decoder = replace(decoder, dropout=True)
     return decoder
 
 

@@ -89,9 +89,14 @@ def intervals() -> str:
     """Return the table of docs/foresight.md: measured over predicted by class of machines, from past predictions."""
     record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
     names = {"all": "all", "cards": "cards on PCIe", "few": "part of a node", "nodes": "whole nodes"}
-    figures = [(f"time, {name}", record[key]["time"]) for key, name in names.items()]
+    figures = [
+        (f"{part}, {name}", record[key][part])
+        for part in ("time", "memory")
+        for key, name in names.items()
+        if part in record[key]
+    ]
     lines = ["| prediction | measured / predicted | measurements |", "| --- | ---: | ---: |"]
-    for name, interval in (*figures, ("memory", record["all"]["memory"])):
+    for name, interval in figures:
         lines.append(f"| {name} | {interval['low']:.2f} to {interval['high']:.2f} | {interval['rows']:,} |")
     return "\n".join(lines)
 

@@ -387,6 +387,7 @@ def test_pairs_within_the_spread_of_a_source_tell_nothing_of_the_order(
     found = foresight.figures(outcomes)
     assert found["groups"] == 1
     assert found["groups_apart"] == groups
+    assert found["tau_bound"] == (0 if not groups else 1 if spread == 0 else pytest.approx(2 / 3, abs=1e-3))
     assert found["tau_apart"] == (None if not groups else pytest.approx(1 / 3, abs=1e-3) if spread == 0 else 1.0)
 
 
@@ -469,7 +470,7 @@ def test_intervals_are_monitor_sources_that_had_no_part_in_them() -> None:
     assert 75 <= judged["mean"] <= 85
     odd = foresight_parts.coverage([*alike, *(("d", 2.0) for _ in range(10))])
     assert odd["sources"]["d"] == 0, "its own rows do not widen the interval that judges it"
-    assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
+    assert foresight_parts.coverage([("a", 1.0)])["sources"] == {}
     few = [("a", 1.0), ("d", 2.0)]
     assert foresight_parts.coverage(few, [*alike, *few])["sources"] == {"a": 100.0, "d": 0.0}
 
@@ -491,8 +492,34 @@ def test_an_interval_covers_rows_of_a_new_source_however_few_there_are(
                 draw.gauss(0, within) * (5 if draw.random() < far_out else 1) for _ in range(draw.choice((1, 5, 30)))
             ]
             found += [(str(source), math.exp(middle + off)) for off in offs]
-        covered.append(foresight_parts.coverage(found)["mean"])
+        for left_out in map(str, range(sources)):
+            low, high = foresight_parts.interval([ratio for ratio in found if ratio[0] != left_out])
+            covered.append(
+                100 * statistics.fmean(low <= value <= high for source, value in found if source == left_out)
+            )
     assert 75 <= statistics.fmean(covered) <= 85
+
+
+@pytest.mark.parametrize(("apart", "rows"), [(0.1, (5, 5, 5, 5)), (0.1, (2, 9, 30, 5)), (0.02, (9, 9, 9, 9, 9))])
+def test_an_interval_has_the_part_that_covers_nearest_to_what_it_claims(apart: float, rows: tuple[int, ...]) -> None:
+    found = [
+        (str(source), math.exp(apart * (-1) ** source + 0.05 * math.sin(row)))
+        for source, count in enumerate(rows)
+        for row in range(count)
+    ]
+
+    def off(part: float) -> float:
+        shares = []
+        for source in range(len(rows)):
+            low, high = foresight_parts.interval([ratio for ratio in found if ratio[0] != str(source)], part)
+            shares.append(statistics.fmean(low <= value <= high for name, value in found if name == str(source)))
+        by_rows = sum(share * count for share, count in zip(shares, rows, strict=True)) / sum(rows)
+        return 100 * max(abs(share - 0.8) for share in (statistics.fmean(shares), by_rows))
+
+    judged = foresight_parts.coverage(found)
+    assert max(abs(judged[name] - 80) for name in ("mean", "rows")) == pytest.approx(off(judged["part"]), abs=0.01)
+    assert off(judged["part"]) == pytest.approx(min(map(off, foresight_parts.PARTS)))
+    assert len({off(part) for part in foresight_parts.PARTS}) > 1
 
 
 def test_an_interval_counts_once_how_rows_of_a_source_differ() -> None:
@@ -514,7 +541,7 @@ def test_an_interval_is_wider_where_sources_differ_or_are_few() -> None:
 
     assert width("abcd", 0) < width("abcd", 0.2) < width("abcd", 0.4)
     assert width("abcdefgh", 0.2) < width("abcd", 0.2) < width("ab", 0.2)
-    assert foresight_parts.interval([("a", 0.5), ("a", 2.0)]) == (0.5, 2.0)
+    assert foresight_parts.interval([("a", 0.5), ("a", 2.0)]) == pytest.approx((0.5, 2.0))
     assert foresight_parts.interval([("a", 2.0), ("b", 2.0)]) == pytest.approx((2.0, 2.0))
 
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import forecast
 import published
+import published_machines
 from foresight_workers import Workers
 
 from samestep.program.ops import OpKind
@@ -107,6 +108,7 @@ def _seconds(rows: list[dict[str, str]]) -> list[float]:
 
 
 TESTED = {**PLAIN, "gpu": "A100", "notes": "correctness test, deterministic kernels"}
+MEASURED = {"metric_memory_gib": "10"}
 EXPERTS = {"moe_experts": "8", "moe_topk": "2", "ep": "2"}
 
 
@@ -117,7 +119,8 @@ def block_kernels(notes: str = "", **cells: str) -> int:
 
 
 def test_a_functional_test_starts_what_it_logs_and_adds_up() -> None:
-    plain, tested = published.case_of({**TESTED, "notes": ""}), published.case_of(TESTED)
+    row = {**TESTED, "model": "GPT_release"}
+    plain, tested = published.case_of({**row, "notes": ""}), published.case_of(row)
     logged_s = published.LOGGED * len(plain.model.params) * plain.machine.kernel_launch_s
     assert tested.machine.host_step_s == pytest.approx(plain.machine.host_step_s + logged_s)
     assert tested.model.layers[1].moved.kernels > plain.model.layers[1].moved.kernels
@@ -138,6 +141,47 @@ def test_a_functional_test_starts_what_it_logs_and_adds_up() -> None:
 )
 def test_what_a_functional_test_says_of_its_modules_is_started(less: dict[str, str], more: dict[str, str]) -> None:
     assert block_kernels(**less) < block_kernels(**more)
+
+
+def test_modules_of_an_engine_start_more_and_an_attention_that_is_written_starts_what_it_is() -> None:
+    engine, local, written = (
+        block_kernels(f"--attention-backend={backend} --transformer-impl={code}")
+        for backend, code in (("flash", "transformer_engine"), ("auto", "local"), ("unfused", "transformer_engine"))
+    )
+    assert local < written
+    assert written - engine == round(published_machines.WRITTEN_STARTS - published_machines.ENGINE_STARTS)
+
+
+@pytest.mark.parametrize("code", ["flash", "unfused"])
+def test_a_functional_test_has_dropout_unless_it_is_a_release(code: str) -> None:
+    peaks = []
+    for name in ("gpt/small", "gpt/small_release"):
+        notes = f"correctness test; --attention-backend={code}; --swiglu=true"
+        peaks.append(forecast.predict({**TESTED, "model": name, "notes": notes, **MEASURED}).predicted_bytes)
+    assert peaks[0] > peaks[1] > 0
+
+
+@pytest.mark.parametrize(("cells", "splits"), [({}, False), ({"sequence_parallel": "true"}, True), (EXPERTS, True)])
+def test_a_functional_test_splits_no_sequences_unless_its_arguments_do(cells: dict[str, str], splits: bool) -> None:
+    row = {**TESTED, "gpu": "H100", "tp": "2", **cells}
+    assert bool(published.case_of(row).words.get("sequence_parallel")) == splits
+    assert published.case_of({**row, "notes": ""}).words["sequence_parallel"]
+
+
+def test_names_of_functional_tests_are_of_one_model_whatever_their_degrees_are() -> None:
+    names = ("gpt3_mcore_te_tp1_pp4_vp1_swiglu", "gpt3_mcore_te_tp2_pp2_cp2_swiglu", "gpt3_mcore_te_tp2_pp2")
+    first, second, other = (published.case_of({**TESTED, "model": name}).group for name in names)
+    assert first == second != other
+    assert len({published.case_of({**TESTED, "model": name, "notes": ""}).group for name in names}) == 3
+
+
+@pytest.mark.parametrize("vocab", ["32768", "65536"])
+def test_a_loss_of_compiled_parts_holds_one_copy_of_the_logits_more(vocab: str) -> None:
+    apart, fused = (
+        forecast.predict({**TESTED, **MEASURED, "vocab": vocab, "notes": f"correctness test; {flag}"}).predicted_bytes
+        for flag in ("", "--cross-entropy-loss-fusion=true")
+    )
+    assert fused - apart == pytest.approx(4 * int(vocab) * int(PLAIN["seq_len"]), rel=0.01)
 
 
 IMAGES = {

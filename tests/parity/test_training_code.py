@@ -79,6 +79,8 @@ REFUSED = {
         "given instance with another part": r"b was replaced by another module",
     },
     "dp=2 zero=3": {
+        "parametrization later": r"b.weight was moved to another module, and .*zero=3 looks for it by its name",
+        "weight moved later": r"b.weight was moved to another module, and .*zero=3 looks for it by its name",
         "part swapped later": r"b was replaced by another module",
         "teacher with other data": r"teacher.a.weight was given another tensor",
         "halving hook later": r"a hook was registered on the gradient of b.weight in run.model, and under zero=3",

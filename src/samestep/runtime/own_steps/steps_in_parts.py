@@ -96,7 +96,7 @@ class RunInParts(SavedRun):
 
     @abstractmethod
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
-        """Return a report as its receivers leave it."""
+        """Return a report as its loggers leave it."""
 
     # -- values as a batch -------------------------------------------------------------------------
 

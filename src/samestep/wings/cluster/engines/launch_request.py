@@ -149,7 +149,8 @@ def _share(layout: Layout | None, nodes: int) -> int:
     """
     if layout is None:
         raise InputError(
-            "launch-nodes", "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs"
+            "launch-nodes",
+            "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs, or a layout",
         )
     if layout.world_size % nodes:
         near = max(1, layout.world_size // nodes) * nodes
