@@ -18,6 +18,7 @@ from samestep.datasets.values import tensors_of_arrays
 from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.parity.code_features import Encoding
 from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
 from tests.pool import pool, telling
 
@@ -77,15 +78,6 @@ class FixedRecord:
 
     inputs: Any
     labels: Any
-
-
-class Encoding(UserDict[str, Any]):
-    """A mapping whose keys are attributes too, as a tokenizer of transformers returns it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "data" or name not in self.data:
-            raise AttributeError(name)
-        return self.data[name]
 
 
 Named = namedtuple("Named", "x labels")
