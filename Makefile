@@ -1,17 +1,17 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules, names
-# make test    the test suite, dear rows by turns, or TURN=0 to 7, all    make bench   step time and memory beside peers
-# make costs   run all tests with all turns, on a quiet machine; keep the processor time of each file, and print the dearest fifty
+# make test    the test suite; slow tests take turns, or TURN=0 to 7, or TURN=all       make bench   step time and memory beside peers
+# make costs   run all tests with all turns, on a quiet machine; keep the CPU time of each file, and print the slowest fifty
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
-# make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand, or the laws without torch
-# make mutants [SEED=0] [COUNT=40]   small wrongs drawn in src/: which test notices each? Goes on where it was; first `make reach`
-# make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
-# make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
-# make launchers  train the default job, made small, by each launcher: installs both MPIs and Ray, says what it skipped and why
-# make mpi, make ray   Open MPI and MPICH in folders of .venv/mpi; Ray in .venv-ray, which finds the rest in .venv
-# make triton     Triton in .venv/triton, by whose interpreter and compiler the tests hold the kernels of GPUs (Linux, x86-64)
+# make matrix  the fast tests on the installed interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="..."), or the laws without torch
+# make mutants [SEED=0] [COUNT=40]   small faults drawn in src/: which test finds each? Continues the last call; first `make reach`
+# make families   verify every causal family of transformers; FAMILY=NAME verifies one; results are kept and not computed again
+# make crashes [SECONDS=1800] [SEED=0]   damage inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
+# make launchers  train a small default job with each launcher: installs both MPIs and Ray, and prints the skipped ones with the reason
+# make mpi, make ray   Open MPI and MPICH in folders of .venv/mpi; Ray in .venv-ray, which uses the other packages of .venv
+# make triton     Triton in .venv/triton: the tests run the GPU kernels in its interpreter and compiler (Linux, x86-64)
 # make docs    build the documentation site, strictly, into site/, with tools in .venv-docs; make pictures draws its pictures again
-# make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
-# Each does the set-up it needs; the second call starts at once.
+# make gpu     with a GPU: is samestep right on it? Uses the installed torch, and no network
+# Each target does the set-up that it needs; the second call starts at once.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -63,10 +63,10 @@ gpu:
 	$(HERE) benchmarks/gpu.py correctness; status=$$?; \
 	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default $(addprefix tests/device/test_,layouts.py waits.py running_ahead.py) && exit $$status
 
-# Names and plain English, which a last edit breaks: a few seconds, and no process is started.
+# Names and plain English: the last edit often breaks them. A few seconds, without worker processes.
 NAMES := tests/docs/test_glossary.py tests/docs/test_plain_english.py tests/unit/test_errors.py tests/unit/test_public.py::test_the_public_names_are_these \
-	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_somewhere \
-		every_link_to_a_heading_finds_it every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
+	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_to_a_file_and_its_heading \
+		every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
 		the_rooms_of_the_architecture_are_the_packages) \
 	tests/docs/test_rejected_code.py::test_a_quoted_error_stands_in_the_source tests/docs/test_python_api.py::test_nothing_public_is_missing \
 	$(addprefix tests/unit/test_torch_contract.py::test_,private_parts_of_torch_are_named_in_one_place_each \
@@ -89,8 +89,8 @@ bench: .venv/.bench-ready
 
 setup: $(READY)
 
-# torch first and alone, at one exact version: a range would choose another build and fetch gigabytes. The rest by its digests,
-# where the lock holds for this Python and machine.
+# torch first and alone, at one exact version: a range would choose another build and fetch gigabytes. The other packages by their
+# digests, if the lock file is for this Python and machine.
 LOCK ?= $(shell $(PYTHON) .ci/lock.py)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
@@ -101,7 +101,7 @@ $(READY): pyproject.toml constraints.txt
 		$(if $(LOCK),--no-deps --no-build-isolation) --editable '.[dev]'
 	touch $@
 
-# Both have programs of the same names, so each goes into a folder of its own.
+# Both have programs with the same names, so each has its own folder.
 mpi: .venv/mpi/.ready
 
 .venv/mpi/.ready: $(READY) .ci/mpi.lock
@@ -111,7 +111,7 @@ mpi: .venv/mpi/.ready
 	done
 	touch $@
 
-# Whoever imports torch imports Triton where it finds it, half a second in each process: it stands where no other test looks.
+# torch imports an installed Triton, half a second in each process. So Triton is in a folder that no other test searches.
 triton: .venv/triton/.ready
 
 .venv/triton/.ready: $(READY) .ci/triton.lock

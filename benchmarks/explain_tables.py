@@ -127,7 +127,7 @@ def slower_with_more_machines() -> str:
     cells.append(["step", *(_ms(found[kind]["step_s"]) for kind in kinds)])
     cells.append(["predicted", *(_ms(found[kind]["predicted_step_s"]) for kind in kinds)])
     mbit = f"{found['mbit']:g} Mbit/s"
-    head = f"row, ms | one machine | two, a fast link | two, {mbit} | two, {mbit}, int8"
+    head = f"category, ms | one machine | two, a fast link | two, {mbit} | two, {mbit}, int8"
     slow = found["slow"]
     said = [
         f"verdict: {slow['verdict']}",
@@ -143,5 +143,5 @@ def slower_with_more_machines() -> str:
         f"{_ms(slow['predicted_step_s'])} ms and took {_ms(slow['step_s'])}. int8 was predicted to save {_ms(hoped_s)} ms, and saved "
         f"{_ms(slow['step_s'] - coded['step_s'])}. {when}"
     )
-    before = f"What `explain` says of the two machines with a link of {mbit}:"
+    before = f"The output of `explain` for the two machines with a link of {mbit}:"
     return "\n".join((_table(head, cells), "", before, "", "```", *said, "```", "", after))

@@ -56,7 +56,7 @@ LAUNCHERS = {
     "our agent on hosts that are network namespaces": Launcher(
         "tests/crashes/test_hosts.py -k (not(torchrun))", "one_machine_to_the_bit", "asked_to_stop", "without_a_host without_the_leading"
     ),
-    "variables of Kubernetes, SkyPilot, dstack, srun, mpirun, in processes": Launcher(
+    "variables of Kubernetes, srun, mpirun, in processes": Launcher(
         "tests/launchers/test_variables.py", "losses_of_one_rank", "asked_to_stop", "pod_that_fails"
     ),
     "scripts, and manifests against schemas": Launcher("tests/unit/test_engines.py"),

@@ -219,7 +219,7 @@ def predictions_data() -> Any:
 
 
 def predictions(data: Any) -> tuple[int, list[str]]:
-    axes = Axes((70, 50, WIDTH - 30, 400), (0.03, 400.0), (0.03, 400.0), log_x=True, log_y=True)
+    axes = Axes((70, 50, WIDTH - 30, 400), (0.03, 1000.0), (0.03, 1000.0), log_x=True, log_y=True)
     within = sum(1 / 1.3 <= predicted / measured <= 1.3 for measured, predicted in data)
     parts = axes.frame(
         (0.1, 1, 10, 100), (0.1, 1, 10, 100), "measured seconds per step, published", "predicted seconds per step"
@@ -227,7 +227,7 @@ def predictions(data: Any) -> tuple[int, list[str]]:
     for by, dash in ((1.0, ""), (1 / 1.3, "4 4"), (1.3, "4 4")):
         parts.append(
             line(
-                [axes.at(0.03 / min(by, 1), 0.03 * max(by, 1)), axes.at(400 / max(by, 1), 400 * min(by, 1))],
+                [axes.at(0.03 / min(by, 1), 0.03 * max(by, 1)), axes.at(1000 / max(by, 1), 1000 * min(by, 1))],
                 MUTED,
                 dash=dash,
             )
@@ -253,22 +253,18 @@ def losses_data() -> Any:
 def losses(data: Any) -> tuple[int, list[str]]:
     one = data["dp=1"]
     steps = len(one)
-    upper = Axes((70, 50, WIDTH - 30, 250), (0, steps), (0, 6))
-    lower = Axes((70, 320, WIDTH - 30, 450), (0, steps), (1e-9, 1e-3), log_y=True)
-    parts = upper.frame(range(0, steps + 1, 20), (0, 2, 4, 6), "", "loss")
-    parts += lower.frame(
-        range(0, steps + 1, 20), (1e-9, 1e-7, 1e-5, 1e-3), "step", "difference from one device, relative (float32)"
-    )
-    for index, (_, curve) in enumerate(data.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        parts.append(line([upper.at(step, loss) for step, loss in enumerate(curve, 1)], colour, width=1.2))
-        apart = [
-            (step, max(abs(loss / other - 1), 1e-9))
-            for step, (loss, other) in enumerate(zip(curve, one, strict=True), 1)
-        ]
-        if index:
-            parts.append(line([lower.at(step, gap) for step, gap in apart], colour, width=1.0))
-    worst = max(abs(loss / other - 1) for curve in data.values() for loss, other in zip(curve, one, strict=True))
+    apart = {
+        name: [abs(loss / other - 1) for loss, other in zip(curve, one, strict=True)]
+        for name, curve in data.items()
+        if name != "dp=1"
+    }
+    worst = max(max(gaps) for gaps in apart.values())
+    upper = Axes((70, 50, WIDTH - 30, 230), (0, steps), (0, 6))
+    parts = upper.frame(range(0, steps + 1, 20), (0, 2, 4, 6), "step", "loss: each dash is another layout")
+    for index, curve in enumerate(data.values()):
+        points = [upper.at(step, loss) for step, loss in enumerate(curve, 1)]
+        dash = f"0 {8 * index} 8 {8 * (len(data) - 1 - index)}"
+        parts.append(line(points, COLOURS[index % len(COLOURS)], width=2, dash=dash))
     parts.append(
         text(
             70,
@@ -277,10 +273,21 @@ def losses(data: Any) -> tuple[int, list[str]]:
             bold=True,
         )
     )
-    parts += legend(
-        70, 506, [(name, COLOURS[index % len(COLOURS)]) for index, name in enumerate(data)], columns=2, width=340
-    )
-    return 506 + 16 * ((len(data) + 1) // 2), parts
+    parts.append(text(20, 296, "relative difference from one device in float32, from 1e-9 to 1e-5", size=12))
+    parts.append(text(WIDTH - 30, 296, "largest", anchor="end"))
+    for row, (name, gaps) in enumerate(apart.items()):
+        top = 306 + row * 26
+        strip = Axes((290, top, WIDTH - 90, top + 22), (0, steps), (1e-9, 1e-5), log_y=True)
+        parts += [
+            box(290, top, WIDTH - 380, 22, "#f0f2f4"),
+            line([strip.at(0, 1e-7), strip.at(steps, 1e-7)], GRID, width=1),
+            line(
+                [strip.at(step, min(max(gap, 1e-9), 1e-5)) for step, gap in enumerate(gaps, 1)], COLOURS[0], width=1.2
+            ),
+            text(282, top + 15, name, anchor="end", size=11),
+            text(WIDTH - 30, top + 15, f"{max(gaps):.1e}", anchor="end", size=11),
+        ]
+    return 306 + 26 * len(apart), parts
 
 
 def errors_data() -> Any:
@@ -293,7 +300,10 @@ def errors(data: Any) -> tuple[int, list[str]]:
     axes = Axes((140, 50, WIDTH - 30, bottom), (1e-17, 1e-8), (0, 1), log_x=True)
     parts = [text(20, 24, "samestep verify: error of each check against one device, in float64", bold=True)]
     parts += axes.frame(
-        (1e-17, 1e-15, 1e-13, 1e-11, 1e-9), (), "relative error; the dashed line is the most that is allowed", ""
+        (1e-17, 1e-15, 1e-13, 1e-11, 1e-9),
+        (),
+        "relative error; 0 is drawn at 1e-17, and the dashed line is the limit",
+        "",
     )
     parts.append(line([axes.at(1e-9, 0), axes.at(1e-9, 1)], COLOURS[4], dash="5 4"))
     for row, name in enumerate(checks):

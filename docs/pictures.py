@@ -5,8 +5,8 @@
     python docs/pictures.py simulate    writes the pictures of one command
     python docs/pictures.py --check     exits 1 if a chart is not drawn from the data of today
 
-The predictions are those that the commands in `PAGES` make; the explained run is trained here first, on four processes, so its
-times are those of this machine. Chromium must be installed; Pillow, if it is, makes the files smaller.
+The predictions are those that the commands in `PAGES` make; the explained run is trained here first, on two processes, so its
+times are those of this machine: make this picture while it runs nothing else. Chromium must be installed; Pillow, if it is, makes the files smaller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "plan": (("plan", "--set", "model.source=preset:llama3-70b", "--devices", "512", "--hardware", "h100x8"),),
     "simulate": (("simulate", "--case", "gpt3-4096"),),
     "explain": (
-        ("train", "--ranks", "4", "--layout", "dp=2 pp=2", "--steps", "60", "--record", "3", "--out", "{run}"),
+        ("train", "--ranks", "2", "--layout", "pp=2 microbatch=4", "--steps", "60", "--record", "3", "--out", "{run}"),
         ("explain", "{run}", "--hardware", "cpu-laptop"),
     ),
 }
@@ -96,7 +96,7 @@ def _page(verb: str, folder: Path) -> Path:
     page = folder / f"{verb}.html"
     *before, last = PAGES[verb]
     for command in (*before, (*last, "--html", str(page))):
-        words = [word.format(run=folder / "dp2-pp2") for word in command]
+        words = [word.format(run=folder / "pp2") for word in command]
         subprocess.run([sys.executable, "-m", "samestep", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return page
 

@@ -26,12 +26,7 @@ gc.set_threshold(700, 10, 1000)
 """Old objects are looked through seldom: those of torch and of the traced models, which stay, took a tenth of a session's time."""
 
 
-def _freeze_inherited() -> None:
-    gc.freeze()
-    gc.get_freeze_count = lambda: 1  # to count two million objects takes each worker that trains a sixth of a second
-
-
-os.register_at_fork(after_in_child=_freeze_inherited)
+os.register_at_fork(after_in_child=gc.freeze)
 """A forked process looks through nothing that it has inherited, which would copy the pages too: it made each fork twice as dear."""
 
 
@@ -107,6 +102,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     laboratory.note_ahead(session.items)
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: (
+        1
+    )  # to count two million objects takes a sixth of a second, of each plan and each worker that trains
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,6 +112,14 @@ def _no_group_is_left() -> Iterator[None]:
     """Leave the process group that runs of one rank have made in this process: no rank could be forked from it."""
     yield
     join.leave()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_frozen() -> Iterator[None]:
+    """Let no later collection look through what the tests of a file have left: late in a session a whole one took a second."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -77,7 +77,7 @@ def _read(case: Case) -> list[Any]:
 
 _SIDE = 12
 _FORMS = {
-    "jpg": ("L", "RGB", "CMYK"), "png": ("1", "L", "P", "LA", "RGB", "RGBA", "I;16"), "tif": ("1", "L", "P", "RGB", "RGBA", "CMYK", "I;16", "F"),
+    "jpg": ("L", "RGB", "CMYK"), "png": ("1", "L", "P", "LA", "RGB", "RGBA", "I;16"), "tif": ("1", "L", "P", "RGB", "RGBA", "CMYK", "I;16"),
     "webp": ("RGB", "RGBA"), "gif": ("L", "P"), "bmp": ("1", "L", "P", "RGB"),
 }  # fmt: skip
 IMAGE_DAMAGES = ("flip", "cut", "overwrite", "empty", "append", "head", "text", "frames", "size", "orientation")
@@ -103,8 +103,6 @@ def _write_image(path: Path, mode: str, drawn: random.Random) -> None:
     pixels = np.random.default_rng(drawn.randrange(2**32)).integers(0, 256, (_SIDE, _SIDE + 5, 3), np.uint8)
     if mode == "I;16":
         picture = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257)
-    elif mode == "F":
-        picture = Image.fromarray((pixels[..., 0] / np.float32(255)).astype(np.float32))
     else:
         picture = Image.fromarray(pixels).convert(mode)
     exif = Image.Exif()
@@ -121,8 +119,6 @@ def _plainly(path: Path) -> Any:
         picture = ImageOps.exif_transpose(file)
         if picture.mode.startswith("I;16"):
             picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
-        elif picture.mode == "F":
-            picture = Image.fromarray(np.round(np.asarray(picture) * 255).astype(np.uint8))
         pixels = np.asarray(picture.convert("RGB"), np.float32) / 255
     top, left = ((length - _SIDE) / 2 for length in pixels.shape[:2])
     cut = pixels[round(top) : round(top) + _SIDE, round(left) : round(left) + _SIDE]

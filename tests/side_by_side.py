@@ -1,4 +1,4 @@
-"""`make test`: the parity tests in one session of pytest and all others in another beside it, for the two cores of a CI.
+"""`make test`: the folders that trace most models in one session of pytest and all others in another beside it, for the two cores of a CI.
 
 Of rows that take turns (`turns.py`) a commit runs an eighth; `make test TURN=1` runs the second eighth, and `TURN=all` runs all of them.
 
@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests import shard, turns
 
-PARTS = (("tests/parity", "tests/code"), ("tests", "--ignore=tests/parity", "--ignore=tests/code"))
+_FIRST = ("tests/parity", "tests/code", "tests/unit")
+PARTS = (_FIRST, ("tests", *(f"--ignore={folder}" for folder in _FIRST)))
 """What the sessions run: each takes about half of the processor time, and they trace few models twice."""
 AIM_S = 700.0
 """Seconds of processor time that `make test` is to use at most."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from samestep import cli
 from samestep.job_files import load
+from samestep.runtime.processes import join
 from samestep.training.workload import Workload
 from tests.traced import families_once
 
@@ -72,6 +73,8 @@ def train(*words: str | Path, **changes: Any) -> int:
 
 
 def main(*words: str | Path) -> int:
+    """Run the command line here; with the group of an earlier run of one rank it would spawn its workers, at ten times the cost of forks."""
+    join.leave()
     with warnings.catch_warnings(), families_once():
         warnings.filterwarnings("ignore", message=".*share . core")
         try:
@@ -198,6 +201,7 @@ def of_rank_0(printed: str) -> str:
 def forked(action: Callable[[], int], folder: Path) -> int:
     """Run an action in a fork of this process, which ends with the status it returns; return its pid."""
     folder.mkdir(parents=True, exist_ok=True)
+    join.leave()
     pid = os.fork()
     if pid == 0:
         status = 70

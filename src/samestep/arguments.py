@@ -206,7 +206,7 @@ def add_submit(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help=about)
     parser.add_argument("--name", metavar="NAME", help="the name of the run; default: the name of the job file")
     about = "the settings of the cluster, such as a partition or an image, as TOML"
-    parser.add_argument("--site", type=Path, metavar="FILE", help=about)
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help=about)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
     parser.add_argument("--dry-run", action="store_true", help="print the script; submit nothing")
 

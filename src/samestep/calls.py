@@ -67,14 +67,16 @@ def _refuse(name: str, value: Any, works: str, error: type[InputError] = InputEr
     raise error("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}. Use {works}")
 
 
-def _job(name: str, value: Any) -> None:
-    if not isinstance(value, Job):
-        _refuse(name, value, "a samestep.Job: samestep.Job(train={...}), or samestep.load(path) of a file", JobError)
+def _rule(
+    is_right: Callable[[Any], bool], works: str, error: type[InputError] = InputError
+) -> Callable[[str, Any], None]:
+    """Return the function that refuses a value of another kind."""
 
+    def refuse_others(name: str, value: Any) -> None:
+        if not is_right(value):
+            _refuse(name, value, works, error)
 
-def _layout(name: str, value: Any) -> None:
-    if not isinstance(value, (str, Layout)):
-        _refuse(name, value, f'one line of text, such as {name}="dp=2 tp=2"', LayoutError)
+    return refuse_others
 
 
 def _count(name: str, value: Any) -> None:
@@ -82,11 +84,6 @@ def _count(name: str, value: Any) -> None:
         operator.index(value)
     except TypeError:
         _refuse(name, value, f"a whole number, such as {name}=2")
-
-
-def _path(name: str, value: Any) -> None:
-    if not isinstance(value, (str, os.PathLike)):
-        _refuse(name, value, "the path of a file or a folder")
 
 
 def _several(name: str, value: Any) -> None:
@@ -100,11 +97,6 @@ def _several(name: str, value: Any) -> None:
         _refuse(name, value, works[name])
 
 
-def _hardware(name: str, value: Any) -> None:
-    if not isinstance(value, (str, os.PathLike, Hardware)):
-        _refuse(name, value, "the name of a profile, its file, or a samestep.Hardware")
-
-
 def _model(name: str, value: Any) -> None:
     if isinstance(value, dict) and value:
         for key, item in value.items():
@@ -114,6 +106,9 @@ def _model(name: str, value: Any) -> None:
         _refuse(name, value, "a function that builds an nn.Module, or a module", ModelError)
     if not hasattr(value, "named_parameters") or isinstance(value, type):
         _takes(name, value, (), "nothing. Use a lambda that calls it with its arguments", ModelError)
+    elif any(hasattr(param, "device_mesh") for param in value.parameters()):
+        text = "has sharded weights (DTensor). Use it without fully_shard or parallelize_module: the layout shards it, as dp=N zero=3 or tp=N"
+        raise ModelError("tensor-form", f"{name} = {short_repr(value)} {text}")
 
 
 def _optimizer(name: str, value: Any) -> None:
@@ -129,30 +124,11 @@ def _optimizer(name: str, value: Any) -> None:
     _takes(name, value, ([],), f"one argument, a list of parameters. Use {works}", JobError)
 
 
-def _loss(name: str, value: Any) -> None:
-    if not callable(value) and not isinstance(value, str):
-        works = "a loss of torch, such as nn.CrossEntropyLoss(), a function of (outputs, batch) -> (sum, count)"
-        _refuse(name, value, f'{works}, or "model" for the loss that the forward returns', JobError)
-
-
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
         _refuse(name, value, works, JobError)
     _takes(name, value, (None, None), f"two arguments. Use {works}", JobError)
-
-
-def _op(name: str, value: Any) -> None:
-    if not hasattr(value, "overloads") and not hasattr(value, "overloadpacket"):
-        _refuse(name, value, "an operation of torch.ops, such as torch.ops.mylib.scan", ModelError)
-
-
-def _main(name: str, value: Any) -> None:
-    if not callable(value):
-        others = (
-            "samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the script for a scheduler"
-        )
-        _refuse(name, value, f"a function, which every rank calls; {others}")
 
 
 def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:
@@ -176,11 +152,35 @@ def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: ty
 
 def _kind(value: Any) -> str:
     if value is None:
-        return "nothing"
+        return "not accepted"
     word = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     return word if isinstance(value, type) else f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
 
 
+def _is_a(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+_job = _rule(_is_a(Job), "a samestep.Job: samestep.Job(train={...}), or samestep.load(path) of a file", JobError)
+_path = _rule(_is_a(str, os.PathLike), "the path of a file or a folder")
+_hardware = _rule(_is_a(str, os.PathLike, Hardware), "the name of a profile, its file, or a samestep.Hardware")
+_layout = _rule(_is_a(str, Layout), 'one line of text, such as layout="dp=2 tp=2"', LayoutError)
+_loss = _rule(
+    lambda value: callable(value) or isinstance(value, str),
+    "a loss of torch, such as nn.CrossEntropyLoss(), a function of (outputs, batch) -> (sum, count), "
+    'or "model" for the loss that the forward returns',
+    JobError,
+)
+_op = _rule(
+    lambda value: hasattr(value, "overloads") or hasattr(value, "overloadpacket"),
+    "an operation of torch.ops, such as torch.ops.mylib.scan",
+    ModelError,
+)
+_main = _rule(
+    callable,
+    "a function, which every rank calls; samestep.train(job) trains a job, and samestep.write_submission(job, on) writes the "
+    "script for a scheduler",
+)
 _KINDS: dict[str, Callable[[str, Any], None]] = {
     "job": _job, "layout": _layout, "model": _model, "loss": _loss, "optimizer": _optimizer, "metrics": _measure, "main": _main, "op": _op, "along": _count,
     "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,

@@ -364,14 +364,12 @@ class failures_of:  # noqa: N801  # a context, entered in every step: a generato
         ) from failed
 
 
-def line_of(failed: Exception) -> str:
-    """Return text with the innermost line of an exception that is neither ours nor of an installed library; empty if none."""
+def line_of(failed: Exception | None = None) -> str:
+    """Return text with the innermost line of an exception, or of the stack, that is neither ours nor of an installed library; empty if none."""
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    frames = stack[::-1] if failed is None else traceback.extract_tb(failed.__traceback__)
     libraries = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], *site.getsitepackages())
-    own = [
-        frame
-        for frame in traceback.extract_tb(failed.__traceback__)
-        if not frame.filename.startswith((*libraries, "<"))
-    ]
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
     if not own:
         return ""
     path = Path(own[-1].filename)

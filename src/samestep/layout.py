@@ -324,9 +324,9 @@ def _number_of(name: str, value: Any) -> int:
     except ValueError:
         number = None
     if number is None:
-        raise LayoutError("layout-option-value", f"{name}={value} is not a whole number")
+        raise LayoutError("layout-option-value", f"{name} must be a whole number, got {name}={value}")
     if abs(number) > MOST_SAMPLES * MOST_RANKS:
-        raise LayoutError("value-out-of-range", f"{name}={short_repr(number)} is too large a number")
+        raise LayoutError("value-out-of-range", f"{name} is too large: {short_repr(number)}")
     return number
 
 

@@ -374,7 +374,9 @@ REFUSED = [
     Refused("dp=2", "between groups_of_four", rf"{INFLUENCE} .*Use one rank with microbatch=8"),
     *(
         Refused(
-            "dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the (number|answer)"
+            "dp=2",
+            f"between {part.__name__}",
+            rf"{INFLUENCE} \w*{words}\w*, and its code acts on the (number|answer) for all of them \(tests/[^ ]+:\d+\)",
         )
         for part, words in ACTING.items()
     ),

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,10 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.whereabouts import Whereabouts, _module_in
+from samestep.runtime.processes.whereabouts import Whereabouts, _module_in, whereabouts_of
+from samestep.runtime.processes.worker import LaunchOptions, failure_of
+from samestep.runtime.recording.step_recorder import _Issued
+from samestep.training import launch
 from samestep.training import rank_part as training
 from tests import small
 
@@ -411,3 +415,66 @@ def test_a_module_that_is_being_made_or_is_empty_has_a_path(kind: type[nn.Module
     outer = nn.Module()
     outer.inner = Made()  # type: ignore[assignment]
     assert seen == ["", ""]
+
+
+def _pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two workers of one host that have joined, and of which rank 1 returned after three calls."""
+    monkeypatch.setattr(workers, "_WAITING_S", 0.0)
+    options = LaunchOptions(2, 0, 2, 2, "cpu", 1, 60.0, 60.0, quiet=True, isolated=False)
+    host: Any = SimpleNamespace(ranks=range(2), host="")
+    pool = workers._WorkerPool(options, [host])
+    pool.phases = {0: "joined", 1: "joined"}
+    pool._hear(1, "done", (None, {"world": 3}))
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("calls", "call", "where", "text"),
+    [
+        (4, "", "runtime/recording/step_recorder.py:125", r"rank 0 waits for it in step 7 \(loop.py:10\)"),
+        (4, "all_reduce", "loop.py:10", r"rank 0 waits for it in all_reduce \(loop.py:10\)"),
+        (4, "", "", ""),
+        (3, "", "runtime/recording/step_recorder.py:125", ""),
+    ],
+    ids=["a call that was begun before", "a call", "code of its own", "no call that the other lacks"],
+)
+def test_a_rank_that_returned_is_named_while_another_waits_for_it(
+    calls: int, call: str, where: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _pool(monkeypatch)
+    for _ in range(2):
+        pool._hear(0, "at", Whereabouts({"world": calls}, call, where, step=7, line="loop.py:10"))
+    if not text:
+        pool._check_waiting()
+        return
+    with pytest.raises(WorkerError, match=rf"^rank 1 of 2 returned from the function while {text}: every rank must"):
+        pool._check_waiting()
+
+
+def test_a_rank_that_waits_within_the_runtime_is_at_a_line_of_the_user() -> None:
+    """The thread stands in C code that a line of the runtime has called, as in the wait for a collective."""
+    ends, waits = threading.Lock(), _Issued.__new__(_Issued)
+    recorder: Any = SimpleNamespace(now=float, append=list)
+    waits._recorder, waits._work = recorder, SimpleNamespace(wait=ends.acquire)
+    waits._step, waits._number, waits._event = 1, 0, [""] * 6
+    ends.acquire()
+    thread = threading.Thread(target=lambda: waits.wait())
+    thread.start()
+    while not (at := whereabouts_of(thread.ident)).where and thread.is_alive():
+        time.sleep(0.01)
+    ends.release()
+    thread.join()
+    assert at.call == ""
+    assert re.fullmatch(r".*/runtime/recording/step_recorder\.py:\d+", at.where)
+    assert re.fullmatch(rf" \({re.escape(__file__)}:\d+\)", at.place)
+
+
+def test_the_frames_of_a_failure_begin_with_the_users_function() -> None:
+    def main(_: RankInfo) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as failed:
+        launch._in_layout(RankInfo.__new__(RankInfo), main, (), "")
+    lines = failure_of(1, failed.value.with_traceback(failed.tb.tb_next)).lines
+    files = [line for line in lines if line.lstrip().startswith("File")]
+    assert [__file__ in line for line in files] == [True], files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from samestep.datasets import open_dataset, stamps
 from samestep.errors import CheckpointError, JobError
 from samestep.job import Job
 from samestep.runtime.checkpoints import manifests
-from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 from tests import small
 
@@ -211,12 +210,6 @@ def test_of_large_files_blocks_are_read_in_seeded_places(tmp_path: Path, monkeyp
 
 
 # -- a loop of one's own ---------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def left() -> Iterator[None]:
-    yield
-    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
 
 
 class Points(torch.utils.data.Dataset[Any]):

@@ -23,11 +23,11 @@ def side(difference: str, sign: str) -> str:
 
 def test_there_is_one_difference_for_each_trainer() -> None:
     headings = re.findall(r"^## From (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert headings == ["DataParallel", "DDP", "Accelerate", "Trainer"]
+    assert headings == ["DataParallel", "DDP", "FSDP2", "Accelerate", "Trainer"]
     assert len(blocks("diff")) == len(headings)
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(5))
 def test_what_comes_instead_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     difference = blocks("diff")[index]
     ast.parse(side(difference, "-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import shlex
@@ -81,41 +82,34 @@ def _named(document: Path, pattern: str) -> list[str]:
     return sorted(word for word in _quoted(document) if re.fullmatch(pattern, word))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_path_in_a_document_exists(document: Path) -> None:
-    reasons = re.findall(r"<!-- not run: (.*?) -->", document.read_text(encoding="utf-8"))
-    paths = [
-        *_named(document, r"[\w.-]+(/[\w.-]*)+|[\w-]+\.(py|md)"),
-        *(path for reason in reasons for path in re.findall(r"tests/[\w./]*\w", reason)),
-    ]
-    homes = (*FOLDERS, document.parent)
-    missing = {path for path in paths if not any((home / path).exists() for home in homes)}
-    assert missing <= WRITTEN
+def test_every_path_in_a_document_exists() -> None:
+    for document in DOCUMENTS:
+        reasons = re.findall(r"<!-- not run: (.*?) -->", document.read_text(encoding="utf-8"))
+        paths = [
+            *_named(document, r"[\w.-]+(/[\w.-]*)+|[\w-]+\.(py|md)"),
+            *(path for reason in reasons for path in re.findall(r"tests/[\w./]*\w", reason)),
+        ]
+        homes = (*FOLDERS, document.parent)
+        assert {path for path in paths if not any((home / path).exists() for home in homes)} <= WRITTEN, document
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_link_in_a_document_leads_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", document.read_text(encoding="utf-8"))
-    assert [link for link in links if not (document.parent / link).exists()] == []
+def test_every_link_in_a_document_leads_to_a_file_and_its_heading() -> None:
+    for document in DOCUMENTS:
+        links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", document.read_text(encoding="utf-8"))
+        targets = [(document.parent / page if page else document, name) for page, name in links]
+        wrong = [(page, name) for page, name in targets if not page.exists() or (name and name not in _headings(page))]
+        assert not wrong, document
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_link_to_a_heading_finds_it(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
-    assert [
-        f"{page}#{name}" for page, name in links if name not in _headings(document.parent / page if page else document)
-    ] == []
-
-
+@functools.cache
 def _headings(document: Path) -> set[str]:
     """Return the names under which GitHub finds the headings of a document."""
     titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_name_of_the_package_in_a_document_exists(document: Path) -> None:
-    for name in _named(document, r"samestep(\.\w+)+"):
+def test_every_name_of_the_package_in_a_document_exists() -> None:
+    for name in {name for document in DOCUMENTS for name in _named(document, r"samestep(\.\w+)+")}:
         found = importlib.import_module("samestep")
         for part in name.split(".")[1:]:
             found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
@@ -130,12 +124,12 @@ def _commands() -> Iterator[str]:
             yield from re.findall(r"^(?:\.venv/bin/)?samestep \w.*$", block, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", sorted(set(_commands())))
-def test_every_command_in_a_document_is_understood(command: str) -> None:
-    words, _, _ = command.partition(" > ")  # what a shell does with the output
-    spelled = spell_out(shlex.split(words, comments=True)[1:])
-    given = _parser().parse_args(_split_at_script(spelled)[0])
-    assert callable(given.verb)
+def test_every_command_in_a_document_is_understood() -> None:
+    parser = _parser()
+    for command in set(_commands()):
+        words, _, _ = command.partition(" > ")  # what a shell does with the output
+        spelled = spell_out(shlex.split(words, comments=True)[1:])
+        assert callable(parser.parse_args(_split_at_script(spelled)[0]).verb), command
 
 
 def _techniques() -> tuple[tuple[str, str], ...]:

@@ -37,18 +37,7 @@ HOSTS: dict[str, Variables] = {
         "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "localhost",
         "PET_MASTER_PORT": port,
-    },
-    "SkyPilot": lambda index, port: {
-        "SKYPILOT_NODE_RANK": f"{index}",
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
-        "MASTER_PORT": port,
-    },
-    "dstack": lambda index, port: {
-        "DSTACK_NODE_RANK": f"{index}",
-        "DSTACK_NODES_NUM": "2",
-        "DSTACK_MASTER_NODE_IP": "127.0.0.1",
-        "MASTER_PORT": port,
-    },
+    }
 }
 
 

@@ -228,7 +228,9 @@ def started(deterministic: bool) -> Counter[str]:
     mask, before = torch.ones(16, 16, dtype=torch.bool).triu(1), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as seen:  # torch 2.11 warns without
             block(x, mask).sum().backward()
     finally:
         torch.use_deterministic_algorithms(before)

@@ -449,7 +449,7 @@ def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> No
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("dp=4 zero=1 accumulate=full", "is not supported: accumulate=full is about sharded gradients"),
+        ("dp=4 zero=1 accumulate=full", "is not supported: accumulate=full needs sharded gradients"),
         ("pp=8", 'is not supported: pp=8 cuts the 4 blocks of tiny into 8 stages. Use pp=4. Use "'),
     ],
 )

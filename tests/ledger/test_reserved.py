@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,16 +61,6 @@ class Placed(Live):
             allocator.give(block)
 
 
-@pytest.fixture
-def _uncounted() -> Iterator[None]:
-    """Leave out of what is counted the tensors that other tests of this process have left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_uncounted")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     daily(
@@ -82,6 +71,8 @@ def _uncounted() -> Iterator[None]:
     ),
 )
 def test_real_steps_would_reserve_what_is_predicted(layout: str, precision: str) -> None:
+    gc.collect()
+    gc.freeze()  # what other tests of this process have left is not counted
     job = load(JOB, (*SETTINGS, f"numerics.precision={precision}"))
     workload = Workload(job)
     run = Run(workload.source, Layout(layout), job, _place(0, 1))

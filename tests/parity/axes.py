@@ -232,7 +232,7 @@ class Neighbours(Mixing):
     """Calls that need tokens of neighbours on both sides, one by one and side by side."""
 
     def __init__(self) -> None:
-        super().__init__(lambda width: nn.Sequential(*(make(width) for make, _, _ in MIXERS.values())))
+        super().__init__(lambda width: nn.Sequential(*(make(width) for make, _, _ in MIXERS.values())), blocks=1)
 
 
 MODELS |= {

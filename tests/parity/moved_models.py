@@ -16,10 +16,10 @@ Make = Callable[[int], nn.Module]
 
 
 class Mixing(Words):
-    """A decoder with a mixer of tokens in each of two blocks."""
+    """A decoder with a mixer of tokens in each block."""
 
-    def __init__(self, make: Make) -> None:
-        super().__init__(*[functools.partial(MixingBlock, make)] * 2, width=WIDTH, entries=ENTRIES)
+    def __init__(self, make: Make, blocks: int = 2) -> None:
+        super().__init__(*[functools.partial(MixingBlock, make)] * blocks, width=WIDTH, entries=ENTRIES)
 
 
 class MixingBlock(nn.Module):

@@ -227,7 +227,7 @@ def test_the_newest_run_goes_on_without_a_damaged_checkpoint_until_nothing_is_le
 ) -> None:
     monkeypatch.chdir(run.parent)
     assert small.main("train", "--resume") == 2
-    assert "there is no run below runs/ to resume; --out names another folder" in capfd.readouterr().err
+    assert "there is no run below runs/ to resume. Use --out DIR" in capfd.readouterr().err
     Path("runs").mkdir()
     mine = run.rename("runs/mine")
     newest = mine / "checkpoints" / "step-000004"

@@ -156,7 +156,7 @@ def test_code_before_the_blocks_that_keeps_tokens_apart_is_equal() -> None:
     ("model", "text"),
     [
         ("a limit of all", "the model itself by the gradient of Limited mixes tokens"),
-        ("written in place", "a tensor is read whole after its slices were written in place"),
+        ("written in place", "a full tensor is read after a write in place into slices of it"),
     ],
 )
 def test_code_beside_the_blocks_that_needs_whole_sequences_is_refused(model: str, text: str) -> None:

@@ -185,7 +185,7 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> None
         (
             Recurrent,
             "pp=2",
-            "pp=2' divides a forward, and the state that lanes carry enters and leaves it as a whole. Use pp=1",
+            "pp=2' splits the forward pass, and the state that lanes=True carries must pass through it in full. Use pp=1",
         ),
     ],
 )

@@ -427,7 +427,7 @@ def test_a_source_that_cannot_be_taken_apart_is_refused_in_one_line(source: Call
     with pytest.raises(DataError, match=text) as raised:
         list(samestep.batches(source(), JOB))
     assert "\n" not in str(raised.value)
-    with pytest.raises(DataError, match=r"lanes = 'yes'. Use True and False"):
+    with pytest.raises(DataError, match=r"lanes = 'yes'. Use True or False"):
         samestep.batches(Points(), JOB, lanes="yes")  # type: ignore[arg-type]
 
 

@@ -204,7 +204,7 @@ def test_forms_of_a_result() -> None:
         pytest.approx({"a": math.nan, "b": 0.75}, nan_ok=True),
         pytest.approx({"v": math.nan}, nan_ok=True),
     )
-    with pytest.raises(JobError, match="returned the term 'c', and 'a', 'b' when the model was traced"):
+    with pytest.raises(JobError, match="returned the term 'c'; when the model was traced, it returned 'a', 'b'"):
         loss_result({"c": (total, 2)}).numbers(names, like)
 
 
@@ -296,5 +296,5 @@ def test_terms_of_a_loss_that_picks_samples_are_found(norm: type[nn.Module]) -> 
 
 
 def test_terms_that_no_trace_has_found_are_refused_by_name() -> None:
-    with pytest.raises(JobError, match="ranks have agreed on no place for its term 'class'"):
+    with pytest.raises(JobError, match="the loss returned the term 'class', which is not known from the trace"):
         _weighed(nn.LayerNorm, _of_real_outputs, "dp=1")

@@ -246,7 +246,9 @@ def test_documents_of_any_model_stay_apart_or_are_refused(name: str) -> None:
     if is_exact:
         assert run.step(packed).loss == pytest.approx(alone, rel=1e-5)
         return
-    with pytest.raises(ModelError, match=rf"position_ids begin again .* {type(model).__name__}, which mixes tokens"):
+    with pytest.raises(
+        ModelError, match=rf"position_ids begin again .* {type(model).__name__}, which makes no attention mask"
+    ):
         run.step(packed)
     plain = samestep.parallelize(build(), _of_aligned, torch.optim.SGD, layout="")
     assert plain.step(packed | {"position_ids": torch.arange(16).repeat(4, 1)}).loss > 0

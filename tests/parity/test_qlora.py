@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import samestep
 from samestep.building.initial_values import blueprint
@@ -42,6 +43,9 @@ from tests.small import assert_equal, stored, whole
 TARGETS = ["q_proj", "k_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"targets": TARGETS, "r": 4, "alpha": 8.0, "modules_to_save": ["lm_head"], "base": "nf4"}
 WIDTH = 128
+gathers_integers = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="FSDP2 of this torch gathers no integers: rejected by name"
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +105,7 @@ def test_zeros_and_tiny_blocks_are_held_as_they_are_rounded() -> None:
     assert (values[5] * weight[5] >= 0).all()
 
 
-LAYOUTS: list[Any] = ["dp=2 zero=3", "pp=2 microbatch=4"]
+LAYOUTS: list[Any] = [pytest.param("dp=2 zero=3", marks=gathers_integers), "pp=2 microbatch=4"]
 NIGHTLY = ["dp=2 zero=1", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"]
 NIGHTLY += [
     "tp=2 pp=2 microbatch=4 recompute=full",
@@ -109,7 +113,9 @@ NIGHTLY += [
     "dp=2 pp=2 microbatch=2 zero=3",
     "cp=2",
 ]
-LAYOUTS += [pytest.param(layout, marks=pytest.mark.nightly) for layout in NIGHTLY]
+LAYOUTS += [
+    pytest.param(layout, marks=[pytest.mark.nightly, *[gathers_integers] * ("zero=3" in layout)]) for layout in NIGHTLY
+]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -134,6 +140,7 @@ def spec_of(job: Job) -> ModelSpec:
     return prepared(job).assembly.model.spec
 
 
+@gathers_integers
 def test_gathers_and_memory_are_those_of_4_bits_in_half_precision_too(folder: Path) -> None:
     elements = WIDTH * (WIDTH + 2 * WIDTH // 2 + WIDTH + 3 * 2 * WIDTH)  # of q, k, v, o, gate, up and down in a block
     for precision, size in (("float32", 4), ("bf16", 2)):
@@ -157,6 +164,7 @@ def test_gathers_and_memory_are_those_of_4_bits_in_half_precision_too(folder: Pa
             ]
 
 
+@gathers_integers
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: Path, tmp_path: Path) -> None:
     job = job_with(folder)
@@ -182,6 +190,7 @@ def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: P
         assert (logits_of(found) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@gathers_integers
 def test_a_resumed_run_is_equal_to_the_bit(folder: Path, tmp_path: Path) -> None:
     layout = "dp=2 zero=3"
     job = job_of(

@@ -314,14 +314,14 @@ def _replaced_behind_gradients(run: Run) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "update first": (lambda run: run.update(), r"no gradient waits for it. Use run.backward\(batch, loss\) before it"),
-    "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
-    "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward\('three'\): the run has 'body', 'one', 'two'"),
-    "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad\('three'\): the run has"),
+    "update first": (lambda run: run.update(), r"no gradient is accumulated for it. Use run.backward\(batch, loss\) before it"),
+    "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient is accumulated for it"),
+    "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward: unknown optimizer 'three': the run has 'body', 'one', 'two'"),
+    "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad: unknown optimizer 'three': the run has"),
     "step": (_step_while_gradients_wait, r"run.step: accumulated gradients are not used yet, for example of body.0.bias"),
     "save": (_save_amid_a_step, r"run.save: accumulated gradients are not used yet"),
-    "twice": (_update_twice, r"run.update: no gradient waits for it"),
-    "of others": (_update_of_others, r"run.update: no gradient waits for it"),
+    "twice": (_update_twice, r"run.update: no gradient is accumulated for it"),
+    "of others": (_update_of_others, r"run.update: no gradient is accumulated for it"),
     "after the end": (_after_the_end, r"the batch of step 4, and its stream has ended"),
     "option": (_of_an_option, r"run.update gives bs to Adam.step, which does not take it"),
     "over the batch": (_over_the_batch, r"the loss of the run is a sum over samples, so that nothing is exchanged for it"),

@@ -1,4 +1,4 @@
-"""A loop of one's own has the receivers of `samestep train`: files, functions of a report, held-out means that end it in time."""
+"""A loop of one's own has the loggers of `samestep train`: files, functions of a report, held-out means that end it in time."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_resumed_loop_continues_its_files(layout: str, tmp_path: Path) -> None
 
 
 def in_parts(rank: int, world: int, layout: str, folder: str) -> tuple[list[Any], list[Any], list[float]]:
-    """What receivers are given of steps with two backwards and two updates, what the loop is given, and means that it takes itself."""
+    """What loggers are given of steps with two backwards and two updates, what the loop is given, and means that it takes itself."""
     given = {"first": _sgd_of("0"), "rest": _sgd_of("")}
     source = Source(Net, loss, optimizer_source(given, None))
     run, seen = run_from(source, layout, JOB, rank, world), list[Any]()
@@ -246,7 +246,7 @@ def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str,
 
 
 @pytest.mark.parametrize(
-    ("receivers", "says"),
+    ("loggers", "says"),
     [
         (["progres"], "'progres' must be one of progress, metrics.jsonl, .* .did you mean 'progress'"),
         (["no_such_module:keep"], "no_such_module"),
@@ -271,9 +271,9 @@ def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str,
         ),
     ],
 )
-def test_what_is_no_receiver_is_refused(receivers: list[Any], says: str) -> None:
+def test_what_is_no_receiver_is_refused(loggers: list[Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        samestep.track(run_of(0, 1, "dp=1"), *receivers)
+        samestep.track(run_of(0, 1, "dp=1"), *loggers)
 
 
 def test_a_mean_that_is_not_taken_does_not_decide(tmp_path: Path) -> None:
@@ -326,5 +326,5 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
 
     run = run_of(0, 1, "dp=1")
     samestep.track(run, broken, folder=tmp_path)
-    with pytest.raises(JobError, match=r"^step 1: the receiver .*broken fails: KeyError: 'speed'"):
+    with pytest.raises(JobError, match=r"^step 1: the logger .*broken fails: KeyError: 'speed'"):
         run.step(next(samestep.batches(Points(), JOB)))

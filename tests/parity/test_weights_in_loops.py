@@ -143,9 +143,9 @@ def refused(rank: int, world: int, layout: str, kinds: dict[str, str], names: tu
     return ran
 
 
-OF_WEIGHTS = dict.fromkeys(WHOLE, r"under tp=2 a rank has a part .*run\.gathered\(\) as model")
+OF_WEIGHTS = dict.fromkeys(WHOLE, r"under tp=2 a rank has a shard .*run\.gathered\(\) as model")
 OF_GRADIENTS = {
-    f"gradient: {kind}": r"Use run.gradients\(\) between .*report.grad_norm and optimizer.clip_norm"
+    f"gradient: {kind}": r"Use run.gradients\(\) between .*report.grad_norm, or optimizer.clip_norm"
     for kind in GRADIENTS
 }
 
@@ -286,13 +286,13 @@ def of_experts(rank: int, world: int) -> list[str]:
     for name, weight in run.model.named_parameters():
         if "experts" in name:
             weight.detach().mul_(0.5)
-            with pytest.raises(LayoutError, match=r"under ep=2 a rank has a part .*run.gathered\(\)"):
+            with pytest.raises(LayoutError, match=r"under ep=2 a rank has a shard .*run.gathered\(\)"):
                 ran.append((name, weight.norm()))
             with pytest.raises(LayoutError, match=r"run.gradients\(\)"):
                 ran.append((name, weight.grad.norm() if weight.grad is not None else weight.norm()))
     run.backward(next(stream))
     name, weight = next((name, weight) for name, weight in run.model.named_parameters() if "experts" in name)
-    with pytest.raises(LayoutError, match=r"between run.backward and run.update a rank has a part. Use run.gradients"):
+    with pytest.raises(LayoutError, match=r"between run.backward and run.update a rank has a shard. Use run.gradients"):
         ran.append((name, torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)))
     return ran
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from tests.proof.odd_code import Vectors
@@ -245,6 +246,23 @@ def taken_out(module: nn.Module, _: Optimizer | None) -> None:
     module.b = nn.Identity()
 
 
+class _Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def parametrized(module: nn.Module, _: Optimizer | None) -> None:
+    if not parametrize.is_parametrized(part := module.get_submodule("b")):
+        parametrize.register_parametrization(part, "weight", _Halved())
+
+
+def moved_elsewhere(module: nn.Module, _: Optimizer | None) -> None:
+    part = module.get_submodule("b")
+    if (weight := part._parameters.pop("weight", None)) is not None:
+        module.get_submodule("a").register_parameter("second", weight)
+        part.weight = -weight
+
+
 def noise_later(module: nn.Module, _: Optimizer | None) -> None:
     weight: Any = module.b.weight  # type: ignore[union-attr]
     if not weight._backward_hooks:
@@ -420,6 +438,8 @@ CASES: dict[str, Case] = {
     "norm built in evaluation, and trained": Case(of(FrozenInstance), each=all_trained),
     "part swapped later": Case(of(Net), each=swapped),
     "part taken out later": Case(of(Net), each=taken_out),
+    "parametrization later": Case(of(Net), each=parametrized),
+    "weight moved later": Case(of(Net), each=moved_elsewhere),
     "clamping hook later": Case(of(Net), each=noise_later),
     "halving hook later": Case(of(Net), each=halve_later),
     "given instance evaluated": Case(given(), each=changing(lambda net: net(torch.zeros(1, 6).to(net.a.weight)))),

@@ -56,7 +56,7 @@ def test_a_layout_that_differs_is_not_trained(
     monkeypatch.setattr(train, "verify", lambda job, layout: dataclasses.replace(verdict, layout=str(layout)))
     assert small.train("--layout", "dp=2", "--out", tmp_path / "run", "--prove") == 1
     complaint = capsys.readouterr().err
-    assert complaint.startswith("samestep: --prove: nothing is trained, since the layout is not one device:")
+    assert complaint.startswith("samestep: --prove: the layout differs from one device, nothing is trained:")
     assert "differs: copies of one weight differ between ranks" in complaint
     assert not (tmp_path / "run").exists()
 

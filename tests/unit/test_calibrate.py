@@ -97,7 +97,7 @@ def test_few_steps_move_a_factor_less_than_many(tmp_path: Path) -> None:
         (_row("dp=8", step_s="-3"), "must be a speed above 0"),
         (_row("dp=8", step_s="nan"), "must be a speed above 0"),
         (_row("dp=8", step_s="1e-4"), "of the peak of h100x8"),
-        (_row("dp=8 tp=x", step_s="1"), "tp=x is not a whole number"),
+        (_row("dp=8 tp=x", step_s="1"), "tp must be a whole number, got tp=x"),
         (_row("dp=8", devices=4, step_s="1"), "has 8 ranks"),
         (_row("", step_s="1"), "no layout"),
         (_row("dp=8", tp=2, step_s="1"), "both set the layout"),

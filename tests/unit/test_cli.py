@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
         {},
         "layout 'dp=2 zero=1' has 2 ranks, not 3. Use --ranks 2, or a layout with degrees that multiply to 3, such as dp=3",
     ),
-    "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
+    "strategy": (["--layout", "dp=2 accumulate=full"], {}, "zero=0 shards none. Use zero=2, zero=3 or accumulate=sharded"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: must be a whole number from 1 to 1048576, got 0"),
     "ranks range": (["--ranks", "4:2"], {}, "argument --ranks: MIN is greater than MAX in 4:2. Use 2:4"),
     "fewer ranks": (["--ranks", "1:2"], {}, "--ranks 1:2 lets a restart continue with fewer ranks, and run.restarts = 0"),
@@ -58,7 +58,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "one host": (
         ["--nodes", "1", "--rendezvous", "h:1", "--token-file", "t"],
         {},
-        "--nodes 1: a rendezvous is for 2 hosts or more; without it this one runs alone",
+        "--nodes 1: --rendezvous needs 2 hosts or more. To run on this host alone, leave it out",
     ),
     "hosts": (["--dry-run", "--nodes", "2", "--layout", "dp=3"], {}, "2 hosts cannot share 3 ranks equally. Use 2 ranks"),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW rejects its settings: Invalid beta"),
     "loss": ([], {"train.loss": "cross_entrpy"}, "(did you mean 'cross_entropy'?)"),
     "device": ([], {"run.device": "gpu"}, "run.device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
-    "resume nothing": (["--resume"], {}, "there is no run below runs/ to resume; --out names another folder"),
+    "resume nothing": (["--resume"], {}, "there is no run below runs/ to resume. Use --out DIR"),
     "resume nowhere": (["--resume", "--out", "nowhere"], {}, "nowhere holds no run to resume"),
 }  # fmt: skip
 

@@ -505,12 +505,12 @@ def test_data_that_is_too_short_says_what_would_work(tmp_path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b'{"text": "a"', r"d\.jsonl:3: not JSON: .* at column"),
+        (b'{"text": "a"', r"d\.jsonl:3: not JSON: .* column"),
         (b'{"text": "\xff"}', r"d\.jsonl:3: not UTF-8"),
         (b"[1]", r'd\.jsonl:3: a line must be an object such as \{"text": "\.\.\."\}, not list'),
         (b'{"texts": "a"}', r"d\.jsonl:3: neither 'text' nor 'messages' \(did you mean 'texts'\?\); it has 'texts'"),
         (b'{"text": 3}', r"d\.jsonl:3: 'text' is int, not text"),
-        (b'{"messages": []}', r"d\.jsonl:3: messages is not a list of messages"),
+        (b'{"messages": []}', r"d\.jsonl:3: messages must be a list of messages"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', r'd\.jsonl:3: no message has the role "assistant"'),
     ],
 )

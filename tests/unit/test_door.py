@@ -293,7 +293,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.usefixtures("_no_group")
 def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(ERRORS)

@@ -15,7 +15,6 @@ import pytest
 
 import samestep
 from samestep import cli, errors
-from samestep.runtime.processes import join
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +118,6 @@ def test_an_uncaught_error_is_printed_so_beside_the_hook_of_torch(tmp_path: Path
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "samestep.parallelize(torch.nn.Linear(2, 2), 'mse', torch.optim.SGD, layout='ddp=1')\n"
     )
-    join.leave()
     _, _, complaints = small.script(script, (), tmp_path / "said")
     assert complaints.startswith("Traceback (most recent call last):\n")
     assert "samestep.errors.LayoutError: unknown layout option 'ddp'" in complaints

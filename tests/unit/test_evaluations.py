@@ -156,7 +156,7 @@ def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(se
         ({"train.monitor": "code"}, r"train.monitor = 'code' is not a set of data.held_out_sets \(there are none\)"),
         ({"train.monitor": "held_out", "data.held_out": 0.0}, "Set data.held_out = 0.1"),
         ({"data.held_out_sets.a": "text:nowhere.txt"}, r"data.held_out_sets.a: .*nowhere.txt"),
-        ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a set is one source"),
+        ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a validation set has one source"),
         ({"data.held_out_sets.a": "digits"}, r"data.held_out_sets.a: a sample of digits has .*. Use a source of the same kind"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: p
     assert refused.value.code == "memory-predicted"
     allowed = JOB.model_copy(update={"run": JOB.run.model_copy(update={"allow": ("memory",)})})
     run = samestep.parallelize(Model, samestep.building.loss.mse, torch.optim.SGD, job=allowed)
-    assert any("is predicted to need" in text for text in (run.step(batch), run.all_waived())[1])
+    assert any("is predicted to need" in text for text in (run.step(batch), run.skipped_checks())[1])
 
 
 class Modes(torch.optim.SGD):
@@ -260,6 +260,55 @@ def test_weights_of_float64_are_trained_in_float64_or_as_the_job_says() -> None:
     assert trained(precision="float32").job.numerics.precision == "float32"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "frozen", "numerics", "says"),
+    [
+        (torch.bfloat16, "", {}, "parameter 0.weight is torch.bfloat16, "),
+        (torch.float16, "", {}, "parameter 0.weight is torch.float16, "),
+        (torch.bfloat16, "0.weight", {}, "parameter 0.bias is torch.bfloat16, "),
+        (torch.bfloat16, "", {"precision": "float32"}, ""),
+        (torch.bfloat16, "", {"precision": "bf16"}, ""),
+        (torch.float32, "", {}, ""),
+    ],
+)
+def test_weights_of_half_the_bits_are_trained_in_float32_with_a_line(
+    dtype: torch.dtype, frozen: str, numerics: dict[str, str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(dtype)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    samestep.parallelize(model, "mse", torch.optim.SGD, job=Job(numerics=numerics))
+    said = capfd.readouterr().err
+    assert said.count("so it is trained in float32. Set it to") == bool(says)
+    assert says in said
+
+
+def _without_none(items: list[Any]) -> Any:
+    return torch.stack([item for item in items if item is not None])
+
+
+def _in_pairs(items: list[Any]) -> Any:
+    return torch.stack([items[place ^ 1] for place in range(len(items))])
+
+
+def _of_four(items: list[Any]) -> Any:
+    assert len(items) % 4 == 0, "four at once"
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("collate", [_without_none, _in_pairs, _of_four])
+def test_a_collate_fn_that_fails_on_samples_alone_is_named(collate: Any) -> None:
+    samples = [None if index == 0 and collate is _without_none else torch.ones(4) for index in range(8)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+    job = Job(train={"global_batch": 8, "steps": 1})
+    run = samestep.parallelize(
+        nn.Linear(4, 2), lambda outputs, _: (outputs.sum(), len(outputs)), torch.optim.SGD, job=job
+    )
+    (batch,) = samestep.batches(loader, job)
+    with pytest.raises(DataError, match=r"collate_fn of a \w+ for samples \[\d\], which must take one alone .*Error"):
+        run.step(batch)
+
+
 # -- rows of lists ---------------------------------------------------------------------------------
 
 
@@ -305,6 +354,13 @@ def _parallelized(**given: Any) -> Run:
     return samestep.parallelize(made.pop("model"), made.pop("loss"), made.pop("optimizer"), **made)
 
 
+def _sharded() -> nn.Module:
+    """Return a model after `fully_shard`, whose weights have the attribute of DTensors."""
+    model: Any = Model()
+    model.first.bias.device_mesh = None
+    return model
+
+
 def _stepped(**given: Any) -> Any:
     return _parallelized(**given).step(next(samestep.batches(Points(), JOB)))
 
@@ -315,7 +371,7 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="dp=2"), r"has 2 ranks, but 1 process runs: start 2, as samestep\.launch"),
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict. Use one line of text, such as layout="dp=2 tp=2"'),
-        (lambda: _parallelized(layout=None), "is nothing. Use one line of text"),
+        (lambda: _parallelized(layout=None), "layout = None is not accepted. Use one line of text"),
         (lambda: samestep.Layout(3), "3 is not a layout. Use one line of text"),  # type: ignore[arg-type]
         (
             lambda: samestep.train(Job(), lay="dp=2"),
@@ -339,6 +395,8 @@ def _stepped(**given: Any) -> Any:
         (lambda: samestep.latest(None), "Use the path of a file or a folder"),  # type: ignore[arg-type]
         (lambda: samestep.launch(None, ranks=1), "Use a function"),  # type: ignore[arg-type]
         (lambda: _parallelized(model=nn.Linear), "missing a required argument: 'in_features'"),
+        (lambda: _parallelized(model=_sharded()), r"model = .* has sharded weights .*Use it without fully_shard or"),
+        (lambda: _parallelized(model={"a": Model(), "b": _sharded()}), r"model\['b'\] = .* has sharded weights"),
         (lambda: _parallelized(model=[Model()]), "is a list. Use a function that builds an nn.Module"),
         (lambda: _parallelized(optimizer="adamw"), "is a str. Use a function of the parameters"),
         (lambda: _parallelized(optimizer=lambda: None), "one argument, a list of parameters"),

@@ -82,9 +82,6 @@ def test_deep_images_are_scaled_by_their_range(mode: Any, tmp_path: Path) -> Non
     Image.fromarray(deep).save(tmp_path / "16.png")
     Image.fromarray(deep).save(tmp_path / "16.tif")
     _tiff(tmp_path / "16_big.tif", deep.astype(">u2"), 16, ">")
-    _tiff(tmp_path / "16_white_is_0.tif", (65535 - deep).astype("<u2"), 16, meaning=0)
-    Image.fromarray((GREY / np.float32(255)).astype(np.float32)).save(tmp_path / "float.tif")
-    (tmp_path / "16_pgm.png").write_bytes(b"P5 14 9 65535\n" + deep.astype(">u2").tobytes())
     expected = np.asarray(read_image(tmp_path / "plain.png", mode))
     for path in tmp_path.iterdir():
         assert np.array_equal(np.asarray(read_image(path, mode)), expected), path.name
@@ -117,22 +114,12 @@ def test_other_modes_are_what_pillow_converts(mode: str, tmp_path: Path) -> None
         assert np.array_equal(np.asarray(read_image(tmp_path / f"a.{suffix}", "L")), np.asarray(file.convert("L")))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF", "WEBP"])
-def test_a_film_is_refused_and_one_frame_of_it_is_not(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["GIF", "TIFF", "MPO"])
+def test_of_several_frames_the_first_one_is_read(kind: str, tmp_path: Path) -> None:
     frames = [Image.fromarray(PIXELS), Image.fromarray(PIXELS[::-1].copy())]
     frames[0].save(tmp_path / "film", kind, save_all=True, append_images=frames[1:])
     frames[0].save(tmp_path / "still", kind)
-    with pytest.raises(
-        DataError, match=r"film has several frames, and a sample is one image. Use each frame as a file"
-    ):
-        read_image(tmp_path / "film", "RGB")
-    assert read_image(tmp_path / "still", "RGB").size == (14, 9)
-
-
-def test_a_photo_with_other_views_is_its_first_one(tmp_path: Path) -> None:
-    """Cameras write JPEG with several images (MPO)."""
-    Image.fromarray(PIXELS).save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[Image.fromarray(PIXELS)])
-    assert read_image(tmp_path / "a.jpg", "RGB").size == (14, 9)
+    assert np.array_equal(read_image(tmp_path / "film", "RGB"), read_image(tmp_path / "still", "RGB"))
 
 
 def _harmful(folder: Path) -> dict[str, bytes]:
@@ -151,13 +138,11 @@ def _harmful(folder: Path) -> dict[str, bytes]:
     chunk = struct.pack(">I", len(content)) + b"zTXt" + content + struct.pack(">I", zlib.crc32(b"zTXt" + content))
     _tiff(buffer, np.full((9, 14), 1.5, "<f4"), 32, kind=3)
     floats = buffer.read_bytes()
-    _tiff(buffer, np.full((9, 14), np.nan, "<f4"), 32, kind=3)
-    no_numbers = buffer.read_bytes()
     _tiff(buffer, np.full((9, 14), 70_000, "<i4"), 32, kind=2)
     rows = zlib.compress(b"\0" * (9 * 43))
     return {
         "bomb.tif": bytes(bomb), "bomb.png": _png(200_000, 200_000, 8, 2, rows), "text.png": _png(14, 9, 8, 2, rows, chunk),
-        "cut.jpg": cut, "floats.tif": floats, "nan.tif": no_numbers, "whole.tif": buffer.read_bytes(),
+        "cut.jpg": cut, "floats.tif": floats, "whole.tif": buffer.read_bytes(),
         "script.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "empty.png": b"",
     }  # fmt: skip
 
@@ -165,8 +150,8 @@ def _harmful(folder: Path) -> dict[str, bytes]:
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path: Path) -> None:
     reasons = {
         "bomb.tif": "exceeds limit", "bomb.png": "exceeds limit", "text.png": "too large", "cut.jpg": "truncated",
-        "floats.tif": "numbers from 1.5 to 1.5, and their range is not known. Use 0 to 1", "nan.tif": "numbers from nan",
-        "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is not an image that Pillow reads", "empty.png": "is empty: copy it again",
+        "floats.tif": "numbers of unknown range", "whole.tif": "numbers of unknown range", "script.png": "is not an image that Pillow reads",
+        "empty.png": "is not an image",
     }  # fmt: skip
     for name, content in _harmful(tmp_path).items():
         (tmp_path / name).write_bytes(content)
@@ -206,7 +191,7 @@ def test_classes_have_the_numbers_of_the_training_set(folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("train", "val"), ("Training", "valid", "test"), ("train", "validation", "notes"), ("test",)]
+    "names", [("train", "val"), ("Training", "valid", "test"), ("train", "test", "notes"), ("test",)]
 )
 def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
@@ -223,24 +208,6 @@ def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Pa
     (tmp_path / "train").mkdir()  # beside others it is a vehicle
     Image.fromarray(GREY).save(tmp_path / "train" / "1.png")
     assert len(dataset(tmp_path)) == len(names) + 1
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (("train2017/a", "val2017/a"), "the folders train2017, val2017, which are parts of a data set or classes of these names"),
-        (("training_set/a", "test_set/a"), "the folders test_set, training_set, which"),
-        (("images/train/a", "images/val/a"), "the folders train, val in images, which are parts of a data set. Use data.source = 'images:.*/images/train'"),
-        (("images/train/a",), "the folders train in images"),
-        (("cat/train", "cat/val", "dog/train", "dog/val"), "the folders train, val in cat, which are parts of a data set. Use a folder of classes for each"),
-    ],
-)  # fmt: skip
-def test_parts_by_other_names_or_a_level_below_are_no_classes(names, text, tmp_path):
-    for name in names:
-        (tmp_path / name).mkdir(parents=True)
-        Image.fromarray(GREY).save(tmp_path / name / "1.png")
-    with pytest.raises(DataError, match=text):
-        dataset(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.avif", "a.jfif", "A.JPE", "a.jp2", "a.ppm", "a.pgm"])
@@ -260,7 +227,7 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
     for name in ("b.heic", "b.SVG", "b.dng"):
         (tmp_path / "cat" / name).write_bytes(b"x")
         with pytest.raises(
-            DataError, match=rf"cat/{name} is an image of a form that is not read. Save it as PNG or JPEG"
+            DataError, match=rf"cat/{name} is .* an image of a form that is not read. Save it as PNG or JPEG"
         ):
             dataset(tmp_path)
         (tmp_path / "cat" / name).unlink()
@@ -268,31 +235,10 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has the class 'emu' without images. Add images to it, or remove the folder"):
         dataset(tmp_path)
     (tmp_path / "emu").rmdir()
-    (tmp_path / "emu").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="emu is a broken link"):
-        dataset(tmp_path)
-    (tmp_path / "emu").unlink()
     (tmp_path / "cat" / "whole").symlink_to(tmp_path)  # a dog is no cat
     assert len(dataset(tmp_path)) == 2
-    with pytest.raises(DataError, match=r"1\.png is a file. Use a folder with one folder per class"):
+    with pytest.raises(DataError, match=r"1\.png has no folders. Use one folder a class"):
         dataset(tmp_path / "cat" / "1.png")
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "is empty: copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "is a HEIC image, whatever its name is"),
-        (b"\0\0\0\x18ftypmif1\0\0\0\0", "is a HEIC image, whatever its name is"),
-        (b"<!DOCTYPE html>", "is a page of HTML"),
-        (b"<svg/>", "an SVG"),
-    ],
-)
-def test_what_is_no_image_of_pixels_is_named(content: bytes, text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(content)
-    with pytest.raises(DataError, match=rf"a\.jpg .*{text}"):
-        read_image(tmp_path / "a.jpg", "RGB")
 
 
 def test_links_are_followed_and_one_to_nothing_is_named(folders: Path, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def _nothing(place: RankInfo) -> None:
     [
         ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .*Use .*args=\('dp=2',\)"),
         ({"ranks": 0}, "ranks=0: a run needs at least 1"),
-        ({"ranks": 1, "device": "tpu"}, "device='tpu' is not a device; cpu, cuda and auto are"),
+        ({"ranks": 1, "device": "tpu"}, "device must be cpu, cuda or auto, got 'tpu'"),
         pytest.param(
             {"ranks": 1, "device": "cuda"},
             "torch sees no GPU here. Use device=cpu",

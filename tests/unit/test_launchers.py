@@ -138,18 +138,12 @@ def _by_mpich(one: Process) -> dict[str, str]:
     return {name: str(value) for name, value in given.items()} | _AT
 
 
-def _by_flux(one: Process) -> dict[str, str]:
-    given = {"TASK_RANK": one.rank, "JOB_SIZE": one.world, "TASK_LOCAL_ID": one.local, "JOB_NNODES": one.num_hosts}
-    return {f"FLUX_{name}": str(value) for name, value in given.items()} | _AT
-
-
-RANKS = {"torchrun": _by_torchrun, "srun": _by_srun, "Open MPI": _by_open_mpi, "MPICH": _by_mpich, "Flux": _by_flux}
+RANKS = {"torchrun": _by_torchrun, "srun": _by_srun, "Open MPI": _by_open_mpi, "MPICH": _by_mpich}
 NEEDED = {
     "torchrun": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "MPICH": ("PMI_RANK", "PMI_SIZE"),
-    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
 }
 
 
@@ -178,7 +172,7 @@ def test_a_half_set_environment_is_refused_by_the_missing_variable(one: Process,
         discover(env)
 
 
-@given(processes(), st.lists(st.sampled_from([*RANKS]), min_size=2, max_size=5, unique=True))
+@given(processes(), st.lists(st.sampled_from([*RANKS]), min_size=2, max_size=4, unique=True))
 def test_the_first_complete_launcher_is_taken(one: Process, launchers: list[str]) -> None:
     env: dict[str, str] = {}
     for launcher in launchers:
@@ -260,21 +254,9 @@ HOSTS: dict[str, Callable[[int, int, int], dict[str, str]]] = {
     "Kubernetes": lambda index, count, ranks: (
         {"PET_NNODES": f"{count}", "PET_NODE_RANK": f"{index}", "PET_NPROC_PER_NODE": f"{ranks}"}
         | {"PET_MASTER_ADDR": "h0", "PET_MASTER_PORT": "29500"}
-    ),
-    "SkyPilot": lambda index, count, ranks: (
-        {"SKYPILOT_NODE_RANK": f"{index}", "SKYPILOT_NUM_NODES": f"{count}", "SKYPILOT_NUM_GPUS_PER_NODE": f"{ranks}"}
-        | {"SKYPILOT_NODE_IPS": "\n".join(f"h{one}" for one in range(count))}
-    ),
-    "dstack": lambda index, count, ranks: (
-        {"DSTACK_NODE_RANK": f"{index}", "DSTACK_NODES_NUM": f"{count}", "DSTACK_GPUS_PER_NODE": f"{ranks}"}
-        | {"DSTACK_MASTER_NODE_IP": "h0"}
-    ),
+    )
 }
-HOSTS_NEED = {
-    "Kubernetes": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
-    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
-}
+HOSTS_NEED = {"Kubernetes": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")}
 
 
 @given(st.sampled_from([*HOSTS]), st.integers(2, 5), st.integers(0, 9), st.data())
@@ -295,7 +277,7 @@ def test_a_process_on_each_host_is_told_its_host(launcher: str, count: int, rank
         discover(env | {"RANK": "0", "WORLD_SIZE": "1"})
 
 
-@given(processes(), st.lists(st.sampled_from(["srun", "Open MPI", "MPICH", "Flux"]), min_size=2, unique=True))
+@given(processes(), st.lists(st.sampled_from(["srun", "Open MPI", "MPICH"]), min_size=2, unique=True))
 def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: list[str]) -> None:
     """A step inside of a step of another: whichever is taken first, its ranks would be counted twice."""
     assume(one.world > 1)
@@ -308,8 +290,11 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port: 1 to 65535"),
-        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        (
+            _AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"},
+            "MASTER_PORT=70000 must be a port from 1 to 65535",
+        ),
+        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port"),
         (_AT | {"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK=1_0 is not a whole number"),
         (_AT | {"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9999999999999999999999999999999999999999... is"),
         (
@@ -317,12 +302,7 @@ def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: l
             "PET_NPROC_PER_NODE=junk is not a whole number",
         ),
         (HOSTS["Kubernetes"](0, 2, 1) | {"PET_NPROC_PER_NODE": "-1"}, "PET_NPROC_PER_NODE=-1 is below 0"),
-        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 is not a port"),
-        (
-            HOSTS["Kubernetes"](0, 2, 1) | {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"},
-            "SkyPilot states that this is host 1 of 2, which",
-        ),
-        ({"SKYPILOT_NODE_RANK": "5", "SKYPILOT_NODE_IPS": "a"}, "SKYPILOT_NODE_RANK=5 is not a rank of"),
+        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 must be a port"),
         (
             {
                 "OMPI_COMM_WORLD_RANK": "1",

@@ -190,8 +190,11 @@ def test_a_side_that_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda: Rendezvous.of("10.0.0.1", 2, TOKEN), "--rendezvous 10.0.0.1 is not an address: HOST:PORT is"),
-        (lambda: Rendezvous.of("h:99999", 2, TOKEN), "is not an address"),
+        (
+            lambda: Rendezvous.of("10.0.0.1", 2, TOKEN),
+            "--rendezvous must be HOST:PORT, such as 10.0.0.1:29400, got 10.0.0.1",
+        ),
+        (lambda: Rendezvous.of("h:99999", 2, TOKEN), "--rendezvous must be HOST:PORT"),
         (
             lambda: Rendezvous.of("h:1", 2, b"short"),
             "--token-file holds 5 bytes, 5 of them different: at least 32 are needed",

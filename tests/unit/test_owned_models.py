@@ -246,7 +246,7 @@ def lost(rank: int, world: int) -> None:
 
 def test_parts_that_a_dropped_run_has_left_are_named() -> None:
     for said in pool(2).run(lost):
-        assert "has parts of weights, which a run has left that is gone" in said
+        assert "still has the shards of a run that was deleted" in said
 
 
 # -- writes of a loop ------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Files of documents as people have them: packed, in other encodings, one array, nested, and damaged in ways that are drawn."""
+"""Files of documents as people have them: packed, one array, nested, and damaged in ways that are drawn."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +46,15 @@ def test_packed_lines_are_unpacked_in_a_folder_and_alone(tmp_path: Path, name: s
     assert tokens_of(f"jsonl:{tmp_path}") == "aéaé".encode()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_a_mark_or_the_first_bytes_say_the_encoding(tmp_path: Path, encoding: str) -> None:
-    (tmp_path / "d.jsonl").write_bytes(LINES.decode().encode(encoding))
-    assert tokens_of(f"jsonl:{tmp_path / 'd.jsonl'}") == "aé".encode()
-    if encoding in ("utf-16", "utf-32"):
-        (tmp_path / "d.txt").write_bytes("aé\r\n猫".encode(encoding))
-        assert tokens_of(f"text:{tmp_path / 'd.txt'}") == "aé\n猫".encode()
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ('[{"text": "a"},\n {"text": "b"},\n {"text" "c"}]', r"d\.jsonl:3: not JSON: Expecting ':' delimiter"),
-        ('[{"text": "a"}\n{"text": "b"}]', r"d\.jsonl:2: not JSON: the array is cut off"),
-        ('[{"text": "a"},\n{"text": "b"}', r"d\.jsonl:2: not JSON: the array is cut off"),
-        ('[{"text": "a"},\n]', r"d\.jsonl:2: not JSON: Expecting value"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', r"d\.jsonl:1: not JSON lines: text follows an array"),
-        ('[{"text": "a"},\n3]', r"d\.jsonl:2: a line must be an object"),
-    ],
-)
-def test_an_array_is_named_by_the_line_of_an_element(tmp_path: Path, content: str, text: str) -> None:
-    (tmp_path / "d.jsonl").write_text(content)
-    with pytest.raises(DataError, match=text):
-        tokens_of(f"jsonl:{tmp_path / 'd.jsonl'}")
+def test_one_array_gives_its_elements_and_its_damage_is_named(tmp_path: Path) -> None:
+    for content, text in (
+        ('[{"text": "a"},\n {"text" "c"}]', r"d\.jsonl: not JSON: Expecting ':' delimiter: line 2"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', r"d\.jsonl: not JSON: Extra data"),
+        ('[{"text": "a"},\n3]', r"d\.jsonl element 1: a line must be an object"),
+    ):
+        (tmp_path / "d.jsonl").write_text(content)
+        with pytest.raises(DataError, match=text):
+            tokens_of(f"jsonl:{tmp_path / 'd.jsonl'}")
 
 
 def test_a_field_within_another_is_read_in_every_kind_of_file(tmp_path: Path) -> None:
@@ -102,19 +88,10 @@ def test_only_columns_that_are_read_are_decoded(tmp_path: Path, monkeypatch: pyt
     assert seen == [["text"]]
 
 
-def test_an_archive_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "d.zip", "w") as archive:
-        archive.writestr("a.txt", "x")
-    for word in ("jsonl", "text"):
-        with pytest.raises(DataError, match=r"d\.zip is a zip archive of files. Use a folder"):
-            tokens_of(f"{word}:{tmp_path / 'd.zip'}")
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.jsonl.zst").write_bytes(zstd(LINES))
-    for name in ("compression.zstd", "zstandard", "pyarrow"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DataError, match=r"needs the library zstandard or pyarrow: pip install zstandard"):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"d\.jsonl\.zst needs the library pyarrow. Use pip install"):
         tokens_of(f"jsonl:{tmp_path / 'd.jsonl.zst'}")
 
 
@@ -155,27 +132,13 @@ def test_parts_are_left_out_of_tables_and_of_texts_that_are_all_parts(tmp_path: 
     assert tokens_of(f"text:{tmp_path / 'texts'}") == b"no\nte\ntr\nva"
 
 
-@pytest.mark.parametrize("word", ["jsonl", "text", "parquet"])
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "is a pointer of Git LFS: `git lfs pull`"),
-        (b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000" + bytes(248) + b'{"text": "a"}', "is a tar archive of files. Use a folder"),
-        (gzip.compress(gzip.compress(LINES, mtime=0), mtime=0), "is packed twice. Unpack it once"),
-        (gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar  " + bytes(300), mtime=0), "is a tar archive of files"),
-    ],
-)  # fmt: skip
-def test_what_stands_for_other_files_is_named(content: bytes, text: str, word: str, tmp_path: Path) -> None:
-    (tmp_path / "d").write_bytes(content)
-    with pytest.raises(DataError, match=rf"/d {text}"):
-        tokens_of(f"{word}:{tmp_path / 'd'}")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-16-be"])
-def test_a_mark_is_no_text_and_zeros_show_an_encoding(encoding: str, tmp_path: Path) -> None:
-    for number, text in enumerate(("to be", "or\r\nnot")):
-        (tmp_path / f"{number}.txt").write_bytes(text.encode(encoding))
-    assert tokens_of(f"text:{tmp_path}") == b"to be\nor\nnot"
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_text_in_another_encoding_is_no_text(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("to be".encode("utf-8-sig"))
+    assert tokens_of(f"text:{tmp_path}") == b"to be"
+    (tmp_path / "a.txt").write_bytes("to be".encode(encoding))
+    with pytest.raises(DataError, match=r"a\.txt:1 is not UTF-8 text \(byte [01]\)"):
+        tokens_of(f"text:{tmp_path}")
 
 
 def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None:
@@ -185,7 +148,7 @@ def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None
     (tmp_path / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     for source, text in (
         ("lost.jsonl", "lost.jsonl is a broken link"),
-        ("*.jsonl", "no pattern of names is read; of the folder .* all files are"),
+        ("*.jsonl", "patterns of files are not supported. Use the folder .*"),
     ):
         with pytest.raises(DataError, match=text):
             tokens_of(f"jsonl:{tmp_path / source}")

@@ -113,7 +113,7 @@ def test_what_is_computed_of_each_of_a_stack_needs_that_one_whole(name: str) -> 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_mixes_the_parts_of_a_stack_is_refused(name: str) -> None:
-    with pytest.raises(LayoutError, match=r"does not treat every weight by itself .*Use .*zero=0$"):
+    with pytest.raises(LayoutError, match=r"does not update every weight separately .*Use .*zero=0$"):
         whole_of(TOGETHER[name])
 
 
@@ -186,7 +186,7 @@ def asking(params: list[Tensor]) -> Optimizer:
 
 @pytest.mark.parametrize("function", [Sending, asking])
 def test_an_optimizer_that_needs_a_process_group_is_refused_in_one_line(function: Any) -> None:
-    with pytest.raises(ModelError, match=r"asks torch.distributed for ranks or sends.*Use .*its form for one process"):
+    with pytest.raises(ModelError, match=r"calls torch.distributed itself.*Use .*the optimizer's form for one process"):
         check_optimizer(optimizer_source(function), MODEL, Layout("dp=2"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -103,25 +104,19 @@ def test_sequences_of_megatron_are_read_where_the_index_says(tmp_path: Path) -> 
 def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path / "good.bin", IDS, "<i4", random.Random(3))
     index = (tmp_path / "good.idx").read_bytes()
-    sequences = int.from_bytes(index[18:26], "little")
-    pointers = 34 + 4 * sequences
+    pointers = 34 + 4 * int.from_bytes(index[18:26], "little")
     kinds: dict[str, tuple[bytes, str]] = {
-        "version": (index[:9] + struct.pack("<Q", 2) + index[17:], "of version 2 with numbers of kind 4"),
-        "kind": (
-            index[:17] + b"\x07" + index[18:],
-            "of version 1 with numbers of kind 7. Use version 1 with whole numbers",
-        ),
+        "version": (index[:9] + struct.pack("<Q", 2) + index[17:], "is not an index of Megatron in version 1"),
+        "kind": (index[:17] + b"\x07" + index[18:], "is not an index of Megatron in version 1 with whole numbers"),
         "count": (index[:18] + struct.pack("<Q", 2**60) + index[26:], "sequences and 3 documents, which are"),
         "cut": (index[:-3], "copy it again"),
-        "short": (index[:20], "ends within its head"),
+        "short": (index[:20], "copy it again"),
         "length": (index[:34] + struct.pack("<i", -5) + index[38:], "is damaged: it has a sequence of -5 tokens"),
         "pointer": (
             index[:pointers] + struct.pack("<q", 2**62) + index[pointers + 8 :],
             "states that a sequence ends at byte",
         ),
-        "documents": (index[:-8] + struct.pack("<q", 99), "its documents do not divide its"),
-        "old": (b"TNTIDX\x00\x00" + index, "an index of an older form"),
-        "other": (b"something else", "is not an index of Megatron, which begins with MMIDIDX"),
+        "other": (b"something else", "is not an index of Megatron"),
     }
     for name, (content, text) in kinds.items():
         shutil.copy(tmp_path / "good.bin", tmp_path / f"{name}.bin")
@@ -145,14 +140,9 @@ def test_a_head_of_llm_c_is_no_token(number: int, version: int, dtype: str, tmp_
     path.write_bytes(whole)
     assert np.array_equal(read(path), IDS)
     assert np.array_equal(read(tmp_path), IDS)
-    for content, text in {
-        whole[:-6]: "states in its head 500 tokens", whole + b"ab": "states in its head 500 tokens",
-        whole[:500]: "ends within its head", head.byteswap().tobytes() + whole[1024:]: "in the other byte order",
-        whole[:4] + struct.pack("<i", 3) + whole[8:]: "in version 3, which is not known",
-    }.items():  # fmt: skip
+    for content in (whole[:-6], whole + b"ab", whole[:500], whole[:4] + struct.pack("<i", 3) + whole[8:]):
         path.write_bytes(content)
-        assert text in refusal(path)
-        assert str(path) in refusal(path)
+        assert f"{path} has {len(content):,} bytes, and its head of llm.c's format {number}" in refusal(path)
 
 
 WIDTHS = [("<u4", "uint16", "uint32"), ("<i8", "uint32", "int64")]
@@ -164,34 +154,31 @@ def test_wider_numbers_are_told_by_their_zeros(written: str, given: str, works: 
     path = tmp_path / "train.bin"
     ids.astype(written).tofile(path)
     found = refusal(path, dtype=given)
-    assert f"looks like {works}" in found
+    assert f"looks like {works} from token 0 on" in found
     assert f"Set data.dtype = '{works}'" in found
     assert np.array_equal(read(path, dtype=works), ids)
     raw = np.fromfile(path, given)
     np.save(tmp_path / "meant.npy", raw)  # who means it says so
     assert np.array_equal(read(tmp_path / "meant.npy"), raw)
     ids.astype(written).byteswap().tofile(path)
-    assert "in the other byte order" in refusal(path, dtype=given)
+    assert "looks like " in refusal(path, dtype=given)
 
 
-@pytest.mark.parametrize("written", ["<u4", ">i8"])
-def test_ids_of_a_large_vocabulary_are_told_by_their_upper_halves(written: str, tmp_path: Path) -> None:
+def test_ids_of_a_large_vocabulary_are_told_by_their_upper_halves(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, 262_144, 300)
-    ids.astype(written).tofile(tmp_path / "train.bin")
-    assert "looks like" in refusal(tmp_path / "train.bin")
+    ids.astype("<u4").tofile(tmp_path / "train.bin")
+    assert "looks like uint32" in refusal(tmp_path / "train.bin")
 
 
 def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
     few = np.array([5, 0] * 7)
     padded = np.concatenate([[9, 4, 7], np.zeros(500, int), [3, 5, 2, 1], np.zeros(500, int)])
-    utf16 = np.frombuffer("some text".encode("utf-16") * 30, "u1")
     for number, (tokens, dtype) in enumerate(
         [
             (few, "uint16"),
             (IDS % 16, "uint16"),
             (np.arange(400) % 2 * 3 + IDS[:400] % 5, "uint32"),
             (padded, "uint16"),
-            (utf16, "uint8"),
             (IDS, "int64"),
             (IDS % 256, "uint16"),
         ]
@@ -200,7 +187,7 @@ def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
         tokens.astype(dtype).tofile(path)
         assert np.array_equal(read(path, dtype=dtype), tokens)
     (IDS % 256).astype(">u2").tofile(tmp_path / "big.bin")
-    assert "numbers of 16 bits in the other byte order" in refusal(tmp_path / "big.bin")
+    assert "looks like the other byte order" in refusal(tmp_path / "big.bin")
 
 
 def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
@@ -210,12 +197,7 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes((tmp_path / "0.npy").read_bytes())
     assert np.array_equal(read(tmp_path / "plain"), IDS)
     np.save(tmp_path / "cube.npy", IDS.reshape(5, 10, 10))
-    assert (
-        "int64 [5, 10, 10]. Use whole numbers in one dimension, or in rows; numpy.save(file, tokens.reshape(-1))"
-        in refusal(tmp_path / "cube.npy")
-    )
-    (tmp_path / "two.npy").write_bytes(2 * (tmp_path / "0.npy").read_bytes())
-    assert "its array ends at 1,128. Use one array in a file" in refusal(tmp_path / "two.npy")
+    assert "int64 [5, 10, 10]. Use whole numbers in one dimension, or in rows" in refusal(tmp_path / "cube.npy")
     np.save(tmp_path / "none.npy", np.zeros(0, "u2"))
     assert "is empty" in refusal(tmp_path / "none.npy")
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
@@ -252,42 +234,13 @@ def test_rows_follow_one_another_and_those_that_are_longer_by_one_are_samples(or
     assert np.array_equal(read(tmp_path / "more", sequence_length=9), [*IDS, *IDS])
 
 
-def test_floating_point_numbers_are_no_tokens(tmp_path: Path) -> None:
-    IDS.astype("float32").tofile(tmp_path / "train.bin")
-    for given in ("uint16", "uint32", "int64"):
-        assert "looks like float32, and ids are whole numbers" in refusal(tmp_path / "train.bin", dtype=given)
-
-
-@pytest.mark.parametrize("behind", [">u4", "<f4"])
-def test_numbers_of_another_form_late_in_a_file_are_found(behind: str, tmp_path: Path) -> None:
+def test_wider_numbers_late_in_a_file_are_found(tmp_path: Path) -> None:
     first = np.random.default_rng(1).integers(1, 30_000, 300_001).astype("u2")
     for number, (before, count) in enumerate(((2_001, 2_000), (300_001, 200_000))):
         path = tmp_path / f"{number}.bin"
-        later = np.random.default_rng(2).integers(1, 30_000, count).astype(behind)
+        later = np.random.default_rng(2).integers(1, 30_000, count).astype("<u4")
         path.write_bytes(first[:before].tobytes() + later.tobytes())
-        found = refusal(path)
-        assert "looks like " in found
-        assert " from token " in found
-
-
-@pytest.mark.parametrize("width", [2, 4])
-def test_a_head_of_an_unknown_number_is_no_token(width: int, tmp_path: Path) -> None:
-    for number, version in ((20240522, 1), (7, 0)):
-        head = np.zeros(256, "<i4")
-        head[:3] = number, version, len(IDS)
-        (tmp_path / "a.bin").write_bytes(head.tobytes() + IDS.astype(f"<u{width}").tobytes())
-        assert f"`tail -c +1025`, and set data.dtype = 'uint{8 * width}'" in refusal(tmp_path / "a.bin")
-        (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[1024:])
-        assert np.array_equal(read(tmp_path / "b.bin", dtype=f"uint{8 * width}"), IDS)
-
-
-@pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (10, "<u8")])
-def test_an_index_of_fairseq_has_no_documents(code: int, dtype: str, tmp_path: Path) -> None:
-    IDS.astype(dtype).tofile(tmp_path / "train.bin")
-    lengths, begins = np.array([100, 250, 150]), np.array([0, 100, 350]) * np.dtype(dtype).itemsize
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, code, 3)
-    (tmp_path / "train.idx").write_bytes(head + lengths.astype("<i4").tobytes() + begins.astype("<i8").tobytes())
-    assert np.array_equal(read(tmp_path / "train"), IDS)
+        assert re.search(r"looks like uint32 from token [\d,]{4,} on", refusal(path))
 
 
 def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
@@ -309,14 +262,10 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
 
 
-@pytest.mark.parametrize(
-    "mark",
-    [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00", b"\x80\x02}q", b"\x80\x05\x95", b"LITPKDS", b"GGUF",
-     b"@\0\0\0\0\0\0\0{\"", b"version https://git-lfs.github.com/spec/v1\n", struct.pack("<III", 1, 12, 112 - 0)],
-)  # fmt: skip
+@pytest.mark.parametrize("mark", [b"\x1f\x8b\x08\x00", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00", b"GGUF"])
 def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes((mark + bytes(range(200)))[:112])
-    assert f"tokens:{tmp_path / 'a.bin'} is " in refusal(tmp_path / "a.bin")
+    assert f"tokens:{tmp_path / 'a.bin'} is packed, or of another format" in refusal(tmp_path / "a.bin")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -345,7 +294,7 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, 999, IDS % 250).astype("i4"))
     assert small.main("train", *words) == 2
     assert (
-        "1.npy has token ids up to 999, but model.config.vocab_size = 256. Use vocab_size = 1000"
+        "1.npy has token ids up to 999, but model.config.vocab_size = 256. Use vocab_size = 1000, or another data.dtype"
         in capsys.readouterr().err
     )
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, -1, IDS % 250).astype("i4"))
@@ -355,7 +304,7 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     (tmp_path / "1.npy").rename(tmp_path / "1.bin")
     assert small.main("train", *words, "--set=data.dtype=uint32") == 2
     assert "1.bin has token ids up to" in (said := capsys.readouterr().err)
-    assert "and data.dtype = 'uint16' if the file holds that" in said
+    assert "or another data.dtype if it is wrong" in said
 
 
 @pytest.mark.parametrize("damage", ["", *damaged_data.TOKEN_DAMAGES])

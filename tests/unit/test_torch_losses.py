@@ -66,6 +66,10 @@ def weight() -> Tensor:
     return torch.rand(CLASSES, dtype=torch.float64) + 0.1
 
 
+def city_distance(first: Tensor, second: Tensor) -> Tensor:
+    return (first - second).abs().sum(-1)
+
+
 def sequences(n: int) -> Tensors:
     return labels(n, 5).clamp(min=1), torch.full((n,), 12), torch.randint(1, 6, (n,))
 
@@ -76,9 +80,12 @@ CASES: dict[str, Case] = {
     "MSELoss of one target": Case(nn.MSELoss, rows, lambda n: (normal(n, 1),)),
     "SmoothL1Loss": Case(lambda: nn.SmoothL1Loss(beta=0.3), rows, function=functools.partial(F.smooth_l1_loss, beta=0.3)),
     "HuberLoss": Case(lambda: nn.HuberLoss(delta=0.3), rows, function=functools.partial(F.huber_loss, delta=0.3)),
-    "PoissonNLLLoss": Case(lambda: nn.PoissonNLLLoss(full=True), rows, lambda n: (labels(n, CLASSES).double(),)),
+    "PoissonNLLLoss": Case(
+        lambda: nn.PoissonNLLLoss(full=True), rows, lambda n: (labels(n, 4).double(),), function=functools.partial(F.poisson_nll_loss, full=True)
+    ),
     "GaussianNLLLoss": Case(
-        nn.GaussianNLLLoss, lambda n: (normal(n, 4), torch.rand(n, 4, dtype=torch.float64) + 0.1), order=(0, 2, 1)
+        nn.GaussianNLLLoss, lambda n: (normal(n, 4), torch.rand(n, 4, dtype=torch.float64) + 0.1), order=(0, 2, 1),
+        function=F.gaussian_nll_loss,
     ),
     "KLDivLoss": Case(nn.KLDivLoss, lambda n: (normal(n, 4).log_softmax(-1),), lambda n: (normal(n, 4).softmax(-1),)),
     "KLDivLoss by samples": Case(
@@ -92,8 +99,9 @@ CASES: dict[str, Case] = {
     "BCEWithLogitsLoss by weights": Case(
         lambda: nn.BCEWithLogitsLoss(weight=weight(), pos_weight=weight() * 9), rows, lambda n: (torch.rand(n, 4).double(),)
     ),
-    "HingeEmbeddingLoss": Case(nn.HingeEmbeddingLoss, rows, lambda n: (signs(n, CLASSES),)),
-    "SoftMarginLoss": Case(nn.SoftMarginLoss, rows, lambda n: (signs(n, CLASSES),)),
+    "BCELoss without weights": Case(nn.BCELoss, lambda n: (normal(n, 4).sigmoid(),), lambda n: (torch.rand(n, 4).double(),), function=F.binary_cross_entropy),
+    "HingeEmbeddingLoss": Case(nn.HingeEmbeddingLoss, rows, lambda n: (signs(n, CLASSES),), function=F.hinge_embedding_loss),
+    "SoftMarginLoss": Case(nn.SoftMarginLoss, rows, lambda n: (signs(n, CLASSES),), function=F.soft_margin_loss),
     "CrossEntropyLoss": Case(nn.CrossEntropyLoss, rows, lambda n: (labels(n, ignored=-100),), function=F.cross_entropy),
     "CrossEntropyLoss of tokens": Case(
         lambda: nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.2), tokens, lambda n: (labels(n, TOKENS),)
@@ -105,15 +113,31 @@ CASES: dict[str, Case] = {
         lambda: nn.CrossEntropyLoss(weight(), label_smoothing=0.1), tokens, lambda n: (normal(n, CLASSES, TOKENS).softmax(1),)
     ),
     "NLLLoss": Case(lambda: nn.NLLLoss(weight()), tokens, lambda n: (labels(n, TOKENS, ignored=-100),)),
+    "NLLLoss of labels": Case(
+        lambda: nn.NLLLoss(ignore_index=0), tokens, lambda n: (labels(n, TOKENS),), function=functools.partial(F.nll_loss, ignore_index=0)
+    ),
     "NLLLoss2d": Case(lambda: torch_classes.NLLLoss2d(ignore_index=0), tokens, lambda n: (labels(n, TOKENS),)),
+    "MultiMarginLoss without weights": Case(nn.MultiMarginLoss, rows, lambda n: (labels(n),), function=F.multi_margin_loss),
     "MultiMarginLoss": Case(lambda: nn.MultiMarginLoss(p=2, weight=weight()), rows, lambda n: (labels(n),)),
-    "MultiLabelMarginLoss": Case(nn.MultiLabelMarginLoss, rows, lambda n: (labels(n, CLASSES) - (torch.rand(n, 4) < 0.4).long(),)),
+    "MultiLabelMarginLoss": Case(nn.MultiLabelMarginLoss, rows, lambda n: (labels(n, CLASSES) - (torch.rand(n, 4) < 0.4).long(),), function=F.multilabel_margin_loss),
     "MultiLabelSoftMarginLoss": Case(lambda: nn.MultiLabelSoftMarginLoss(weight()), rows, lambda n: (torch.rand(n, 4).round().double(),)),
-    "CosineEmbeddingLoss": Case(lambda: nn.CosineEmbeddingLoss(margin=0.2), several(2), lambda n: (signs(n),)),
-    "MarginRankingLoss": Case(lambda: nn.MarginRankingLoss(margin=0.2), several(2), lambda n: (signs(n, CLASSES),)),
-    "TripletMarginLoss": Case(lambda: nn.TripletMarginLoss(swap=True), several(3), lambda n: ()),
+    "MultiLabelSoftMarginLoss without weights": Case(
+        nn.MultiLabelSoftMarginLoss, rows, lambda n: (torch.rand(n, 4).round().double(),), function=F.multilabel_soft_margin_loss
+    ),
+    "CosineEmbeddingLoss": Case(
+        lambda: nn.CosineEmbeddingLoss(margin=0.2), several(2), lambda n: (signs(n),), function=functools.partial(F.cosine_embedding_loss, margin=0.2)
+    ),
+    "MarginRankingLoss": Case(
+        lambda: nn.MarginRankingLoss(margin=0.2), several(2), lambda n: (signs(n, CLASSES),), function=functools.partial(F.margin_ranking_loss, margin=0.2)
+    ),
+    "TripletMarginLoss": Case(
+        lambda: nn.TripletMarginLoss(swap=True), several(3), lambda n: (), function=functools.partial(F.triplet_margin_loss, swap=True)
+    ),
     "TripletMarginWithDistanceLoss": Case(
-        lambda: nn.TripletMarginWithDistanceLoss(distance_function=lambda a, b: (a - b).abs().sum(-1)), several(3), lambda n: ()
+        lambda: nn.TripletMarginWithDistanceLoss(distance_function=city_distance),
+        several(3),
+        lambda n: (),
+        function=functools.partial(F.triplet_margin_with_distance_loss, distance_function=city_distance),
     ),
     "CTCLoss": Case(
         lambda: nn.CTCLoss(zero_infinity=True),
@@ -126,6 +150,12 @@ CASES: dict[str, Case] = {
 
 def test_each_class_of_torch_has_a_case() -> None:
     assert {*torch_classes.__all__} - NOT_LOSSES <= {name.partition(" ")[0] for name in CASES}
+
+
+def test_each_function_of_torch_has_a_case() -> None:
+    others = {"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+    names = {name for name in dir(F) if name.endswith("_loss")} | others
+    assert names == {getattr(case.function, "func", case.function).__name__ for case in CASES.values() if case.function}  # type: ignore[union-attr]
 
 
 def cut(tensors: Tensors, start: int, end: int, dim: int = 0) -> Tensors:

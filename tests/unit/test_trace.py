@@ -243,7 +243,7 @@ def test_stages_begin_with_the_modules_that_are_named() -> None:
     ("stages", "text"),
     [
         (("nrom",), "no module 'nrom' .did you mean 'norm'"),
-        (("blocks.0",), "first stage begins with 'blocks.0' in any case"),
+        (("blocks.0",), "first stage always begins with 'blocks.0'"),
         (("",), "no module ''"),
     ],
 )

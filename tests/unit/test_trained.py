@@ -54,7 +54,7 @@ def test_what_is_no_text_or_holds_nothing_out_is_refused(tmp_path: Path) -> None
         f"--set={key}={value}" for key, value in {**small.SMALL, **words}.items() if not key.startswith("model.config")
     ]
     assert small.main("train", *keys, "--steps", "1", "--ranks", "1", "--out", tmp_path / "run") == 0
-    with pytest.raises(DataError, match="is not text that a tokenizer encodes"):
+    with pytest.raises(DataError, match="is not text, so there is no tokenizer"):
         samestep.sample(tmp_path / "run")
     with pytest.raises(DataError, match=r"Use data.held_out above 0 and --samples N"):
         samestep.evaluate(tmp_path / "run")

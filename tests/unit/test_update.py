@@ -202,7 +202,7 @@ def test_rules_that_couple_weights_are_refused_where_these_are_spread() -> None:
     clipping = custom(lambda _, gradient, state: gradient, ClippedTogether)
     assert updated_whole(clipping, MODEL, under(0)) == []
     for layout, words in ((under(1), "cut by zero=1"), (under(3), "cut by zero=3"), (Layout(pp=2), "spread by pp=2")):
-        with pytest.raises(LayoutError, match=rf"every weight by itself .*, so weights {words} would .*Use .*=[01]$"):
+        with pytest.raises(LayoutError, match=rf"every weight separately .*, so weights {words} would .*Use .*=[01]$"):
             check_optimizer(clipping, MODEL, layout)
 
 

@@ -297,7 +297,7 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
         most, what = MOST_LAYERS if name in DEPTH_FIELDS else MOST_ELEMENTS, f"{source}: {name} = {short_repr(value)}"
         is_size = type(value) is int or (isinstance(value, float) and (name in given or name in DEPTH_FIELDS))
         if is_size and not -most <= value <= most:
-            raise ModelError("value-out-of-range", f"{what} is not a number up to {most}")
+            raise ModelError("value-out-of-range", f"{what} must be a number up to {most}")
     if named := _find_hub_implementation(values):
         raise ModelError(
             "model-folder-unsupported",

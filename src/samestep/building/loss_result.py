@@ -98,13 +98,13 @@ class LossResult:
                 if names.failure:
                     raise JobError(
                         "loss-names-change",
-                        f"the loss failed when the model was traced ({names.failure}), so that ranks have agreed on no place for its {what} "
-                        f"{unknown[0]!r}. Use one that reads only outputs and batch. The forward can return values of the weights",
+                        f"the loss returned the {what} {unknown[0]!r}, which is not known from the trace, because the loss failed there ({names.failure}). "
+                        "Use a loss that reads only outputs and batch; the forward can return values of the weights",
                     )
                 raise JobError(
                     "loss-names-change",
-                    f"the loss returned the {what} {unknown[0]!r}, and {', '.join(map(repr, expected)) or 'none'} when the model was "
-                    "traced, so ranks have agreed on no place for it. Use a loss that returns all its names in every step, with (0, 0) for a name without a value. It reads only outputs and batch: a forward can return values of the weights",
+                    f"the loss returned the {what} {unknown[0]!r}; when the model was traced, it returned {', '.join(map(repr, expected)) or 'none'}. "
+                    "Use a loss that returns all its names in every step, with (0, 0) for a name without a value, and that reads only outputs and batch",
                 )
         return self
 

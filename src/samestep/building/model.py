@@ -87,7 +87,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     if job.model.preset is not None:
         raise ModelError(
             "model-only-a-shape",
-            f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function",
+            f"{source} has sizes and no code: it is for plan and simulate. To train, use hf:FAMILY or module:function",
         )
     if ":" not in source:
         raise ModelError(

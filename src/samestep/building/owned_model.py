@@ -265,8 +265,8 @@ class OwnedModel:
         if lost := next((path or "the model" for path, part in module.named_modules() if part in _LOST), ""):
             raise ModelError(
                 "two-runs-one-model",
-                f"{lost} has parts of weights, which a run has left that is gone. Build the model again, and call run.release() before a "
-                "run is dropped.",
+                f"{lost} still has the shards of a run that was deleted without run.release(). Build the model again, and call run.release() "
+                "before you delete a run.",
             )
         self._refuse_others()
         _LIVE.add(self)

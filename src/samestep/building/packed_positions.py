@@ -89,8 +89,8 @@ def check_documents(model: nn.Module, given: Mapping[str, Any], finder: _FindsDo
     elif _MIXES.get(model) and bool((positions.diff(dim=-1) != 1).any()):
         raise ModelError(
             "packed-documents",
-            f"position_ids begin again within a sample, and do not keep packed documents apart in {type(model).__name__}, which mixes "
-            "tokens otherwise than by a mask made of them. Use one document in each sample, without position_ids",
+            f"position_ids begin again within a sample, and do not separate packed documents in {type(model).__name__}, which makes no "
+            "attention mask of them. Use one document in each sample, without position_ids",
         )
 
 

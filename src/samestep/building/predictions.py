@@ -31,7 +31,7 @@ def prediction_of(outputs: Any) -> Tensor:
         return prediction
     raise JobError(
         "loss-outputs-missing",
-        f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it",
+        f"the output of the model is a {type(outputs).__name__} without logits. Use train.loss = 'module:function', which reads it",
     )
 
 

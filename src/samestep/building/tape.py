@@ -18,7 +18,6 @@ import bisect
 import functools
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from samestep import trees as pytree
 from samestep.building.replay import Entry, Memory, Ref, Slice, replay
 from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, is_traceable_wrapper_subclass
-from samestep.errors import ModelError
+from samestep.errors import ModelError, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,6 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _FEW_BYTES = 1 << 20
 """The bytes of constants, such as tables from Python's numbers, that a build without files may hold."""
-
-
-_NOT_THEIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 class Tape(DispatchMode):
@@ -397,11 +393,8 @@ def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 def where(ref: Ref | None = None, tape: Tape | None = None) -> str:
     """Return a description of what is being built, as far as the stack shows it: the module, its tensor, the line."""
-    frame, owner, line = sys._getframe(1), None, ""
+    frame, owner, line = sys._getframe(1), None, line_of()
     while frame:
-        code = frame.f_code
-        if not line and not code.co_filename.startswith(_NOT_THEIRS):
-            line = f" ({code.co_filename}:{frame.f_lineno})"
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, nn.Module) and "_parameters" in vars(candidate):
             owner = candidate

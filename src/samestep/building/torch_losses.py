@@ -268,8 +268,8 @@ class _Mean:
         if labels is None:
             raise JobError(
                 "batch-labels-missing",
-                'samestep.mean_over("tokens") counts the labels of the batch, and it has none. Use a dict with `labels`, or a tuple '
-                "(inputs, labels)",
+                'samestep.mean_over("tokens") counts the labels of the batch, and it has none that are int64, int32 or int16. Use a dict '
+                "with `labels`, or a tuple (inputs, labels)",
             )
         count = labels.ne(self.ignore_index).sum()
         if not count.is_meta and not count:  # the mean over nothing is nan

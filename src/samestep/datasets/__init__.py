@@ -22,7 +22,6 @@ from samestep.datasets.source import (
     remarks_on,
     token_ranges,
 )
-from samestep.datasets.token_files import other_readings
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "open_dataset",
     "open_held_out",
     "open_tokenizer",
-    "other_readings",
     "permute_positions",
     "read_samples",
     "remarks_on",

@@ -1,13 +1,11 @@
 """Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing; and the part of the data
 that is trained on or held out, by the words of `data.split`.
 
-A file that gzip, Zstandard, bzip2 or xz has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
-UTF-32 where a byte-order mark says so.
+A file that gzip, Zstandard, bzip2 or xz has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8.
 """
 
 from __future__ import annotations
 
-import codecs
 import importlib
 import io
 import os
@@ -21,33 +19,10 @@ from samestep.errors import DataError, did_you_mean, first_line, short_repr
 
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
-
 PACKED_ENDS = (".gz", ".zst", ".bz2", ".xz")
 """Suffixes of packed files, which a folder may hold among others."""
-_HEAD_BYTES = 4096
-_PACKINGS = (
-    (re.compile(rb"\x1f\x8b\x08"), "gzip"),
-    (re.compile(rb"\x28\xb5\x2f\xfd"), "zstd"),
-    (re.compile(rb"BZh[1-9]1AY&SY"), "bz2"),
-    (re.compile(rb"\xfd7zXZ\x00"), "lzma"),
-    (re.compile(rb"PK\x03\x04"), "a zip archive"),
-    (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
-)
-"""The first bytes of packed files, and the name of the packing."""
-_NO_TEXTS = (
-    (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS: `git lfs pull` fetches the file itself"),
-    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files. Use a folder with the unpacked files"),
-    (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice. Unpack it once"),
-)
-"""The first bytes of unpacked files that are no texts, and the name of each form."""
-_FEWEST_OF_UTF16 = 4
-"""The number of first bytes of which every second one is 0 in UTF-16 without a mark."""
-_MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
+_LIBRARIES = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "pyarrow", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+"""The library that unpacks a file, by the file's first bytes."""
 
 
 def existing(path: str, source: str) -> Path:
@@ -67,7 +42,7 @@ def existing(path: str, source: str) -> Path:
     if place.is_symlink():
         raise DataError("data-missing", f"{source}: {place.name} is a broken link")
     if "*" in place.name:
-        raise DataError("data-missing", f"{source}: no pattern of names is read; of the folder {parent} all files are")
+        raise DataError("data-missing", f"{source}: patterns of files are not supported. Use the folder {parent}")
     there = sorted(entry.name for entry in parent.iterdir())
     hint = did_you_mean(place.name, there) or (f"; there are {', '.join(there[:8])}" if there else "; it is empty")
     raise DataError("data-missing", f"{source}: there is no {place.name} in {parent.resolve()}{hint}")
@@ -123,48 +98,29 @@ def _by_parts(file: Path) -> tuple[str, ...]:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, and unpack it meanwhile where it is packed.
+    """Open a file for reading, and unpack it meanwhile if it is packed.
 
     Raises:
-        DataError: it cannot be opened, it is an archive of several files, or a library that unpacks it is missing.
+        DataError: it cannot be opened, or a library that unpacks it is missing.
     """
     try:
         with path.open("rb") as file:
-            head = file.peek(_HEAD_BYTES)
-            packing = next((name for magic, name in _PACKINGS if magic.match(head)), "")
-            match packing:
-                case "":
-                    yield file
-                case "gzip" | "bz2" | "lzma":
-                    yield io.BufferedReader(importlib.import_module(packing).open(file))
-                case "zstd":
-                    yield _unzstd(path, file)
-                case _:
-                    raise DataError(
-                        "data-missing", f"{path} is {packing} of files. Use a folder with the unpacked files"
-                    )
+            head = file.peek(8)
+            name = next((library for mark, library in _LIBRARIES.items() if head.startswith(mark)), None)
+            yield file if name is None else _unpacked(path, file, name)
     except OSError as error:
         raise DataError("data-unreadable", f"{path} cannot be read: {error.strerror or first_line(error)}") from None
 
 
-def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
-    """Return the content of a file that Zstandard has packed."""
-    for name in ("compression.zstd", "zstandard", "pyarrow"):
-        try:
-            library: Any = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        match name:
-            case "compression.zstd":
-                return io.BufferedReader(library.open(file))
-            case "zstandard":
-                return io.BufferedReader(library.ZstdDecompressor().stream_reader(file, read_across_frames=True))
-            case _:
-                return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
-    raise DataError(
-        "package-missing",
-        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard",
-    )
+def _unpacked(path: Path, file: BinaryIO, name: str) -> BinaryIO:
+    try:
+        library: Any = importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise DataError(
+            "package-missing",
+            f"{path} needs the library {name}. Use pip install 'samestep[hf-data]', or unpack the file",
+        ) from None
+    return io.BufferedReader(library.CompressedInputStream(file, "zstd") if name == "pyarrow" else library.open(file))
 
 
 def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -185,56 +141,19 @@ def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         yield number, line
 
 
-def head_of(path: Path, file: BinaryIO) -> bytes:
-    """Return the next bytes of a file without consuming them; none at its end.
-
-    Raises:
-        DataError: it cannot be read, as in a damaged packed file, or it is no text but a form that the error names.
-    """
-    _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
-    head = bytes(head)
-    if form := next((form for mark, form in _NO_TEXTS if mark.match(head)), ""):
-        raise DataError("data-not-text", f"{path} is {form}")
-    return head
-
-
-def encoding_of(head: bytes) -> str:
-    """Return the encoding of a file by its byte-order mark, or as UTF-16 where every second byte is 0; else UTF-8."""
-    if marked := next((name for mark, name in _MARKS if head.startswith(mark)), ""):
-        return marked
-    pairs = head[: min(len(head), 64) // 2 * 2]
-    if len(pairs) >= _FEWEST_OF_UTF16:
-        for zeros, others, name in ((pairs[1::2], pairs[::2], "utf-16-le"), (pairs[::2], pairs[1::2], "utf-16-be")):
-            if not any(zeros) and all(others):
-                return name
-    return "utf-8"
-
-
-@contextmanager
-def lines_as(encoding: str, file: BinaryIO) -> Iterator[io.TextIOWrapper | None]:
-    """Open an opened file as text of an encoding, with U+FFFD for invalid bytes; yield None for UTF-8."""
-    if encoding == "utf-8":
-        yield None
-        return
-    with io.TextIOWrapper(file, encoding, "replace", newline="\n") as text:
-        yield text
-
-
 def texts_of(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, so that a large file is never in memory as a whole.
 
     Raises:
-        DataError: the file is not text in its encoding, or it is damaged.
+        DataError: the file is not UTF-8 text, or it is damaged.
     """
-    with open_unpacked(path) as file, lines_as(encoding_of(head_of(path, file)), file) as read:
-        line, offset, is_first = 1, 0, True
-        for _, part in read_lines(path, _parts(file) if read is None else _text_parts(read)):
-            text = part if isinstance(part, str) else _decode_utf8(part, path, line, offset)
-            text = text.removeprefix("\ufeff") if is_first else text
+    with open_unpacked(path) as file:
+        line, offset = 1, 0
+        for number, part in read_lines(path, _parts(file)):
+            text = _decode_utf8(part, path, line, offset)
             line, offset = line + text.count("\n"), offset + len(part)
-            if text or is_first:
-                yield text.replace("\r\n", "\n").replace("\r", "\n")
-            is_first = False
+            if text or number == 1:
+                yield (text.removeprefix("\ufeff") if number == 1 else text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _parts(file: BinaryIO) -> Iterator[bytes]:
@@ -247,22 +166,21 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
             return
 
 
-def _text_parts(file: io.TextIOWrapper) -> Iterator[str]:
-    while part := file.read(PART_BYTES):
-        yield part + file.readline()
-
-
 def _decode_utf8(part: bytes, path: Path, line: int, offset: int) -> str:
     """Return a part of a file as text; it begins at a line and a byte of the file."""
     try:
-        return part.decode()
+        text = part.decode()
+        bad_at = part.find(0)  # as in UTF-16, and in archives
     except UnicodeDecodeError as error:
-        line += part.count(b"\n", 0, error.start)
-        raise DataError(
-            "data-not-text",
-            f"{path}:{line} is not UTF-8 text (byte {offset + error.start}). To train on its raw bytes, "
-            f"set source = 'tokens:{path}' and data.dtype = 'uint8'",
-        ) from None
+        bad_at = error.start
+    if bad_at < 0:
+        return text
+    line += part.count(b"\n", 0, bad_at)
+    raise DataError(
+        "data-not-text",
+        f"{path}:{line} is not UTF-8 text (byte {offset + bad_at}). To train on its raw bytes, "
+        f"set source = 'tokens:{path}' and data.dtype = 'uint8'",
+    )
 
 
 Split = Literal["train", "held_out"]
@@ -280,9 +198,7 @@ def part_of(length: int, held_out: float, split: Split) -> range:
         DataError: there is no such part, or nothing is held out.
     """
     if split not in SPLITS:
-        raise DataError(
-            "argument-type", f"no split {split!r}{did_you_mean(split, SPLITS)}; the splits are {' and '.join(SPLITS)}"
-        )
+        raise DataError("argument-type", f"no split {split!r}{did_you_mean(split, SPLITS)}; use {' or '.join(SPLITS)}")
     cut = length - round(length * held_out)
     if split == "train":
         return range(cut)

@@ -116,7 +116,7 @@ def batches(source: Any, job: Job, *, first_step: int = 0, lanes: bool = False) 
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
     if not isinstance(lanes, bool):
-        raise DataError("argument-type", f"lanes = {short_repr(lanes)}. Use True and False")
+        raise DataError("argument-type", f"lanes = {short_repr(lanes)}. Use True or False")
     if first_step < 0:
         raise DataError(
             "value-out-of-range",

@@ -163,7 +163,9 @@ class SampleReader:
         """Return samples collated by the data set's `collate`, or by torch's `default_collate`."""
         collate = getattr(self.dataset, "collate", None)
         if collate is not None:
-            return with_items_listed(collate(samples))
+            what = f"the collate_fn of a {self._name} for samples {rows.tolist()[:8]}"
+            with failures_of(f"{what}, which must take one alone too, and leave none out,", DataError):
+                return with_items_listed(collate(samples))
         try:
             first: Any = samples[0] if samples else None
             for sample in samples if isinstance(first, Mapping) else ():

@@ -206,7 +206,7 @@ def of_held_out(job: Job, name: str) -> Job:
         return job
     source = job.data.held_out_sets[name]
     if source == "mixture":
-        raise DataError("data-source-unknown", "a set is one source; several sources are several sets")
+        raise DataError("data-source-unknown", "a validation set has one source. Use one set for each source")
     held_out = job.data.held_out if source in (job.data.source, *job.data.mixture) else 0.0
     alone = job.data.model_copy(update={"source": source, "mixture": {}, "held_out": held_out})
     return job.model_copy(update={"data": alone})

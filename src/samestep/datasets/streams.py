@@ -289,8 +289,8 @@ class StreamSteps(Steps):
         if isinstance(untouched, Exception):
             raise DataError(
                 "stream-position",
-                f"load_state_dict of {self._stream.name} does not lead to the batch that came next when the checkpoint was saved, as "
-                "where its state lacks a shuffle buffer. Use a function that makes the stream, which is read from its beginning",
+                f"load_state_dict of {self._stream.name} does not continue with the batch that came next when the checkpoint was saved, for example because "
+                "its state lacks a shuffle buffer. Use a function that makes the stream: samestep then reads it from the beginning",
             ) from untouched
         self._stream = replace(self._stream, begin=lambda: iter(untouched), holder=untouched)
         self._waiting, self._pass, self._batched = [], 0, self._stream.batched

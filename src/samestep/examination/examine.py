@@ -287,7 +287,7 @@ def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
         proof = plan_search.try_degree(built := case.build(), proof, analysis.shareable_heads, degree)
         if proof.refusal:
             raise LayoutError(
-                "tp-uncuttable", f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}. Use tp=1"
+                "tp-uncuttable", f"tp={degree}: cannot shard {analysis.spec.name}: {proof.refusal}. Use tp=1"
             )
         analysis = replace(analysis, counts={**analysis.counts, degree: proof.divided(built.module)})
     elif {*proof.tried} <= {*analysis.spec.tried}:

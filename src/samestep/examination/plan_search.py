@@ -109,7 +109,7 @@ def find_plan(built: BuiltModel) -> Cuts:
                 return tensor_plan.without_looking(module, Cuts(styles, may_shrink=True), looking)
             break
     return Cuts(
-        refusal="its blocks have no pair of linear layers, one that reads the outputs of the others and nothing else"
+        refusal="its blocks have no column-row pair: linear layers, and a linear layer that reads only their outputs"
     )
 
 

@@ -28,6 +28,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.errors import line_of
+
 ValueOfTensor = Callable[[Tensor], Tensor | None]
 _aten = torch.ops.aten
 _MOST_LOOKS = 8
@@ -152,7 +154,7 @@ class Decisions:
 
     def _answer(self, look: _Look, outcome: Any) -> Any:
         place = len(self.looks)
-        self.looks.append(look)
+        self.looks.append(look._replace(text=look.text + line_of()))
         return look.others[self._other[1]] if self._other is not None and self._other[0] == place else outcome
 
 

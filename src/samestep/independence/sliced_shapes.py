@@ -171,7 +171,7 @@ class Reshaping(TorchFunctionMode):
         if any(reference() is leaf for leaf in operands(*args) for reference in self._written):
             raise InputError(
                 "tensor-read-after-slices",
-                "a tensor is read whole after its slices were written in place. Set x = x + y, and x += y",
+                "a full tensor is read after a write in place into slices of it. Use x = x + y for x += y",
             )
 
 

@@ -116,8 +116,8 @@ class MaskSlice:
         raise LayoutError(
             "random-numbers",
             f"{owner} draws {what} of shape {list(shape)} for a sample, and "
-            f"on one device of {list(whole)}: it is not known which heads or neurons of it {layout} leaves a rank. Use a "
-            f"tensor where they have a dimension of their own, or {waiver}",
+            f"on one device of {list(whole)}: it is not known which heads or neurons {layout} gives to a rank. Use a "
+            f"tensor with a dimension for them, or {waiver}",
         )
 
     def _cut_by_groups(self, dims: list[int], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[MaskCut]:

@@ -102,7 +102,7 @@ class Run(RunInParts):
             source = replace(source, owner=self._owner if isinstance(source.model, nn.Module) else None)
             weakref.finalize(self, self._owner.abandon).atexit = False
         self._kernels = chosen_kernels.of_job(job, place.device)
-        self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
+        self.loggers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
         self.before_steps: list[Callable[[StepBatch], StepReport | None]] = []
         """What is asked before each step of a prepared run; a report in place of None says that the loop has ended before it."""
@@ -119,7 +119,7 @@ class Run(RunInParts):
         """Return the layout and the number of steps, as a notebook shows them."""
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
-    def all_waived(self) -> tuple[str, ...]:
+    def skipped_checks(self) -> tuple[str, ...]:
         """Return the failed checks of all ranks that `run.allow` skips; `job.run.waived` lists each."""
         everyone = gather_values(self.job.run.met, self._own.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
@@ -210,9 +210,9 @@ class Run(RunInParts):
         return report, batch
 
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
-        """Return a report as its receivers leave it, who end the stream of the batch where the loop is to end."""
-        for receiver in self.receivers:
-            report = receiver(report, batch, is_part)
+        """Return a report as its loggers leave it, who end the stream of the batch where the loop is to end."""
+        for logger in self.loggers:
+            report = logger(report, batch, is_part)
         return report
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -384,7 +384,7 @@ def parallelize(
     averages = ModelAverages(ema or {})
     averages.check(where, job)
     built = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    _check_dtypes(built, job)
+    _check_dtypes(built, job, says=place.rank == 0)
     source = _source_of(built, loss, optimizer, job)
     return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
@@ -404,21 +404,23 @@ def _check_keys(job: Job) -> None:
         )
 
 
-def _check_dtypes(model: Built, job: Job) -> None:
-    """Refuse an instance of float64 weights in a job that trains it in fewer bits, unless the job says so.
+def _check_dtypes(model: Built, job: Job, *, says: bool) -> None:
+    """Refuse an instance of float64 weights in a job that trains it in fewer bits, unless the job says so; of half the bits `says` says so.
 
     Raises:
-        ModelError: it is one.
+        ModelError: it has float64 weights.
     """
-    precision, is_said = job.numerics.precision, "precision" in job.numerics.model_fields_set
-    if not isinstance(model, nn.Module) or precision == "float64" or is_said:
+    if not isinstance(model, nn.Module) or "precision" in job.numerics.model_fields_set:
         return
-    if name := next((name for name, param in model.named_parameters() if param.dtype == torch.float64), ""):
-        raise ModelError(
-            "tensor-form",
-            f'parameter {name} is torch.float64, and numerics.precision is "{precision}". Set numerics.precision = "float64", or give '
-            "float32 by model.float()",
-        )
+    for name, param in model.named_parameters():
+        text = f'parameter {name} is {param.dtype}, and numerics.precision is "float32"'
+        if param.dtype == torch.float64:
+            fix = 'Set numerics.precision = "float64", or give float32 by model.float()'
+            raise ModelError("tensor-form", f"{text}. {fix}")
+        if says and param.requires_grad and param.dtype.itemsize == 2:
+            fix = 'Set it to "bf16" or "fp16" to compute in half the bits, with master weights in float32'
+            print(f"samestep: {text}, so it is trained in float32. {fix}", file=sys.stderr, flush=True)
+            says = False
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:

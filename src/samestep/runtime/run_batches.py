@@ -235,8 +235,8 @@ class TrainedData:
         if "data" not in self._job.run.allow:
             raise CheckpointError(
                 "checkpoint-other-job",
-                f"{text}, when {saved.folder} was written, so the run would continue with other samples: resume with the data that "
-                'stood there; --allow data, or run.allow = ["data"], lets it be other',
+                f"{text}, when {saved.folder} was written, so the run would continue with other samples. Use that data. If the "
+                'change is intended, use --allow data, or run.allow = ["data"]',
             )
         return (f"after step {saved.step}: {text} (allowed)",)
 

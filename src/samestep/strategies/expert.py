@@ -101,7 +101,7 @@ def _refuse_balance(step: StepSpec) -> LayoutError | None:
     if step.layout.pp > 1:
         return LayoutError(
             "pp-balanced-experts",
-            f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
+            f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which are on several "
             "stages. Use pp=1, or a job without it (output_router_logits = false)",
         )
     if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are

@@ -116,7 +116,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
         )
     return LayoutError(
         "pp-stage-begin",
-        f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}. {works} "
+        f"pp={layout.pp} needs {chunks} {stages}, and the {several} of {model.name} can only make {starts}. {works} "
         f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})",
     )
 

@@ -57,12 +57,12 @@ def refusal(step: StepSpec) -> LayoutError | None:
     if layout.accumulate == "full" and step.zero < 2 <= layout.zero:
         return LayoutError(
             "accumulate-full-needs-zero",
-            f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank. Use accumulate=sharded",
+            f"accumulate=full needs sharded gradients, and on one rank zero={layout.zero} shards nothing. Use accumulate=sharded",
         )
     if layout.accumulate == "full" and step.zero < 2:
         return LayoutError(
             "accumulate-full-needs-zero",
-            f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}. Use accumulate=sharded",
+            f"accumulate=full needs sharded gradients, and zero={layout.zero} shards none. Use zero=2, zero=3 or accumulate=sharded",
         )
     if step.zero < 2:
         return None

@@ -112,7 +112,7 @@ def refuse_degree(model: ModelSpec, degree: int) -> LayoutError | None:
     if model.differentiates_at:
         return LayoutError("forward-takes-gradients", f"tp={degree}: {gradients_within(model)}. Use tp=1")
     if model.cut_refusal:
-        return LayoutError("tp-uncuttable", f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}. Use tp=1")
+        return LayoutError("tp-uncuttable", f"tp={degree}: cannot shard {model.name}: {model.cut_refusal}. Use tp=1")
     for param in model.params:
         if param.cut is not None and param.read_outside:
             return LayoutError(

@@ -233,7 +233,7 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], modules: ForwardCa
         if call == calls[0]:
             raise ModelError(
                 "stages-unknown",
-                f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here",
+                f"model.stages: the first stage always begins with {name!r}. Use the names of modules that begin later stages",
             )
         begins.add(call)
     return begins

@@ -267,12 +267,12 @@ def check_experts(path: str, module: nn.Module, call: tuple[Any, Any], value_of:
         raise LayoutError(
             "expert-plan-differs",
             f"expert_plan: {path} does not compute the sum of weight x expert(row) from its arguments, so rows that are "
-            f"sent to the ranks of their experts would come back as something else. {works}",
+            f"sent to the ranks of their experts would return with other values. {works}",
         )
     if not torch.allclose(single, slots[0][-1:], rtol=1e-6, atol=1e-9 * float(expected.abs().max())):
         raise LayoutError(
             "expert-plan-differs",
-            f"expert_plan: the rows of {path} influence each other, and other rows come together on the ranks of their "
+            f"expert_plan: the rows of {path} influence each other, and expert parallelism groups rows differently, by their "
             f"experts. {works}",
         )
 

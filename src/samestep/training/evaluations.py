@@ -9,7 +9,7 @@
 which the run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same
 losses, so all decide alike.
 
-A loop of the user's own says the same with `samestep.EarlyStopping`, one of the receivers of `samestep.track`.
+A loop of the user's own says the same with `samestep.EarlyStopping`, one of the loggers of `samestep.track`.
 """
 
 from __future__ import annotations

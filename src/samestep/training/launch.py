@@ -115,7 +115,7 @@ def write_submission(
     ranks_per_node: int | None = None,
     layout: str | None = None,
     out: str | Path | None = None,
-    site: str | Path | None = None,
+    cluster: str | Path | None = None,
     path: str | Path | None = None,
     submit: bool = False,
 ) -> str:
@@ -128,7 +128,7 @@ def write_submission(
         ranks_per_node: the ranks on each node; by default the ranks of the layout, divided equally.
         layout: the layout; by default the job's own.
         out: the run folder.
-        site: a TOML file with the settings of the cluster (`wings/cluster/engines/launch_request.py`).
+        cluster: a TOML file with the settings of the cluster (`wings/cluster/engines/launch_request.py`).
         path: the file to write the script to.
         submit: hand the script to the scheduler.
 
@@ -141,4 +141,4 @@ def write_submission(
         raise InputError("argument-type", text)
     scripts = wings.required("cluster", "engines.scripts")
     settings: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "layout": layout, "out": out}
-    return cast(str, scripts.write_script(job, on, path, submit, site=site, **settings)[0])
+    return cast(str, scripts.write_script(job, on, path, submit, cluster=cluster, **settings)[0])

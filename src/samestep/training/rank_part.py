@@ -181,7 +181,7 @@ def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | 
                 evaluated.is_over or run.steps_taken >= run.job.train.steps
             ):  # --steps ended no shorter run, which would write noise
                 _print_sample(run, log, "after training")
-    waived = run.all_waived()
+    waived = run.skipped_checks()
     if isinstance(log, NoLog):
         return None
     log.end(evaluated, losses, accuracy)

@@ -96,7 +96,7 @@ def newest(purpose: str = "to resume") -> Path:
     if not runs:
         raise CheckpointError(
             "run-folder-missing",
-            f"there is no run below {RUNS}/ {purpose}; {'--out' if purpose == 'to resume' else 'an argument'} names another folder",
+            f"there is no run below {RUNS}/ {purpose}. Use {'--out DIR' if purpose == 'to resume' else 'the path of a run folder'}",
         )
     return max(runs)[1]
 

@@ -1,4 +1,4 @@
-"""The receivers of each step's numbers besides the run folder: TensorBoard, wandb, mlflow, and functions of the user.
+"""The loggers of each step's numbers besides the run folder: TensorBoard, wandb, mlflow, and functions of the user.
 
 Each tracker is given every logged step once, on rank 0, with its report and with its scalars under the names of
 `scalars_of` (`train/loss`, `perf/mfu`, ...). A run that resumes continues the entry of its tracker: the number that wandb
@@ -35,7 +35,7 @@ _ENTRIES = "trackers.json"
 
 
 class Tracker:
-    """A receiver of the numbers of each logged step."""
+    """A logger of the numbers of each logged step."""
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         """Receive one step."""
@@ -48,7 +48,7 @@ class Tracker:
         """End the entry of this run."""
 
 
-Receiver = str | Callable[[StepReport], object]
+Logger = str | Callable[[StepReport], object]
 """A service or a `module:function` by its word, or a function of a report."""
 
 
@@ -62,18 +62,18 @@ def check(job: Job) -> None:
         check_receiver(word, job.run.folder, f'run.report = "{word}"')
 
 
-def check_receiver(receiver: Receiver, folder: str | None, where: str) -> None:
-    """Refuse a receiver that is neither an installed tracker nor a function; `where` is how the text begins.
+def check_receiver(logger: Logger, folder: str | None, where: str) -> None:
+    """Refuse a logger that is neither an installed tracker nor a function; `where` is how the text begins.
 
     Raises:
         JobError: a tracker is not installed, or there is no such function.
     """
-    if not isinstance(receiver, str):
+    if not isinstance(logger, str):
         return
-    if receiver not in _STARTS:
-        _function_of(receiver, folder)
-    elif importlib.util.find_spec(_LIBRARIES.get(receiver, receiver)) is None:
-        library = _LIBRARIES.get(receiver, receiver)
+    if logger not in _STARTS:
+        _function_of(logger, folder)
+    elif importlib.util.find_spec(_LIBRARIES.get(logger, logger)) is None:
+        library = _LIBRARIES.get(logger, logger)
         raise JobError("package-missing", f"{where}: {library} is not installed here. Use pip install {library}")
 
 
@@ -88,18 +88,18 @@ def open_trackers(job: Job, folder: Path, first_step: int) -> list[Tracker]:
     return [open_receiver(word, job, folder, first_step, f'run.report = "{word}"') for word in words]
 
 
-def open_receiver(receiver: Receiver, job: Job, folder: Path, first_step: int, where: str) -> Tracker:
-    """Return the tracker of a receiver; `where` is how the text of an error begins.
+def open_receiver(logger: Logger, job: Job, folder: Path, first_step: int, where: str) -> Tracker:
+    """Return the tracker of a logger; `where` is how the text of an error begins.
 
     Raises:
         JobError: it cannot be started.
     """
-    if not isinstance(receiver, str):
-        return _Function(where, receiver)
+    if not isinstance(logger, str):
+        return _Function(where, logger)
     try:
-        if receiver in _STARTS:
-            return _Service(where, _STARTS[receiver](job, folder, first_step))
-        return _Function(where, _function_of(receiver, job.run.folder))
+        if logger in _STARTS:
+            return _Service(where, _STARTS[logger](job, folder, first_step))
+        return _Function(where, _function_of(logger, job.run.folder))
     except SamestepError:
         raise
     except OSError as error:

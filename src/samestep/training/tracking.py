@@ -1,4 +1,4 @@
-"""The receivers of a user loop's reports, `samestep.track`: the same as those of `samestep train`.
+"""The loggers of a user loop's reports, `samestep.track`: the same as those of `samestep train`.
 
     samestep.track(run, "progress", "metrics.jsonl", "tensorboard", samestep.EarlyStopping(held_out, every=100, patience=5))
     for batch in samestep.batches(dataset, job):
@@ -31,18 +31,18 @@ from samestep.training import evaluations, trackers
 from samestep.training.evaluations import EarlyStopping, Evaluations
 from samestep.training.metrics import FILE, Metrics, Screen, speed_of
 from samestep.training.run_log import watch_of
-from samestep.training.trackers import Receiver
+from samestep.training.trackers import Logger
 
 PROGRESS = "progress"
 FOLDER = "runs/loop"
 
 
-def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | None = None) -> Tracking:
+def track(run: Run, *loggers: Logger | EarlyStopping, folder: str | Path | None = None) -> Tracking:
     """Pass the report of each step of a user's loop to loggers; `run.step` does it from now on. Every rank must call this.
 
     Args:
         run: the run to track.
-        receivers: loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
+        loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
             and a `samestep.EarlyStopping`. All but the last run on rank 0 only, for each step that `run.log_every` logs.
         folder: the folder of the files, and of the best checkpoint; by default runs/loop. A run that resumes from a checkpoint continues them.
 
@@ -64,8 +64,8 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
             "run-folder-unwritable",
             f"samestep.track: folder={short_repr(folder)} is not a folder. Use the path of one, which need not exist",
         )
-    held_out = [receiver for receiver in receivers if isinstance(receiver, EarlyStopping)]
-    others = [receiver for receiver in receivers if not isinstance(receiver, EarlyStopping)]
+    held_out = [logger for logger in loggers if isinstance(logger, EarlyStopping)]
+    others = [logger for logger in loggers if not isinstance(logger, EarlyStopping)]
     for other in others:
         _check(other, run.job.run.folder)
     if len(held_out) > 1:
@@ -76,41 +76,41 @@ def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path | N
     for stopping in held_out:
         stopping.rule()  # which refuses a mean that is none
     tracking = Tracking(run, others, held_out[0] if held_out else None, Path(folder))
-    run.receivers.append(tracking.receive)
+    run.loggers.append(tracking.receive)
     if held_out:
         run.before_steps.append(tracking.before_step)
     return tracking
 
 
-def _check(receiver: object, folder: str | None) -> None:
-    """Refuse what is no receiver.
+def _check(logger: object, folder: str | None) -> None:
+    """Refuse what is no logger.
 
     Raises:
         JobError: it is none, or its library is not installed.
     """
-    if callable(receiver) and not isinstance(receiver, type):
+    if callable(logger) and not isinstance(logger, type):
         return
-    if not isinstance(receiver, str):
+    if not isinstance(logger, str):
         raise JobError(
             "argument-type",
-            f'samestep.track was given a {type(receiver).__name__} as a logger. Use words such as "progress", functions of a report and a '
+            f'samestep.track was given a {type(logger).__name__} as a logger. Use words such as "progress", functions of a report and a '
             "samestep.EarlyStopping, one after another: samestep.track(run, first, second)",
         )
     words = (PROGRESS, FILE, trackers.TENSORBOARD, *trackers.SERVICES)
-    if ":" not in receiver and receiver not in words:
+    if ":" not in logger and logger not in words:
         raise JobError(
             "argument-type",
-            f"samestep.track: {receiver!r} must be one of {', '.join(words)}{did_you_mean(receiver, words)}, or module:function",
+            f"samestep.track: {logger!r} must be one of {', '.join(words)}{did_you_mean(logger, words)}, or module:function",
         )
-    if receiver not in (PROGRESS, FILE):
-        trackers.check_receiver(receiver, folder, f'samestep.track(run, "{receiver}")')
+    if logger not in (PROGRESS, FILE):
+        trackers.check_receiver(logger, folder, f'samestep.track(run, "{logger}")')
 
 
 class Tracking:
-    """The receivers of one run's reports."""
+    """The loggers of one run's reports."""
 
-    def __init__(self, run: Run, receivers: Sequence[Receiver], held_out: EarlyStopping | None, folder: Path) -> None:
-        self._run, self._receivers, self._held_out, self._folder = run, receivers, held_out, folder
+    def __init__(self, run: Run, loggers: Sequence[Logger], held_out: EarlyStopping | None, folder: Path) -> None:
+        self._run, self._loggers, self._held_out, self._folder = run, loggers, held_out, folder
         self._evaluated: Evaluations | None = None
         self._metrics: Metrics | None = None
         self._screen: Screen | None = None
@@ -162,7 +162,7 @@ class Tracking:
         return self._ended
 
     def receive(self, report: StepReport, batch: StepBatch | None = None, is_part: bool = False) -> StepReport:
-        """Give the report of a step to the receivers, once; return it with the held-out means, and with `stop` where these end the loop.
+        """Give the report of a step to the loggers, once; return it with the held-out means, and with `stop` where these end the loop.
 
         A step in parts is over when its stream is asked for the next batch: it then has the numbers of its last update, and the terms
         and values of all. A step whose batch is of no stream is given with its first update.
@@ -170,7 +170,7 @@ class Tracking:
         Collective over the world where there is a `EarlyStopping`, see [Note: collective calls].
 
         Raises:
-            JobError: a receiver fails, or cannot be started.
+            JobError: a logger fails, or cannot be started.
         """
         if is_part and batch is not None and getattr(batch, "stream", None) is not None and not self._is_closed:
             previous = report if self._part is None else self._part[0]
@@ -188,7 +188,7 @@ class Tracking:
         return result
 
     def _end_part(self) -> None:
-        """Give the report of a step in parts to the receivers."""
+        """Give the report of a step in parts to the loggers."""
         if self._part is not None:
             (report, batch), self._part = self._part, None
             self.receive(report, batch)
@@ -215,26 +215,24 @@ class Tracking:
     __call__ = receive
 
     def _begin(self, report: StepReport) -> None:
-        """Open the receivers after the first step that they receive."""
+        """Open the loggers after the first step that they receive."""
         run, first = self._run, report.step - 1
         self._watch = watch_of(run)
         job, folder = run.job, self._folder
         if run.place.rank == 0:
             speed = speed_of(run.assembly.model.spec, job, run.layout, run.place.device)
-            if PROGRESS in self._receivers:
+            if PROGRESS in self._loggers:
                 counted = "samples" if report.tokens == job.train.global_batch else "tok"
                 self._screen = Screen(first, job.train.steps, speed, job.run.log_every, counted)
                 self._live.enter_context(self._screen.live())
-            if any(receiver != PROGRESS and isinstance(receiver, str) for receiver in self._receivers):
+            if any(logger != PROGRESS and isinstance(logger, str) for logger in self._loggers):
                 folder.mkdir(parents=True, exist_ok=True)
             opened = [
-                trackers.open_receiver(receiver, job, folder, first, _name_of(receiver))
-                for receiver in self._receivers
-                if receiver not in (PROGRESS, FILE)
+                trackers.open_receiver(logger, job, folder, first, _name_of(logger))
+                for logger in self._loggers
+                if logger not in (PROGRESS, FILE)
             ]
-            self._metrics = Metrics(
-                folder if FILE in self._receivers else None, first, opened, speed, job.run.log_every
-            )
+            self._metrics = Metrics(folder if FILE in self._loggers else None, first, opened, speed, job.run.log_every)
         if self._held_out is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._evaluated = evaluations.resume_evaluations(run, self._held_out.rule(), folder, self._say, first)
@@ -269,6 +267,6 @@ class Tracking:
         self.close()
 
 
-def _name_of(receiver: Receiver) -> str:
-    name = receiver if isinstance(receiver, str) else getattr(receiver, "__qualname__", type(receiver).__name__)
-    return f"the receiver {name}"
+def _name_of(logger: Logger) -> str:
+    name = logger if isinstance(logger, str) else getattr(logger, "__qualname__", type(logger).__name__)
+    return f"the logger {name}"

@@ -257,7 +257,7 @@ def _proven(checked: Checked) -> ProofRecord:
     verdict = verify(job, layout=checked.layout)
     if not verdict.proven:
         raise RunError(
-            "nothing-to-prove", f"--prove: nothing is trained, since the layout is not one device:\n{verdict.to_text()}"
+            "nothing-to-prove", f"--prove: the layout differs from one device, nothing is trained:\n{verdict.to_text()}"
         )
     print(verdict.to_text(), flush=True)
     return record.record_of(job, verdict)

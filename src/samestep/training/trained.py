@@ -116,7 +116,7 @@ class StoredRun:
         Raises:
             CheckpointError: there is none, or it names a function that the caller has not named.
         """
-        folder = Path(run) if run is not None else run_folder.newest()
+        folder = Path(run) if run is not None else run_folder.newest("to read")
         is_checkpoint = (folder / "manifest.json").exists()
         path = (
             folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS) or manifests.latest(folder)
@@ -237,7 +237,7 @@ def sample(
     if not job.data.is_text:
         raise DataError(
             "no-text-to-sample",
-            f"data.source = {job.data.source!r} is not text that a tokenizer encodes, so nothing decodes a sample",
+            f"data.source = {job.data.source!r} is not text, so there is no tokenizer to decode generated tokens. Use a run on text",
         )
     count = (train.sample_tokens or _USUAL_TOKENS) if tokens is None else tokens
     if count < 1:

@@ -30,7 +30,6 @@ from samestep.datasets import (
     open_dataset,
     open_held_out,
     open_tokenizer,
-    other_readings,
     remarks_on,
     sample_indices,
     stamps,
@@ -242,12 +241,10 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
                 f"{file} has the token id {token_range.least}. Use ids from 0, or another data.dtype if it is wrong",
             )
         if token_range.most >= words:
-            others = "".join(
-                f", and {way}" for way in (other_readings(token_range.file, words) if token_range.file else ())
-            )
             raise ModelError(
                 "model-data-sizes",
-                f"{file} has token ids up to {token_range.most}, but model.config.{field} = {words}. Use {works} = {token_range.most + 1}{others}",
+                f"{file} has token ids up to {token_range.most}, but model.config.{field} = {words}. Use {works} = {token_range.most + 1}, or another "
+                "data.dtype if it is wrong",
             )
 
 

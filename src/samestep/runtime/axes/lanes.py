@@ -109,7 +109,7 @@ class CarriedLanes:
         if layout.pp > 1 or layout.cp > 1:
             raise LayoutError(
                 "lanes",
-                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole. Use pp=1 and cp=1",
+                f"{str(layout)!r} splits the forward pass, and the state that lanes=True carries must pass through it in full. Use pp=1 and cp=1",
             )
         self._turn = turn
         self._dims = _dims_of(source, job, example["batch"], self._there)

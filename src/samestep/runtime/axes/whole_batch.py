@@ -85,7 +85,7 @@ class _Words:
     def _refuse(self, *_: Any) -> Any:
         raise JobError(
             "loss-over-batch",
-            "the loss over the whole batch reads words of the batch, and each rank has the words of its own samples. Use numbers instead of words, such as their classes",
+            "the loss over the full batch reads strings of the batch, and each rank has the strings of its own samples only. Use tensors of numbers instead, such as class indices",
         )
 
     __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __getattr__ = _refuse

@@ -84,8 +84,7 @@ class TorchEntry:
             ) from None
         if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes or stored.dtype != self.dtype:
             raise CheckpointError(
-                "checkpoint-other-model",
-                f"{chunk.path} holds something else than a part of {self.name} with shape {chunk.sizes}",
+                "checkpoint-other-model", f"{chunk.path} has no part of {self.name} with shape {chunk.sizes}"
             )
         return stored
 
@@ -138,7 +137,8 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[
             )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                "checkpoint-other-model", f"{folder} holds {name} in a transformed form. Use one that is saved without"
+                "checkpoint-other-model",
+                f"{folder} has {name} in a transformed form. Use a checkpoint that is saved without transforms",
             )
         start, size = _sizes((place.offset, place.length))
         if start + size > path.stat().st_size:

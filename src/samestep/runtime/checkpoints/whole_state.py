@@ -359,7 +359,7 @@ def _in_place_of(name: str, tensor: Tensor, other: Tensor | None) -> Tensor:
     what = "nothing" if other is None else f"a tensor {list(other.shape)}"
     raise ModelError(
         "gathered-write",
-        f"run.gathered(): {what} stands in the place of {name} {list(tensor.shape)}. Use values of the same shape, and modules that are "
+        f"run.gathered(): {what} has replaced {name} {list(tensor.shape)}. Use values of the same shape, and modules that are "
         "changed (pruned, parametrized) before samestep.parallelize",
     )
 

@@ -282,11 +282,14 @@ def _try_other_half(tried: Callable[[], EvaluatedLoss], some: DividedSamples, nu
         halves = [first, other]
         if reason := _compare_halves(together, halves).reason:
             if any(math.isnan(total) for half in halves for total, _ in half.amounts.values()):
-                return f"{reason}, one with other labels: it is a mean over the labels that count. Use samestep.mean_over('tokens', loss)"
+                return (
+                    f"{reason}, one with other labels: it is a mean over the labels that count, or has such a part. Use "
+                    "samestep.mean_over('tokens', loss), or a named term for each part"
+                )
             return (
                 f"{reason}, one with other labels or values, so a part with few labels that count, or none, would count otherwise, or a value of "
                 "all samples selects a number. Use a plain sum and count, also after n.clamp(min=1), which is the count of the whole "
-                "step then, or samestep.whole_batch(loss)"
+                "step then, a named term for each count, or samestep.whole_batch(loss)"
             )
     return ""
 

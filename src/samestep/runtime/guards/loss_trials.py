@@ -290,8 +290,8 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> tuple[str, 
         name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
-                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward. It may be a tensor "
-                "that the forward keeps elsewhere, as a hook does, or torch.autograd.grad through the model"
+                f"the loss depends on {name or 'a weight'} of the model, but not through the outputs of its forward: for example through a "
+                "tensor that a hook keeps, or by torch.autograd.grad through the model"
             ), ""
     weight = next((weight for weight in map(tensor_of, leaves) if isinstance(weight, nn.Parameter)), None)
     return "", "" if weight is None else (

@@ -289,8 +289,8 @@ class StepGuards:
                 what, option = "stand-ins of these", "pp=1"
             self.refuse_state(
                 again.batch,
-                f"the forward has begun to run {first}, which the trace has not seen, and a rank has {what}. Use {option}, or a flag that "
-                "has its value when the run is made",
+                f"the forward now runs {first}, which it did not run in the trace, and a rank has {what}. Use {option}, or a flag that "
+                "does not change during the run",
             )
 
     @contextmanager

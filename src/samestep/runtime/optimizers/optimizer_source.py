@@ -341,7 +341,7 @@ def check_optimizer(
         word, how = spread[0]
         raise LayoutError(
             "optimizer-not-elementwise",
-            f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
+            f"{rule.optimizer} does not update every weight separately ({rule.coupled}), so weights {how} by {word} would get "
             f"another update. Use {option_without(word)}",
         )
     if divided := [name for name in rule.by_rows if name in parts]:

@@ -261,7 +261,7 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
             if names
             else 'one optimizer without a name, and optimizer={"d": f, "g": g} names two'
         )
-        raise ModelError("run-call-arguments", f"{method}({name!r}): the run has {known}; no name stands for all")
+        raise ModelError("run-call-arguments", f"{method}: unknown optimizer {name!r}: the run has {known}")
     return (names.index(name),)
 
 

@@ -68,8 +68,8 @@ class alone:  # noqa: N801  # a context, entered in every update: a generator ta
         if isinstance(error, ValueError | RuntimeError) and "process group" in str(error):
             raise ModelError(
                 "own-collective",
-                f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
-                "on gradients that are summed already. Use its form for one process, or a question for "
+                f"{self._what} calls torch.distributed itself. samestep runs each update as in one process, on gradients that are already summed "
+                "over ranks. Use the optimizer's form for one process, or check "
                 "dist.is_initialized() first",
             ) from error
 
@@ -102,7 +102,7 @@ def skeleton(
     if put_in_place(StepCode(optimizer), weights, absent) is None:
         raise ModelError(
             "optimizer-not-elementwise",
-            f"{type(optimizer).__name__} keeps its parameters outside of its groups. Use foreach=None",
+            f"{type(optimizer).__name__} keeps its parameters outside of its param_groups, so samestep cannot find them. Use an optimizer of torch.optim",
         )
     return optimizer, absent
 

@@ -133,8 +133,8 @@ class UsedWeights:
         used = self.held - self._known[replica].own
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
-            f"{name} took no part in the loss when the model was traced, so nothing shows how {word} divides its use, and it does "
-            f"now. Use {word}=1, or 0 * weight.sum() in the output, so that the weight always takes part. If `run.backward` is "
+            f"the loss depends on {name}, and did not when the model was traced, so samestep does not know how {word} shards its use. "
+            f"Use {word}=1, or add 0 * weight.sum() to the output, so that each sample uses the weight. If `run.backward` is "
             "given another loss than `parallelize`, give `parallelize` a loss with the terms of both"
         )
 

@@ -96,7 +96,7 @@ class RunInParts(SavedRun):
 
     @abstractmethod
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
-        """Return a report as its receivers leave it."""
+        """Return a report as its loggers leave it."""
 
     # -- values as a batch -------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class RunInParts(SavedRun):
         if evaluates and len([entry for entry in self._entries if entry.names & weights]) > 1:
             raise ModelError(
                 "closure-unsupported",
-                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait. Use one backward of the sum of their losses",
+                "run.update: the step of this optimizer evaluates the loss again, and gradients of several backwards are accumulated. Use one backward of the sum of their losses",
             )
 
     def _norm_of(self, names: Set[str] | None) -> float:
@@ -396,7 +396,7 @@ class RunInParts(SavedRun):
             waiting.names & weights or any(entry.read.note and entry.names & weights for entry in self._entries)
         ):
             raise ModelError(
-                "run-call-time", f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it"
+                "run-call-time", f"{method}: no gradient is accumulated for it. Use run.backward(batch, loss) before it"
             )
         self._left.refuse_changes(method)
         return waiting, waiting.names & weights

@@ -174,7 +174,7 @@ def _place(at: Whereabouts) -> str:
     call += f"module {at.module}, " if at.module else ""
     task = f"in the {at.task} of " if at.task else "in "
     step = f"step {at.step}" if at.step else at.apart or "code outside of steps"
-    return f"{call}{task}{step}{f' ({at.where})' if at.where else ''}"
+    return f"{call}{task}{step}{at.place}"
 
 
 _EVERY_S = 1.0

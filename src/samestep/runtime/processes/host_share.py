@@ -1,6 +1,6 @@
 """The share of one host in a run that another launcher has started once on each host.
 
-A pod of Kubernetes, a node of SkyPilot or of dstack runs the command once. Each then starts an equal share of the ranks, as
+A pod of Kubernetes runs the command once. It then starts an equal share of the ranks, as
 torchrun would, and watches its own. All ranks meet in a store that the first host holds; a rank that dies ends those of the other
 hosts with its connections.
 

@@ -371,7 +371,7 @@ def resolve_device(device: str) -> str:
     if device == "mps":
         raise JobError("mps-unsupported", f"device={device!r}: {NO_MPS}")
     if device not in ("auto", "cpu", "cuda"):
-        raise JobError("device-missing", f"device={device!r} is not a device; cpu, cuda and auto are")
+        raise JobError("device-missing", f"device must be cpu, cuda or auto, got {device!r}")
     if device == "cpu":
         return "cpu"
     gpus = torch.cuda.device_count()

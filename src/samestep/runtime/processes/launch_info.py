@@ -108,7 +108,7 @@ def port(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """
     value = number(env, name, default)
     if not 1 <= value <= _LAST_PORT:
-        raise JobError("launcher-variables", f"{name}={value} is not a port: 1 to {_LAST_PORT} are, such as 29500")
+        raise JobError("launcher-variables", f"{name}={value} must be a port from 1 to {_LAST_PORT}, such as 29500")
     return value
 
 

@@ -7,9 +7,7 @@ one process for each rank    torchrun, Ray Train     RANK, WORLD_SIZE, LOCAL_RAN
                              srun                    SLURM_PROCID, SLURM_STEP_*
                              mpirun of Open MPI      OMPI_COMM_WORLD_*
                              mpiexec of MPICH, PALS  PMI_RANK, PMI_SIZE
-                             Flux                    FLUX_TASK_RANK, FLUX_JOB_SIZE
 one process for each host    Kubernetes              PET_*, JOB_COMPLETION_INDEX
-                             SkyPilot, dstack        SKYPILOT_*, DSTACK_*
 ```
 A process that is started once on each host starts that host's ranks. Variables of which some are missing, and variables that
 contradict each other, are refused by name. A shell inside an allocation has the variables of the allocation, yet is no
@@ -65,7 +63,6 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
         return
     others = [engine for engine in ENGINES if engine.name != launch_info.launcher]
     if launch_info.num_hosts > 1:
-        _check_hosts(launch_info, env, [engine for engine in others if isinstance(engine, HostLauncher)])
         return
     if launch_info.launcher == "torchrun":
         _check_processes(launch_info, env, [engine for engine in others if not _is_shell(engine, env, pid)])
@@ -109,19 +106,6 @@ def _check_processes(launch_info: LaunchInfo, env: Mapping[str, str], others: Se
             )
 
 
-def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str], others: Sequence[Launcher]) -> None:
-    """Refuse the position of a host that another launcher of hosts gives otherwise."""
-    for engine in others:
-        if engine.missing(env) == []:
-            other = engine.read(env)
-            if (other.host_index, other.num_hosts) != (launch_info.host_index, launch_info.num_hosts):
-                raise JobError(
-                    "launcher-variables",
-                    f"{engine.name} states that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
-                    f"which sets {launch_info.host_index} of {launch_info.num_hosts}. Use the variables of one of both",
-                )
-
-
 def _is_shell(engine: Launcher, env: Mapping[str, str], pid: int) -> bool:
     """Return whether a terminal of `srun --pty` runs a shell, in which this process was started."""
     is_terminal = engine.name == "srun" and "SLURM_PTY_PORT" in env
@@ -134,11 +118,4 @@ def _allocation(env: Mapping[str, str]) -> str:
         nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES", "")
         of = f" of {nodes} nodes" if nodes.isdecimal() and int(nodes) > 1 else ""
         return f"Slurm job {env['SLURM_JOB_ID']}{of}"
-    for name, words in (
-        ("FLUX_JOB_ID", "Flux job"),
-        ("SKYPILOT_TASK_ID", "SkyPilot task"),
-        ("DSTACK_RUN_ID", "dstack run"),
-    ):
-        if name in env:
-            return f"{words} {env[name]}"
     return ""

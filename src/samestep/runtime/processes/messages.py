@@ -183,7 +183,7 @@ def _compare_code(sources: Sequence[Mapping[str, str]]) -> None:
             other, digest_there = first.setdefault(name, (rank, digest))
             if digest_there != digest:
                 raise LayoutError(
-                    "hosts-differ", f"rank {rank} has another {name} than rank {other}. Use the same files on all hosts"
+                    "hosts-differ", f"ranks {rank} and {other} have different {name}. Use the same files on all hosts"
                 )
 
 

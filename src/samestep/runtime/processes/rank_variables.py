@@ -1,8 +1,7 @@
 """The variables of each launcher, and the position that they give to a process: the only file that reads them.
 
 Sources: torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*), mpirun(1) of Open MPI 4.1
-(OMPI_*), Hydra of MPICH 4.0 (PMI_*, MPI_LOCALRANKID), the TrainJob of Kubeflow's Trainer 2.3 (PET_*), and the documents of
-SkyPilot, dstack and Flux.
+(OMPI_*), Hydra of MPICH 4.0 (PMI_*, MPI_LOCALRANKID), and the TrainJob of Kubeflow's Trainer 2.3 (PET_*).
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Launcher:
     size: str
     local_rank: tuple[str, ...] = ()
     local_size: tuple[str, ...] = ()
-    num_hosts: str = ""
     run: tuple[str, ...] = ()
     """The names of the run, one of which is set: no other run on this host has its value."""
     node: str = ""
@@ -74,8 +72,7 @@ class Launcher:
             return missing
         if number(env, self.size) == 1 and number(env, self.rank) == 0:
             return None
-        is_one_host = _first(env, self.local_size) == number(env, self.size) or number(env, self.num_hosts, 0) == 1
-        return [] if is_one_host else _absent(env, *_MASTER)
+        return [] if _first(env, self.local_size) == number(env, self.size) else _absent(env, *_MASTER)
 
     def read(self, env: Mapping[str, str]) -> LaunchInfo:
         """Return the position of this process.
@@ -214,24 +211,12 @@ def _tasks_per_node(text: str) -> int:
     return counts.pop() if len(counts) == 1 else 1
 
 
-@dataclass(frozen=True)
 class HostLauncher(Launcher):
-    """The variables of a launcher that starts one process for each host; `rank` and `size` count hosts."""
-
-    other_rank: str = ""
-    """Another variable with the number of the host."""
-    address: str = ""
-    """The address of the first host, or those of all."""
-    port: str = ""
-    """The port of the run where the launcher must set one; else MASTER_PORT, or one that follows from the run's name."""
-    per_host: str = ""
-    """The ranks of a host."""
-    counts: bool = True
-    """Whether the launcher must set `size`; else the addresses are counted."""
+    """Kubernetes, which starts one process for each host: the rank and size of its variables count hosts."""
 
     def shown(self, env: Mapping[str, str]) -> list[str]:
         """Return the variables that show this launcher."""
-        return _given(env, self.rank, self.size, self.address, self.port, self.per_host, self.other_rank)
+        return _given(env, self.rank, self.size, *_POD)
 
     def several(self, env: Mapping[str, str]) -> int:
         """Return how many hosts there are, if several; else 0."""
@@ -240,22 +225,22 @@ class HostLauncher(Launcher):
 
     def missing(self, env: Mapping[str, str]) -> list[str] | None:
         """Return the variables that are needed and not set; None where nothing shows this launcher, or one host alone."""
-        needed = [name for name in (self.size if self.counts else "", self.address, self.port) if name]
+        needed = (self.size, _ADDRESS, _PORT)
         # One that may be the only pod of its Job is no pod of several.
-        is_shown = _given(env, self.rank, *needed) or number(env, self.other_rank, 0) > 0
+        is_shown = _given(env, self.rank, *needed) or number(env, _INDEX, 0) > 0
         if not is_shown or (self._count(env) == 1 and number(env, self.rank, 0) == 0):
             return None
-        return [*_absent(env, *needed), *([] if _given(env, self.rank, self.other_rank) else [self.rank])]
+        return [*_absent(env, *needed), *([] if _given(env, self.rank, _INDEX) else [self.rank])]
 
     def _count(self, env: Mapping[str, str]) -> int:
-        """Return the number of hosts: of a range that is one number, that; else that of the addresses."""
+        """Return the number of hosts, also of a range that is one number."""
         least, _, most = env.get(self.size, "").partition(":")
         if most and least != most:
             raise JobError(
                 "launcher-variables",
                 f"{self.size}={env[self.size]} is a range, which torchrun takes. Use torchrun --no-python samestep",
             )
-        return number({self.size: least}, self.size, 0 if self.counts else len(env.get(self.address, "").split()))
+        return number({self.size: least}, self.size, 0)
 
     def read(self, env: Mapping[str, str]) -> LaunchInfo:
         """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0.
@@ -263,33 +248,34 @@ class HostLauncher(Launcher):
         Raises:
             JobError: variables of the launcher contradict each other.
         """
-        both, count = _given(env, self.rank, self.other_rank), self._count(env)
+        both, count = _given(env, self.rank, _INDEX), self._count(env)
         index = number(env, both[0])
         if len(both) == 2 and number(env, both[1]) != index:
             raise JobError(
                 "launcher-variables", f"{both[0]}={index} contradicts {both[1]}={env[both[1]]}. Use one of both"
             )
-        addresses = env[self.address].split()
-        if len(addresses) not in (1, count):
-            raise JobError(
-                "launcher-variables",
-                f"{self.size}={count} contradicts the {len(addresses)} addresses of {self.address}",
-            )
         check_rank(both[0], index, self.size, count)
-        ranks = 0 if env.get(self.per_host, "") in _BY_DEVICE else number(env, self.per_host)
+        ranks = 0 if env.get(_PER_HOST, "") in _BY_DEVICE else number(env, _PER_HOST)
         if ranks < 0:
-            raise JobError("value-out-of-range", f"{self.per_host}={ranks} is below 0; the launcher sets it")
+            raise JobError("value-out-of-range", f"{_PER_HOST}={ranks} is below 0; the launcher sets it")
         return LaunchInfo(
             self.name,
             ranks_per_node=ranks,
-            host=addresses[0],
-            port=port(env, self.port) if self.port else port(env, "MASTER_PORT", _port_of(env, self.run)),
+            host=env[_ADDRESS],
+            port=port(env, _PORT),
             num_hosts=count,
             host_index=index,
             store_is_kept=True,
         )
 
 
+_POD = _INDEX, _ADDRESS, _PORT, _PER_HOST = (
+    "JOB_COMPLETION_INDEX",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_NPROC_PER_NODE",
+)
+"""The other variables of a pod: another number of the host, the address and port of the first one, and the ranks of each."""
 _BY_DEVICE = ("", "auto", "cpu", "gpu", "xpu")
 """Words of torchrun's for the ranks of a host: as many as it has devices."""
 
@@ -313,40 +299,7 @@ ENGINES: tuple[Launcher, ...] = (
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         run=("PMI_JOBID", "PALS_APID"),
     ),
-    HostLauncher(
-        "Kubernetes",
-        "PET_NODE_RANK",
-        "PET_NNODES",
-        other_rank="JOB_COMPLETION_INDEX",
-        address="PET_MASTER_ADDR",
-        port="PET_MASTER_PORT",
-        per_host="PET_NPROC_PER_NODE",
-    ),
-    HostLauncher(
-        "SkyPilot",
-        "SKYPILOT_NODE_RANK",
-        "SKYPILOT_NUM_NODES",
-        run=("SKYPILOT_TASK_ID",),
-        address="SKYPILOT_NODE_IPS",
-        per_host="SKYPILOT_NUM_GPUS_PER_NODE",
-        counts=False,
-    ),
-    HostLauncher(
-        "dstack",
-        "DSTACK_NODE_RANK",
-        "DSTACK_NODES_NUM",
-        run=("DSTACK_RUN_ID", "DSTACK_RUN_NAME"),
-        address="DSTACK_MASTER_NODE_IP",
-        per_host="DSTACK_GPUS_PER_NODE",
-    ),
-    Launcher(
-        "Flux",
-        "FLUX_TASK_RANK",
-        "FLUX_JOB_SIZE",
-        ("FLUX_TASK_LOCAL_ID",),
-        num_hosts="FLUX_JOB_NNODES",
-        run=("FLUX_JOB_ID",),
-    ),
+    HostLauncher("Kubernetes", "PET_NODE_RANK", "PET_NNODES"),
 )
 
 
@@ -361,7 +314,7 @@ def listed_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the hosts that a launcher lists, by the names that it uses; empty where it lists none."""
     if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""):
         return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for name in _expanded(part))
-    return tuple(env.get("SKYPILOT_NODE_IPS", "").split())
+    return ()
 
 
 def _expanded(part: str) -> list[str]:

@@ -165,6 +165,13 @@ class Whereabouts:
     """Whether it is at work that may take long, so that it does not stand still."""
     hang_s: float = 0.0
     """The seconds after which its run is ended if all ranks stand still; 0 if only the launcher knows."""
+    line: str = ""
+    """The line of the user's code that it is at; empty without one."""
+
+    @property
+    def place(self) -> str:
+        """The line that a person looks for, in parentheses."""
+        return f" ({self.line or self.where})" if self.line or self.where else ""
 
 
 def whereabouts_of(main_thread: int | None) -> Whereabouts:
@@ -178,11 +185,12 @@ def whereabouts_of(main_thread: int | None) -> Whereabouts:
     point = None if frame is None else (id(frame), frame.f_lasti, calls)
     standing = frame if point == getattr(_seen, "point", None) else None
     _seen.point = point
-    call, where = _waiting_at(main_thread)
+    call, line = _waiting_at(main_thread)
+    where = line if call else ""
     if frame is not None and not call and frame.f_code.co_filename.startswith(str(PACKAGE / "runtime")):
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # it may wait for a collective that was begun before
     at = (call, where, _task_in(standing), step, median_s, task_outside_steps(), _module_in(standing))
-    return Whereabouts(calls, *at, _progress.may_work and not where, _progress.hang_s)
+    return Whereabouts(calls, *at, _progress.may_work and not where, _progress.hang_s, line)
 
 
 def calls_made() -> dict[str, int]:
@@ -193,6 +201,8 @@ def calls_made() -> dict[str, int]:
     }
 
 
+_DOORS = (str(PACKAGE / "cli.py"), str(Path(__file__).with_name("worker.py")))
+"""The files whose calls are those of a rank: what called them is the process that started it."""
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -217,20 +227,19 @@ def _stack_of(thread: int) -> list[traceback.FrameSummary]:
 
 
 def _waiting_at(main_thread: int | None) -> tuple[str, str]:
-    """Return the function of torch.distributed that a thread is in, and the line that called it; two empty texts without."""
+    """Return the function of torch.distributed that a thread is in, empty without one, and the line of the user that it is at."""
     stack = _stack_of(main_thread) if main_thread else []
-    calls = [call for call in stack if not call.filename.startswith(str(PACKAGE))]
+    begins = max((index for index, call in enumerate(stack) if call.filename in _DOORS), default=-1)
+    calls = [call for call in stack[begins + 1 :] if not call.filename.startswith(str(PACKAGE))]
     inside = [index for index, call in enumerate(calls) if call.filename == dist.distributed_c10d.__file__]
-    if not inside:
-        return "", ""
     callers = [
         call
-        for call in calls[: inside[0]]
+        for call in calls[: inside[0] if inside else None]
         if "/multiprocessing/" not in call.filename
         and "/torch/" not in call.filename
         and call.filename != contextlib.__file__
     ]
-    name = next((call.name for call in calls[inside[0] :] if call.name != "wrapper"), calls[inside[0]].name)
+    name = next((call.name for call in calls[inside[0] :] if call.name != "wrapper"), "") if inside else ""
     return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
 
 

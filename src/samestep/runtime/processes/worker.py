@@ -100,6 +100,8 @@ class Failure:
     """Whether it is a consequence, such as the error of a dead or hung worker's peers."""
 
 
+_OUR_FRAMES = (__file__, str(whereabouts.PACKAGE / "training" / "launch.py"), "<frozen runpy>")
+"""The files that stand between the start of a rank and a function or a script of a user."""
 # Messages of gloo, nccl and the stores about a peer that is gone or does not answer.
 ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|wait timeout|remote process exited|remote error"
@@ -161,7 +163,9 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     """Return an exception as a failure, in words that need none of its classes."""
     text = str(error)
     kind = type(error).__name__
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of run_worker
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        frames = frames.tb_next
     mistake, code = "", ""
     lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
     if isinstance(error, bdb.BdbQuit):

@@ -375,8 +375,10 @@ class _WorkerPool:
     def _check_waiting(self) -> None:
         """Find out whether every rank that has not returned waits for one that has, which will never come.
 
+        It waits in a call, or at a line of the runtime for a call that it has begun before.
+
         Raises:
-            WorkerError: they do, for seconds, in a call that the returned rank has not made.
+            WorkerError: they do, for seconds, and the returned rank has not made the call.
         """
         now, still = time.monotonic(), self._ranks("joined")
         if (
@@ -389,17 +391,17 @@ class _WorkerPool:
         lacking = set(self.calls_at_return)
         for rank in still:
             since, at = self.waiting.get(rank, (now, None))
-            if at is None or not at.call or now - since < _WAITING_S:
+            if at is None or not (at.call or at.where) or now - since < _WAITING_S:
                 return
             lacking &= {gone for gone, calls in self.calls_at_return.items() if lacks(calls, at.calls)}
         if lacking:
             at = self.waiting[still[0]][1]
-            where = f" ({at.where})" if at.where else ""
+            call = at.call or f"step {at.step}"
             gone = self._named(sorted(lacking))
             raise WorkerError(
                 "rank-returned-early",
                 f"{gone} returned from the function while rank{'s' * (len(still) > 1)} {', '.join(map(str, still))} "
-                f"wait{'s' * (len(still) == 1)} for it in {at.call}{where}: every rank must make the same calls",
+                f"wait{'s' * (len(still) == 1)} for it in {call}{at.place}: every rank must make the same calls",
             )
 
     def _fail(self, failure: Failure) -> None:

@@ -150,7 +150,7 @@ def _check_linear(
         calls = calls or f"{word} calls it for the weights of a stage alone, or in another order than a plain loop does"
         raise ModelError(
             "hook-gradient-counts-calls",
-            f"a hook on the gradient of {name} acts by the number of its calls, and {calls}. Use one micro-batch per rank, a hook of its "
+            f"the result of a hook on the gradient of {name} depends on the number of its calls, and {calls}. Use one micro-batch per rank, a hook of its "
             "own for each weight, or a number that the loop counts.",
         )
     return drawn, result

@@ -127,10 +127,10 @@ class ReplacedWeights:
             self._put_back(place)
         else:
             self._places.remove(place)
-            if not any(
-                param is place.content for param in self._model.parameters()
-            ):  # a parametrization has it elsewhere
+            if not any(param is place.content for param in self._model.parameters()):
                 yield f"{place.name} was taken out of the model, and the run still trains it. Set it to zeros instead"
+            elif (layout := self._program.step.layout).gathers_weights or layout.pp > 1:  # a parametrization has it
+                yield f"{place.name} was moved to another module, and {layout} looks for it by its name. Use a model that is built so"
 
     def _other_module(self, place: _ModulePlace) -> Iterator[str]:
         """Yield why a module that replaces another one is refused, unless it has the same weights."""

@@ -163,8 +163,8 @@ class UnitOrder:
         elif place is not None and not running.is_gathered:
             running.keep_for_backward()
             text = (
-                f"{running.path} runs after modules that it ran before when the model was traced, or once more, and "
-                f"zero={self._zero} gathers weights in that order on all ranks at once. Use zero=2, or zero=1"
+                f"{running.path} ran in another order than when the model was traced, or once more, and zero={self._zero} "
+                "gathers weights in the traced order on all ranks. Use zero=2, or zero=1"
             )
             if self._may_give_up:
                 raise CalledAgainError(text, running.path)

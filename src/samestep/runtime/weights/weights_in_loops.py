@@ -105,13 +105,13 @@ class PartFacts:
         if is_gradient:
             return LayoutError(
                 "weights-not-whole",
-                f"{what} of the gradient of {self.name} needs the whole gradient, and {self.divided or f'under {self.cut}'} a rank has a part. "
-                "Use run.gradients() between run.backward and run.update, or for their norm report.grad_norm and optimizer.clip_norm of the job",
+                f"{what} of the gradient of {self.name} needs the full gradient, but {self.divided or f'under {self.cut}'} a rank has a shard. "
+                "Use run.gradients() between run.backward and run.update. For the norm, use report.grad_norm, or optimizer.clip_norm of the job",
             )
         return LayoutError(
             "weights-not-whole",
-            f"{what} of {self.name} {[*self.shape]} needs the whole weight, and under {self.cut} a rank has a part {[*shape]}, where a loop may "
-            "compute each element by itself: within `with run.gathered() as model:` all weights are whole, and run.state_dict() returns them",
+            f"{what} of {self.name} {[*self.shape]} needs the full weight, but under {self.cut} a rank has a shard {[*shape]}, which allows elementwise "
+            "operations only. Use run.state_dict() on every rank, or `with run.gathered() as model:`. Both have the full weights",
         )
 
 

@@ -22,7 +22,7 @@ def submit(words: Namespace) -> Result:
     submits = not (words.dry_run or words.write)
     settings = {"nodes": words.nodes, "ranks_per_node": words.ranks_per_node, "layout": words.layout, "out": words.out}
     settings |= {"settings": words.set, "name": words.name}
-    settings |= {"site": words.site, "show": lambda text: print(text, end="", flush=True)}
+    settings |= {"cluster": words.cluster, "show": lambda text: print(text, end="", flush=True)}
     text, file = scripts.write_script(words.job, words.on, words.write, submits, **settings)
     return Result(lambda: {"engine": words.on, "script": text, "file": file, "submitted": submits})
 
@@ -75,7 +75,7 @@ def rendezvous_of(words: Namespace) -> Rendezvous | None:
     if int(words.nodes) < 2:
         raise InputError(
             "launch-nodes",
-            f"--nodes {words.nodes}: a rendezvous is for 2 hosts or more; without it this one runs alone",
+            f"--nodes {words.nodes}: --rendezvous needs 2 hosts or more. To run on this host alone, leave it out",
         )
     from samestep.wings.cluster.hosts import meeting, ssh
 

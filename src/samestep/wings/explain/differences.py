@@ -95,13 +95,16 @@ class Differences:
     def to_text(self) -> str:
         """Return the parts of both, the largest difference first, and the causes."""
         lines = [self.verdict]
-        table = [("part", f"{self.one.name} ms", f"{self.other.name} ms", "difference ms")]
+        names = [
+            f"{side.name} {'predicted' if side.predicted_for else 'measured'} ms" for side in (self.one, self.other)
+        ]
+        table = [("part", *names, "difference ms")]
         least_s = 1e-4 * max(self.one.step_s, self.other.step_s)
         for name, axis, first_s, second_s in self.rows:
             if max(first_s, second_s) >= least_s:
                 cells = (f"{first_s * 1e3:,.3f}", f"{second_s * 1e3:,.3f}", f"{(second_s - first_s) * 1e3:+,.3f}")
                 table.append((row_label(name, axis), *cells))
-        return "\n".join([*lines, *(f"  known: {cause}" for cause in self.causes), "", align_columns(table)])
+        return "\n".join([*lines, *(f"  why: {cause}" for cause in self.causes), "", align_columns(table)])
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""

@@ -146,8 +146,9 @@ def _away(measured_steps: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidat
         return None
     queued_s = measured_steps.queued_for(rank)
     if queued_s is None or queued_s >= (own_s - had_s) / 2:
-        reason = f"rank {rank} had a CPU for {_ms(had_s)} of {_ms(own_s)} of work; other programs, or more ranks than cores, used it for the rest"
-        return _Candidate("load", max(own_s - had_s, queued_s or 0.0), "other load on the machine", reason)
+        waited_s = max(own_s - had_s, queued_s or 0.0)
+        reason = f"rank {rank} waited {_ms(waited_s)} for a CPU, and had a CPU for {_ms(had_s)} of {_ms(own_s)} of work: other programs, or more ranks than cores"
+        return _Candidate("load", waited_s, "other load on the machine", reason)
     asleep_s = own_s - had_s - queued_s
     doing = next((f" in {charge.doing}" for charge in measured_steps.charges if charge.rank == rank), "")
     reason = f"rank {rank} sleeps or reads for {_ms(asleep_s)} of its own {_ms(own_s)}, although a CPU is free{doing}"

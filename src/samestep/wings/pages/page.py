@@ -124,7 +124,8 @@ class Page:
         when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
         facts = (when, versions, f"Python {platform.python_version()}", *_commit())
         is_command = Path(sys.argv[0]).as_posix().removesuffix("/__main__.py").endswith("samestep")
-        line = escape(shlex.join(["samestep", *(sys.argv[1:] if is_command else [self.verb])]))
+        typed = ["samestep", *(sys.argv[1:] if is_command else [self.verb])]
+        line = " ".join(f"<span>{escape(shlex.quote(word))}</span>" for word in typed)
         made = f'<p>Made by <code class="line">{line}</code> on <code>{escape(", ".join(facts))}</code>.</p>'
         return f"<footer>{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}{made}</footer>"
 

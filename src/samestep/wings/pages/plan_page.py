@@ -72,19 +72,9 @@ def _compared(plan: Plan) -> Section:
     """Return the table of the layouts that fit, the fastest first."""
     shown = ranking.in_order(plan)
     ends = [end for prediction in shown for end in prediction.intervals["time"].of(prediction.step_s)]
-    head = (
-        "layout",
-        "step",
-        "interval",
-        f"{shown[0].unit}/s per device",
-        "MFU",
-        "peak",
-        "fits",
-        "bubble",
-        "exposed communication",
-    )
+    head = ("layout", "step", "interval", f"{shown[0].unit}/s/device", "MFU", "peak", "fits", "bubble", "exposed")
     rows = [_row(prediction, plan, (min(ends), max(ends))) for prediction in shown]
-    caption = f"The fastest of {plan.considered:,} layouts, the recommended one first. The line is the interval of the step time."
+    caption = f"The fastest of {plan.considered:,} layouts, the recommended one first. The line is the interval of the step time. Exposed: communication that no computation hides, as a share of the step."
     return Section("Layouts compared", table(head, rows), caption)
 
 

@@ -56,8 +56,7 @@ def plan(
     check_number("devices", devices)
     if not 1 <= top <= MOST_ROWS:
         raise InputError(
-            "value-out-of-range",
-            f"{top} rows are too {'many' if top > 1 else 'few'} to play. Use {MOST_ROWS if top > 1 else 1}",
+            "value-out-of-range", f"the number of layouts to print must be from 1 to {MOST_ROWS}, got {top}"
         )
     if not 0 <= keep_free < 1:
         raise InputError(

@@ -229,7 +229,7 @@ def _part(number: int, part: Any) -> Message:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
         "conversation-form",
-        f'the content of message {number} has a part of type {short_repr(kind)}; parts {{"type": "text", "text". Use "..."}}',
+        f'the content of message {number} has a part of type {short_repr(kind)}. Use {{"type": "text", "text": "..."}}',
     )
 
 
@@ -326,7 +326,7 @@ def _parse_messages(value: Any, name: str) -> list[Any]:
     if isinstance(messages, list) and (messages or name == "history"):
         return messages
     raise DataError(
-        "conversation-form", f'{name} is not a list of messages; a list of {{"role": "user", "content". Use "text"}}'
+        "conversation-form", f'{name} must be a list of messages. Use [{{"role": "user", "content": "text"}}, ...]'
     )
 
 

@@ -130,9 +130,9 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
             encoded = _encode_document(document, tokenizer, data)
             names = {name for name in _said(document) - noted if looked_at[name] < _LOOKED_AT}
             lost = unwritten(document, tokenizer, names) if isinstance(document, Conversation) else []
-        except (DataError, RecursionError) as error:
-            if isinstance(error, DataError):
-                raise DataError(error.code, f"{where}: {error}") from None
+        except DataError as error:
+            raise DataError(error.code, f"{where}: {error}") from None
+        except RecursionError:
             raise DataError("data-damaged", f"{where}: lists and objects are nested too deeply") from None
         is_read = is_read or value_at(row, data.text_field) is not None
         looked_at.update(names)

@@ -90,9 +90,9 @@ def _refusal(values: Iterable[Any]) -> LayoutError:
     if _is_in_forward():
         return LayoutError(
             "another-stage",
-            f"the forward of a stage uses {name or 'a weight'}, which is in another stage of the pipeline or took no part when the model "
-            "was traced, as a tower for pictures on samples without one. Use pp=1, or add 0 * weight.sum() to the output, so that the "
-            "weight always takes part.",
+            f"the forward of a stage uses {name or 'a weight'}, which is in another stage of the pipeline, or which the traced sample did not "
+            "use (such as an image tower, without an image). Use pp=1, or add 0 * weight.sum() to the output, so that "
+            "each sample uses the weight.",
         )
     return LayoutError(
         "another-stage",

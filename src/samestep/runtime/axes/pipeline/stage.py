@@ -303,7 +303,7 @@ class Stage(PartOfStep):
             missing = self._layers[layers.start if lacks_input else layers.stop - 1].name
             raise ModelError(
                 "pp-forward-differs",
-                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends. Use pp=1, or a "
+                f"the forward skipped {missing}, where a stage of the pipeline receives or sends. Use pp=1, or a "
                 "forward that runs it in every step",
             )
 
@@ -316,7 +316,7 @@ class Stage(PartOfStep):
         if is_known:
             raise ModelError(
                 "pp-forward-differs",
-                f"the forward runs {self._layers[layer].name} once more, at which a stage of a pipeline receives or sends. Use pp=1, or a "
+                f"the forward runs {self._layers[layer].name} twice, where a stage of the pipeline receives or sends. Use pp=1, or a "
                 "forward that runs it once in every step",
             )
 
@@ -410,8 +410,8 @@ class Stage(PartOfStep):
             if not crossing.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
                 raise ModelError(
                     "pp-forward-differs",
-                    f"{crossing.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
-                    "model was traced, and it does now. Use pp=1, or to add 0 * tensor.sum() to the output",
+                    f"the loss depends on {crossing.owner}, which one stage of the pipeline sends to the next, and did not depend on it when "
+                    "the model was traced. Use pp=1, or add 0 * tensor.sum() to the output",
                 )
 
     def _awaited(

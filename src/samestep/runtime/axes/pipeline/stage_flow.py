@@ -181,7 +181,7 @@ class StageForward(TorchFunctionMode):
         expected = self._flow.events[self._next].name if self._next < len(self._flow.events) else "its end"
         return ModelError(
             "pp-forward-differs",
-            f"the forward came to {name} where the traced one came to {expected}, so the tensors between the stages of a pipeline are not known. Use pp=1, or a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one",
+            f"the forward ran {name}, and the traced forward ran {expected} at this point, so the tensors between the stages of a pipeline are not known. Use pp=1, or a forward that runs the same modules in the same order in every call, for all samples of one shape",
         )
 
     def _follow(

@@ -20,7 +20,7 @@ from samestep.runtime.processes.launch_info import ALONE, LOOPBACK, LaunchInfo, 
 from samestep.runtime.processes.launchers import discover
 
 _FIRST_PORT, _NUM_PORTS, _NUM_SPARE = 20000, 10000, 2
-_DAEMONS = {"mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy", "slurmstepd", "flux-shell"}
+_DAEMONS = {"mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy", "slurmstepd"}
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ def _share(layout: Layout | None, nodes: int) -> int:
     """
     if layout is None:
         raise InputError(
-            "launch-nodes", "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs"
+            "launch-nodes",
+            "--ranks-per-node missing. Use the number of ranks of each node, such as its number of GPUs, or a layout",
         )
     if layout.world_size % nodes:
         near = max(1, layout.world_size // nodes) * nodes
@@ -193,7 +194,7 @@ class SiteTable(Table):
         if isinstance(value, str) and ("\n" in value or "\0" in value):
             raise InputError("site-value", f"{short_repr(value)} has more than one line")
         if isinstance(value, int | float) and value < 0:
-            raise InputError("value-out-of-range", f"{value} is below 0")
+            raise InputError("value-out-of-range", f"must be 0 or more, got {value}")
         return value
 
 
@@ -319,11 +320,11 @@ def read_site(path: str | Path | None) -> Site:
             tables = tomllib.load(file)
     except OSError as error:
         raise InputError(
-            "site-value", f"--site {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
+            "site-value", f"--cluster {path}: {error.strerror}. Use a TOML file with a table such as [slurm]"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError("hardware-profile", f"--site {path}: {error}") from None
+        raise InputError("site-value", f"--cluster {path}: {error}") from None
     try:
         return Site.model_validate(tables)
     except ValidationError as error:
-        raise InputError("site-value", mistakes_in(error, lambda key: f"--site {path}", Site)[1]) from None
+        raise InputError("site-value", mistakes_in(error, lambda key: f"--cluster {path}", Site)[1]) from None

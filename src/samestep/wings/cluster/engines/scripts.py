@@ -37,7 +37,7 @@ def _kubernetes(request: LaunchRequest) -> str:
     site = request.site.kubernetes
     if not site.image:
         raise InputError(
-            "launch-nodes", '--on kubernetes needs the image of the pods. Set image = "..." in [kubernetes] of --site'
+            "launch-nodes", '--on kubernetes needs the image of pods. Set image = "..." in [kubernetes] of --cluster'
         )
     is_train_job = site.kind == "TrainJob"
     # The Trainer gives its pods the variables of their rendezvous; the pods of a Job have the same ones from here.
@@ -149,7 +149,7 @@ def _torchrun(request: LaunchRequest) -> str:
         if not endpoint:
             raise InputError(
                 "launch-nodes",
-                '--on torchrun with several nodes needs an address: --nodes H1,H2, or endpoint = "HOST:PORT" in [torchrun] of --site',
+                '--on torchrun with several nodes needs an address: --nodes H1,H2, or endpoint = "HOST:PORT" in [torchrun] of --cluster',
             )
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={request.name}"]
     return filled("torchrun.sh", request, torchrun=shell(words))
@@ -190,12 +190,12 @@ def _ssh(request: LaunchRequest) -> str:
     if len(hosts) < 2:
         raise InputError(
             "launch-nodes",
-            "--on ssh needs the names of two hosts or more. Use --nodes H1,H2, or hosts in [ssh] of --site",
+            "--on ssh needs the names of two hosts or more. Use --nodes H1,H2, or hosts in [ssh] of --cluster",
         )
     if len(hosts) != request.nodes:
         raise InputError(
             "launch-nodes",
-            f"--nodes {request.nodes}: [ssh] of --site names {len(hosts)} hosts. Use --nodes {len(hosts)}",
+            f"--nodes {request.nodes}: [ssh] of --cluster names {len(hosts)} hosts. Use --nodes {len(hosts)}",
         )
     lines = request.setup()
     on_hosts = [f"export {ON_HOSTS}={shlex.quote(chr(10).join(lines))}"] if lines else []  # ssh passes no variables on
@@ -275,7 +275,7 @@ def write_script(
     emit: str | Path | None,
     submit: bool,
     *,
-    site: str | Path | None,
+    cluster: str | Path | None,
     show: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> tuple[str, Path | None]:
@@ -286,7 +286,7 @@ def write_script(
         on: the name of the engine.
         emit: the file to write the script to; with `submit` alone it is named after the job.
         submit: hand the script over to the engine, for which it is written to a file.
-        site: a TOML file with the settings of the site (`launch_request.py`).
+        cluster: a TOML file with the settings of the cluster (`launch_request.py`).
         show: takes the script before it is handed over.
         settings: the further arguments of `wanted_of`.
 
@@ -299,7 +299,7 @@ def write_script(
     """
     engine = engine_of(on)
     path = _as_file(job, emit, submit) if isinstance(job, Job) else Path(job) if job else None
-    request = wanted_of(path, **settings, site=read_site(site))
+    request = wanted_of(path, **settings, site=read_site(cluster))
     text, file = engine.script(request), Path(emit or f"{request.name}{engine.suffix}")
     if emit or submit:
         write(file, text)

@@ -62,7 +62,7 @@ class Rendezvous:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise JobError(
-                "rendezvous-address", f"--rendezvous {address} is not an address: HOST:PORT is, such as 10.0.0.1:29400"
+                "rendezvous-address", f"--rendezvous must be HOST:PORT, such as 10.0.0.1:29400, got {address}"
             )
         if len(token) < _LEAST_TOKEN_BYTES or len({*token}) < _LEAST_TOKEN_SYMBOLS:
             raise JobError(

@@ -58,7 +58,7 @@ def start(
             "launch-nodes", f"--nodes {','.join(hosts)}: it takes the names of two hosts or more, each once"
         )
     if any(host.startswith("-") for host in hosts):
-        raise InputError("launch-nodes", f"--nodes {','.join(hosts)}: no name of a host begins with a dash")
+        raise InputError("launch-nodes", f"--nodes {','.join(hosts)}: the name of a host cannot begin with a dash")
     port = secrets.choice(_PORTS)
     address = rendezvous or f"{hosts[0].rpartition('@')[2]}:{port}"
     arguments = _without_nodes(sys.argv[1:] if words is None else words)

@@ -41,7 +41,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         ),
         "zero": _zero(facts),
         "tp": Said({"parallelism_config.parallelism_config_tp_size": layout.tp}),
-        "sequence_parallel": Said(lacks="sequence_parallel: activations between cut products stay whole"),
+        "sequence_parallel": Said(lacks="sequence_parallel: activations between sharded matmuls stay full"),
         "cp": Said(
             {"parallelism_config.parallelism_config_cp_size": layout.cp},
             lacks=""

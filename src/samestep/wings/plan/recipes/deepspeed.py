@@ -26,7 +26,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             {"tensor_parallel.autotp_size": layout.tp},
             lacks="tp with zero=3. Use AutoTP with ZeRO stages 0 to 2" if layout.zero == 3 else "",
         ),
-        "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps activations between its cut products whole"),
+        "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps full activations between its sharded matmuls"),
         "cp": Said(lacks=f"exchange={exchange}: UlyssesSPAttentionHF exchanges heads")
         if (exchange := exchange_of(facts.model, layout)) != "heads"
         else Said(

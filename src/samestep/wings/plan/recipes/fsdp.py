@@ -32,7 +32,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "dp_shard": Said(),
         "zero": _zero(facts),
         "tp": _tensor(facts),
-        "sequence_parallel": Said(lacks="sequence_parallel: this file keeps activations between cut products whole"),
+        "sequence_parallel": Said(lacks="sequence_parallel: this file keeps full activations between sharded matmuls"),
         "cp": Said(
             lacks=f"cp={layout.cp}: torch.distributed.tensor.experimental.context_parallel is a ring, and wants the buffers of your loop"
         ),

@@ -189,7 +189,7 @@ def _not_written(job: Job) -> Iterable[str]:
 
 def _with_text(recipe: Recipe, framework: Framework, body: str) -> Recipe:
     """Return the recipe with the text of its file, whose first comments are its notes."""
-    head = [f"{recipe.layout}, in the words of {framework.name}. Model, data, optimizer and learning rate stay yours."]
+    head = [f"{recipe.layout}, as a config of {framework.name}. Model, data, optimizer and learning rate stay yours."]
     lines = [*head, *recipe.notes] if framework.comment else []
     comments = "".join(f"{framework.comment} {line}\n" for line in lines)
     return replace(recipe, text=comments + body)

@@ -33,7 +33,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             {"--parallelism.tensor_parallel_degree": layout.tp},
             lacks=""
             if layout.sequence_parallel
-            else "tp without sequence_parallel: the sequence is always cut between the cut products",
+            else "tp without sequence_parallel: torchtitan always shards the sequence between sharded matmuls",
         ),
         "sequence_parallel": Said(),
         "cp": Said(

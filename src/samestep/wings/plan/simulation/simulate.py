@@ -303,7 +303,7 @@ def binds(prediction: Prediction) -> str:
     }
     name = max(parts, key=lambda part: parts[part])
     needed = prediction.peak.total / prediction.hardware.memory_bytes
-    memory = f"{1 - needed:.0%} of the memory is free" if needed <= 1 else f"{needed - 1:.0%} of the memory is missing"
+    memory = f"{1 - needed:.0%} of the memory is free" if needed <= 1 else f"needs {needed:.3g} times the memory"
     return f"{name} ({parts[name] / prediction.step_s:.0%} of the step); {memory}"
 
 
