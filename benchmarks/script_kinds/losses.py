@@ -223,10 +223,8 @@ def matched(outputs: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor, int
         classes = [int(one) for one in row[:2] if one >= 0]
         wanted = row[2:].view(2, 4)[: len(classes)].to(boxes.dtype)
         with torch.no_grad():
-            cost = torch.cdist(boxes, wanted, p=1) - logits.softmax(-1)[:, classes]
-            best = min(
-                permutations(range(3), len(classes)), key=lambda q: sum(float(cost[a, b]) for b, a in enumerate(q))
-            )
+            cost = (torch.cdist(boxes, wanted, p=1) - logits.softmax(-1)[:, classes]).tolist()
+            best = min(permutations(range(3), len(classes)), key=lambda q: sum(cost[a][b] for b, a in enumerate(q)))
         target = torch.full((3,), 3)
         for query, kind in zip(best, classes, strict=True):
             target[query] = kind

@@ -120,13 +120,14 @@ def _lines(block: Block) -> list[str]:
 
 
 def _smaller(words: list[str]) -> list[str]:
-    """Return the words that make the default job small if a command trains it; `make train` and the README's commands train it whole."""
-    if words[0] not in ("train", "verify") or any(word.startswith("model.source=") for word in words):
+    """Return the words that make the job small if a command trains it; `make train` and the README's commands train it whole."""
+    if words[0] not in ("train", "verify"):
         return []
-    return [
-        *small.settings(train__steps=20),
-        *["--set", "run.compile_backend=aot_eager"] * ("run.compile=blocks" in words),
-    ]
+    settings = small.settings(train__steps=20)
+    if any(word.startswith("model.source=") for word in words):  # whose configuration has other keys
+        settings = [word for word in settings if "=" in word and not word.startswith("model.config.")]
+        settings = [word for setting in settings for word in ("--set", setting)]
+    return [*settings, *["--set", "run.compile_backend=aot_eager"] * ("run.compile=blocks" in words)]
 
 
 @pytest.mark.parametrize("block", RUN, ids=_name)

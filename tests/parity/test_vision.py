@@ -220,5 +220,5 @@ def test_settings_that_do_not_fit_and_a_folder_without_images_are_refused(folder
         images_job(folder, image_mean=[0.1, 0.2])
     with pytest.raises(JobError, match="a dataset of your own with a method sample"):
         images_job(folder, source="digits", augment=["flip"])
-    with pytest.raises(DataError, match=r"has no images in folders. Use one folder a class"):
+    with pytest.raises(DataError, match=r"has no folders. Use one folder a class"):
         open_dataset(images_job(tmp_path))
