@@ -240,7 +240,7 @@ def mistakes_in(error: ValidationError, source: Callable[[str], str], table: typ
         else:
             code, text = (
                 "job-value",
-                f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {short_repr(mistake['input'])}",
+                f"{mistake['msg'][0].lower()}{mistake['msg'][1:].replace('valid tuple', 'list')}, got {short_repr(mistake['input'])}",
             )
         codes.append(code)
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")

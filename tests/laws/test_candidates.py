@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.enumeration import candidates
@@ -120,12 +120,14 @@ def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_li
 
 
 @given(st.integers(2, 3000))
+@example(128)
+@example(256)
 def test_a_share_that_two_or_three_divides_may_have_equal_micro_batches(share: int) -> None:
-    """A share's half and third are looked at where they are whole, which makes all micro-batches equal; powers of two up to 32 alone."""
+    """A share's half and third are looked at where they are whole, which makes all micro-batches equal; powers of two up to 128 alone."""
     given_job = job_of(global_batch=share)
     sizes = {
         one.microbatch for one in candidates.vary_microbatches(Layout(), given_job, thin=next(iter(MACHINES.values())))
     }
     whole = {share // number for number in (2, 3) if share % number == 0}
-    assert {size for size in whole if size & (size - 1)} <= sizes
+    assert {size for size in whole if size & (size - 1) or size <= 128} <= sizes
     assert all(size is None or 1 <= size < share for size in sizes)

@@ -195,7 +195,7 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node: must be 0 or more, got -1"),
         ("[slurm]\ngpus_per_node = true\n", "slurm.gpus_per_node: input should be a number, got True"),
         ('[slurm]\nby = "mpirun"\n', "slurm.by: input should be 'srun' or 'torchrun', got 'mpirun'"),
-        ('[slurm]\noptions = "--exclusive"\n', "slurm.options: input should be a valid tuple, got '--exclusive'"),
+        ('[slurm]\noptions = "--exclusive"\n', "slurm.options: input should be a list, got '--exclusive'"),
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition: 'a\\nrm -r x' has more than one line"),
         ("slurm = 3\n", "slurm: input should be a valid dictionary"),
         ("[slurm\n", "--cluster site.toml: "),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
+from samestep.building.torch_losses import mean_over
 from samestep.runtime.axes.precision import for_loss
 from samestep.runtime.guards.divided_samples import Samples, divisions, tensors_in
 from samestep.runtime.guards.loss_of_parts import LossTrial, judge, judge_tokens
@@ -478,6 +479,21 @@ def test_samples_that_agree_by_chance_are_found_by_other_labels() -> None:
     of_one_class = (ROWS, CLASSES.new_ones(B))
     assert "one with other labels" in judged(by_class, ROWS, of_one_class, [0, 1]).reason
     assert judged(by_class, ROWS, (ROWS, CLASSES)).reason
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda out: out.logsumexp(-1).square().mean(),
+        lambda out: F.kl_div(F.log_softmax(out / 2, -1), F.softmax(-out, -1), reduction="batchmean"),
+        lambda out: -(out.softmax(-1) * out.log_softmax(-1)).sum(-1).mean(),
+    ],
+    ids=["z-loss", "distillation", "entropy"],
+)
+@pytest.mark.parametrize("over", ["samples", "tokens"])
+def test_a_mean_over_labels_beside_one_over_samples_is_told_to_be_two_terms(over: Any, other: Any) -> None:
+    loss = mean_over(over, lambda outputs, batch: F.cross_entropy(outputs, batch[1]) + other(outputs))
+    assert "a named term for each" in judged(loss, ROWS, (ROWS, CLASSES)).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import samestep
 from samestep import Job, Layout, hardware
 from samestep.models import presets
 from samestep.output.text import digits, duration
@@ -246,3 +247,18 @@ def test_planning_a_preset_never_imports_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]])
+def test_frozen_weights_have_no_gradient_in_the_useful_flops(targets: list[str]) -> None:
+    """Of a weight that is not trained a step computes two products for three: the MFU of LoRA counts no others."""
+
+    def useful(**model: Any) -> float:
+        job = Job(
+            model={"source": "preset:llama3-8b", **model}, train={"global_batch": 64}, data={"sequence_length": 1024}
+        )
+        found = samestep.simulate(job, "dp=8 zero=3 microbatch=2", "a100-80x8")
+        return found.mfu * found.step_s
+
+    adapters = useful(lora={"targets": targets, "r": 4})
+    assert adapters / useful() == pytest.approx(2 / 3, rel=0.04)

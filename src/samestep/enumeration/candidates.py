@@ -45,7 +45,7 @@ from samestep.strategies import sequence
 from samestep.strategies.context import attention_ranks, divisors_by_heads, exchange_of
 from samestep.strategies.pipeline import num_starts
 
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share, its half, its quarter, and so on, its third, and its divisors among `TENS` (`_parts`)."""
 TENS = range(17, 64)
 """Micro-batch sizes of a thinned list where they divide a rank's share."""
