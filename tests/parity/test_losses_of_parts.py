@@ -6,6 +6,7 @@ Steps: the first has positives in each part, the second one positive, the third 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -518,15 +519,68 @@ def with_weights(samples: Any) -> Any:
     return {**batch, "w": (1 / counts)[batch["y"]]}
 
 
-def test_a_collate_function_with_weights_of_the_batch_is_refused() -> None:
+def centred(samples: Any) -> Any:
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "x": batch["x"] - batch["x"].mean(0), "w": torch.ones(len(samples))}
+
+
+def ranked(samples: Any) -> Any:
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "w": batch["x"][:, 0].argsort().argsort().double() / len(samples)}
+
+
+@pytest.mark.parametrize("collate", [with_weights, centred, ranked])
+def test_a_collate_function_with_values_of_the_batch_is_refused(collate: Callable[[Any], Any]) -> None:
     def loss(outputs: Tensor, batch: Any) -> Any:
         return (each(outputs, batch) * batch["w"]).sum(), len(outputs)
 
-    loader = torch.utils.data.DataLoader(Items(), batch_size=B, collate_fn=with_weights)
+    loader = torch.utils.data.DataLoader(Items(), batch_size=B, collate_fn=collate)
     run = samestep.parallelize(build, loss, optimizer, layout="dp=1 microbatch=4", job=JOB, forward=forward)
     batch = next(iter(samestep.batches(loader, JOB)))
     with pytest.raises(UnprovenError, match=r"run\.step\(batch\)"):
         run.step(batch)
+
+
+# -- losses that read the run's weights ------------------------------------------------------------
+
+
+PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "all": lambda model: torch.stack([param.abs().sum() for param in model.parameters()]).sum(),
+    "a norm": lambda model: model[0].weight.norm(),  # type: ignore[index]
+    "a product": lambda model: (model[2].weight @ model[2].weight.T - torch.eye(4)).square().sum(),  # type: ignore[index]
+}
+
+
+def penalised(rank: int, world: int, layout: str, kind: str) -> list[float] | str:
+    run: samestep.Run | None = None
+
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        assert run is not None
+        return each(outputs, batch).sum() + 0.01 * PENALTIES[kind](run.model) * len(outputs), len(outputs)
+
+    run = samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB, forward=forward)
+    try:
+        return [run.step(batch_of(step)).loss for step in range(STEPS)]
+    except samestep.SamestepError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_a_penalty_on_the_weights_of_the_run_is_equal_or_refused_where_they_are_cut(kind: str) -> None:
+    model, losses = build(), []
+    optim = optimizer(model.parameters())
+    for step in range(STEPS):
+        batch = batch_of(step)
+        value = each(forward(model, batch), batch).mean() + 0.01 * PENALTIES[kind](model)
+        optim.zero_grad()
+        value.backward()
+        optim.step()
+        losses.append(value.item())
+    for layout, ranks in (("dp=1 microbatch=4", 1), ("dp=2", 2)):
+        for found in pool(ranks).run(penalised, layout, kind):
+            assert found == pytest.approx(losses, rel=1e-12)
+    for text in pool(2).run(penalised, "dp=2 zero=3", kind):
+        assert re.match(r"the loss (reads|depends on) \S+ of the model, .*Use a forward that returns", str(text))
 
 
 class KeptScores:
