@@ -106,9 +106,6 @@ def _model(name: str, value: Any) -> None:
         _refuse(name, value, "a function that builds an nn.Module, or a module", ModelError)
     if not hasattr(value, "named_parameters") or isinstance(value, type):
         _takes(name, value, (), "nothing. Use a lambda that calls it with its arguments", ModelError)
-    elif any(hasattr(param, "device_mesh") for param in value.parameters()):
-        text = "has sharded weights (DTensor). Use it without fully_shard or parallelize_module: the layout shards it, as dp=N zero=3 or tp=N"
-        raise ModelError("tensor-form", f"{name} = {short_repr(value)} {text}")
 
 
 def _optimizer(name: str, value: Any) -> None:

@@ -381,8 +381,8 @@ def test_what_fits_no_whole_weight_is_refused() -> None:
     for refusal in everywhere("dp=2", unequal):
         assert refusal.startswith("run.gathered(): ranks have written different values into norm.weight, rank")
     for shape, nothing in everywhere("dp=2 zero=3 microbatch=1", misplaced):
-        assert shape.startswith("run.gathered(): a tensor [3] stands in the place of norm.bias [4]. Use ")
-        assert nothing.startswith("run.gathered(): nothing stands in the place of norm.bias [4]. Use ")
+        assert shape.startswith("run.gathered(): a tensor [3] has replaced norm.bias [4]. Use ")
+        assert nothing.startswith("run.gathered(): nothing has replaced norm.bias [4]. Use ")
 
 
 def begun(rank: int, world: int, layout: str) -> list[list[float]]:

@@ -269,6 +269,12 @@ class OwnedModel:
                 "before you delete a run.",
             )
         self._refuse_others()
+        if any(hasattr(param, "device_mesh") for param in module.parameters()):
+            raise ModelError(
+                "tensor-form",
+                "the model has sharded weights (DTensor). Use it without fully_shard or parallelize_module: the layout shards it, as "
+                "dp=N zero=3 or tp=N",
+            )
         _LIVE.add(self)
 
     def copies(self, weights: Mapping[str, weakref.ref[Tensor]], trained: frozenset[str]) -> None:
