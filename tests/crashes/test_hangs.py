@@ -323,7 +323,9 @@ def test_a_rank_that_is_stopped_in_a_save_is_ended_and_one_that_saves_slowly_is_
     keys = {"checkpoint.every": 2, "run.hang_s": 1.0, "run.restarts": 1}
     assert small.train("--layout", "dp=2", "--out", run, **keys) == 0
     said = capfd.readouterr().out
-    assert re.search(r"rank 1 of 2 does not answer, and was last seen in a save \S+, for \d+ s; rank 0 in .*a save", said)
+    assert re.search(
+        r"rank 1 of 2 does not answer, and was last seen in a save \S+, for \d+ s; rank 0 in .*a save", said
+    )
     assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000002" in said
 
 

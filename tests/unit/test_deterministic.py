@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
@@ -161,7 +162,8 @@ def test_a_kernel_that_is_not_there_is_refused_in_one_line() -> None:
             match=rf"^run.attention = '{word}': torch has no such kernel on CPUs. Use 'flash', 'math' and 'auto'$",
         ):
             _attending(word)
-    with pytest.raises(
-        JobError, match=r"^run.attention = 'flash': this kernel does not compute the attention.*'auto'$"
-    ):
-        _attending("flash", of_heads=False)  # flash takes four dimensions
+    if TorchVersion(torch.__version__) < "2.14":  # flash takes four dimensions there, and three too from 2.14 on
+        with pytest.raises(
+            JobError, match=r"^run.attention = 'flash': this kernel does not compute the attention.*'auto'$"
+        ):
+            _attending("flash", of_heads=False)

@@ -90,7 +90,9 @@ def test_hosts_get_one_command_and_a_secret_that_no_other_process_sees(said, cap
 
 @pytest.mark.parametrize("hosts", [["h1"], ["h1", "h1"], ["h1", ""], ["h1", "-oProxyCommand=x"]])
 def test_names_that_are_none_are_refused(hosts: list[str], said: Path) -> None:
-    with pytest.raises(InputError, match=r"--nodes h1.*: (it takes the names of two hosts|the name of a host cannot begin)"):
+    with pytest.raises(
+        InputError, match=r"--nodes h1.*: (it takes the names of two hosts|the name of a host cannot begin)"
+    ):
         ssh.start(hosts, None, ["train"])
     assert not [*said.glob("*.words")]
 

@@ -270,11 +270,8 @@ class OwnedModel:
             )
         self._refuse_others()
         if any(hasattr(param, "device_mesh") for param in module.parameters()):
-            raise ModelError(
-                "tensor-form",
-                "the model has sharded weights (DTensor). Use it without fully_shard or parallelize_module: the layout shards it, as "
-                "dp=N zero=3 or tp=N",
-            )
+            text = "the model has sharded weights (DTensor). Use it without fully_shard or parallelize_module: zero=3 or tp=N shards it"
+            raise ModelError("tensor-form", text)
         _LIVE.add(self)
 
     def copies(self, weights: Mapping[str, weakref.ref[Tensor]], trained: frozenset[str]) -> None:
