@@ -137,8 +137,8 @@ def on_two_hosts(rank: int, world: int, kind: str) -> str:
     [
         ("", ""),
         ("of this host alone", ""),
-        ("other", "rank 1 has another train than rank 0. Use the same files on all hosts"),
-        ("samestep", "rank 1 has another samestep than rank 0"),
+        ("other", "ranks 1 and 0 have different train. Use the same files on all hosts"),
+        ("samestep", "ranks 1 and 0 have different samestep"),
     ],
 )
 def test_hosts_with_other_code_are_named(kind: str, text: str) -> None:
