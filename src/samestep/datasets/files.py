@@ -89,11 +89,7 @@ def without_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files below a folder that match a pattern, in the order of their relative names on every machine."""
-    return sorted((file for file in folder.rglob(pattern) if file.is_file()), key=_by_parts)
-
-
-def _by_parts(file: Path) -> tuple[str, ...]:
-    return file.parts
+    return sorted((file for file in folder.rglob(pattern) if file.is_file()), key=lambda file: file.parts)
 
 
 @contextmanager

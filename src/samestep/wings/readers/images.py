@@ -117,7 +117,7 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
             f"{', '.join([*numbers][:8])}{' and others' * (len(numbers) > 8)}",
         )
     images = {name: _images_in(root / name) for name in names}
-    if empty := next((name for name in names if not images[name]), None):
+    if classes is None and (empty := next((name for name in names if not images[name]), None)):
         raise DataError(
             "image-classes",
             f"{source} has the class {empty!r} without images. Add images to it, or remove the folder {root / empty}",
@@ -144,11 +144,12 @@ def class_names(path: str) -> tuple[str, ...]:
     if not names:
         raise DataError("data-missing", f"images:{path} has no folders. Use one folder a class, as {root}/cat/1.png")
     words = {name.lower() for name in names}
+    trained = next((name for name in names if name.lower() in TRAINED_WORDS), names[0])
     if words <= TRAINED_WORDS | HELD_OUT_WORDS or (words & TRAINED_WORDS and words & HELD_OUT_WORDS):
         raise DataError(
             "data-missing",
             f"images:{path} has the folders {', '.join(names)}, which are parts of a data set or classes of these names. For parts, set "
-            f"data.source = 'images:{root / names[-1]}' and data.held_out_sets, and classes need other names",
+            f"data.source = 'images:{root / trained}' and data.held_out_sets, and classes need other names",
         )
     return tuple(names)
 
@@ -161,11 +162,11 @@ def _images_in(folder: Path) -> list[Path]:
     """Return the images below a folder, in the order of their names, without hidden ones.
 
     Raises:
-        DataError: a file is an image of a form that is not read, or a link to nothing.
+        DataError: a folder cannot be read, a file is an image of a form that is not read, or a link to nothing.
     """
     suffixes = {suffix for suffix, form in _pillow().registered_extensions().items() if form in _FORMATS}
     images, seen = [], {os.path.realpath(folder.parent)}
-    for top, folders, names in os.walk(folder, followlinks=True):
+    for top, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         if os.path.realpath(top) in seen:  # a link to a folder above it, or to one that another link leads to
             folders.clear()
             continue
@@ -183,6 +184,10 @@ def _images_in(folder: Path) -> list[Path]:
     return sorted(images)
 
 
+def _refuse_folder(error: OSError) -> None:
+    raise DataError("data-unreadable", f"{error.filename} cannot be read: {error.strerror}")
+
+
 def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
     """Return Pillow's image of a file, upright, in this mode; of several frames the first one.
 
@@ -197,15 +202,11 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
             if picture.mode.startswith("I;16"):
                 picture = image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
             elif picture.mode in ("I", "F"):
-                raise DataError(
-                    "image-form", f"{path} has numbers of unknown range ({picture.mode}). Save it with 8 or 16 bits"
-                )
+                raise ValueError(f"its numbers have an unknown range ({picture.mode}). Save it with 8 or 16 bits")
             picture.info.pop("transparency", None)  # of which a conversion to colours keeps nothing, with a warning
             return picture.convert(mode)
-    except DataError:
-        raise
     except Exception as error:  # each of Pillow's readers raises something else
-        raise DataError("data-damaged", f"{path} is not an image that Pillow reads: {first_line(error)}") from None
+        raise DataError("data-damaged", f"{path} cannot be read as an image: {first_line(error)}") from None
 
 
 def _pillow() -> Any:
