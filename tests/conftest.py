@@ -102,9 +102,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     laboratory.note_ahead(session.items)
     gc.collect()
     gc.freeze()
-    gc.get_freeze_count = lambda: (
-        1
-    )  # to count two million objects takes a sixth of a second, of each plan and each worker that trains
+    # To count two million objects takes a sixth of a second, of each plan and each worker that trains.
+    gc.get_freeze_count = lambda: 1
 
 
 @pytest.fixture(scope="module", autouse=True)

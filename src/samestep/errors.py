@@ -366,8 +366,8 @@ class failures_of:  # noqa: N801  # a context, entered in every step: a generato
 
 def line_of(failed: Exception | None = None) -> str:
     """Return text with the innermost line of an exception, or of the stack, that is neither ours nor of an installed library; empty if none."""
-    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
-    frames = stack[::-1] if failed is None else traceback.extract_tb(failed.__traceback__)
+    stack = traceback.walk_tb(failed.__traceback__) if failed else [*traceback.walk_stack(sys._getframe(1))][::-1]
+    frames = traceback.StackSummary.extract(stack, lookup_lines=False)
     libraries = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], *site.getsitepackages())
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
     if not own:

@@ -59,11 +59,9 @@ def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: 
     Raises:
         JobError: they contradict it.
     """
-    if launch_info.launcher == "Ray":  # a cluster of Ray may be inside any step
+    if launch_info.launcher == "Ray" or launch_info.num_hosts > 1:  # a cluster of Ray may be inside any step
         return
     others = [engine for engine in ENGINES if engine.name != launch_info.launcher]
-    if launch_info.num_hosts > 1:
-        return
     if launch_info.launcher == "torchrun":
         _check_processes(launch_info, env, [engine for engine in others if not _is_shell(engine, env, pid)])
         return

@@ -312,9 +312,8 @@ def shown(launcher: str, env: Mapping[str, str]) -> tuple[str, ...]:
 
 def listed_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the hosts that a launcher lists, by the names that it uses; empty where it lists none."""
-    if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""):
-        return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for name in _expanded(part))
-    return ()
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for name in _expanded(part))
 
 
 def _expanded(part: str) -> list[str]:

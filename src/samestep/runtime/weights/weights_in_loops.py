@@ -63,7 +63,7 @@ class Waiting:
     """Returns those of whole weights by name, which the loop may change in place; None if none wait. Collective as `run.gradients`."""
 
     def of(self, name: str) -> Tensor | None:
-        """Return the gradient of a weight of any stage; None if it has none, or is that of a stage of which this rank is told nothing."""
+        """Return the gradient of a weight of any stage; None if it has none, or is of a stage whose gradients this rank does not know."""
         return None if self.gradients is None else self.gradients().get(name)
 
     def replace(self, name: str, value: Any) -> bool:
