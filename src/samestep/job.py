@@ -87,6 +87,20 @@ class Job(Table):
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
         return self.train.monitor or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
 
+    @property
+    def of_one_model(self) -> Job:
+        """The job without `numerics.replicas`, as one rank evaluates what several have trained; it reads their checkpoints."""
+        if self.numerics.replicas == 1:
+            return self
+        alone = {"compression": "none", "replicas": 1, "exchange_every": 1}
+        allow = (*self.run.allow, *(f"numerics.{key}" for key in alone))
+        return self.model_copy(
+            update={
+                "numerics": self.numerics.model_copy(update=alone),
+                "run": self.run.model_copy(update={"allow": allow}),
+            }
+        )
+
     def with_modules(self, *, stages: Sequence[str] | None = None, offload: Sequence[str] | None = None) -> Job:
         """Return the job with other names of modules in these keys of its model; None leaves a key as it is.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
 from samestep.program.codecs import CodedPart, Matrix
-from samestep.program.contributions import Contributions
 from samestep.wings.slow_links.powersgd import FactoredExchange
 from tests.pool import pool
 
@@ -44,10 +43,9 @@ def decoded(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
         None, matrix_approximation_rank=RANK, start_powerSGD_iter=2, min_compression_rate=1, random_seed=7
     )
     state.iter = 2
-    made = Contributions(axis="dp_replicate", ranks=world, each=1)
     part = CodedPart(ROWS * COLUMNS + PLAIN, 1, (Matrix("weight", 0, ROWS, COLUMNS, RANK),))
     like = torch.empty(0, dtype=torch.float64)
-    exchange = FactoredExchange(part, made, dist.group.WORLD, like, gathers=True)
+    exchange = FactoredExchange(part, dist.group.WORLD, like, gathers=True)
     (directions,) = exchange.directions()
     generator = torch.Generator().manual_seed(int(np.random.RandomState(7).randint(1_000_000_000)))  # as the hook draws
     directions.values.copy_(torch.randn(COLUMNS, RANK, generator=generator, dtype=torch.float64).T)

@@ -351,8 +351,6 @@ def coded_reductions(
         yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
     for axis in (*contributions.inside, *holding.tied_over, *holding.partial_over):
         yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if contributions.ranks > 1 and not step.sharing.trains_apart:
+    if not step.sharing.trains_apart:
         gathers, dtype = bucket.gathers_codes(contributions), step.master_dtype
-        yield from exchange(
-            bucket.name, bucket.codec, contributions.axis, (part,), contributions.each, dtype, gathers=gathers
-        )
+        yield from exchange(bucket.name, bucket.codec, contributions.axis, (part,), dtype, gathers=gathers)

@@ -146,7 +146,7 @@ class Deciders:
         if self._device.type != "cuda":
             return Decider(updater)
         may_decide = self._device_may_decide
-        is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
+        is_usual = not host_reads and self.num_updates > 0 and not self._own.is_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return Decider(updater, StepState.LAUNCHED, follow)
         if is_usual and updater.offload.is_apart(self._device):

@@ -38,7 +38,7 @@ from samestep.schedules import TaskKind
 
 @dataclass(slots=True)
 class Interpreter:
-    """Carries out the tasks of one step on one rank. Every rank makes one for each replica that it trains."""
+    """Carries out the tasks of one step on one rank."""
 
     assembly: Assembly
     seed: int
@@ -58,8 +58,8 @@ class Interpreter:
     _left_out: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
     """The ids of the weights that the backward of a micro-batch reaches, though its loss does not need them."""
 
-    def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
-        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, followed by the
+    def forward_backward(self, batch: StepBatch) -> Tensor:
+        """Run the forwards and backwards; return this rank's loss sum and count, followed by the
         sum and the count of each named term and value of the loss (float64 [2 + `StepSpec.num_reported`]).
 
         Collective over the world, see [Note: collective calls].
@@ -76,7 +76,7 @@ class Interpreter:
         parallel.batch_norms.of_losses.held.clear()  # a step that was skipped has written none
         objective.sums.begin_step(batch.shares)
         with parallel.checkpoints, self.trials.begin_step():
-            for task in parallel.program.tasks_of(index):
+            for task in parallel.program.tasks[:-1]:
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
@@ -156,10 +156,9 @@ class Interpreter:
         return loss.total * (weight * self.assembly.weights.updater.loss_scale.scale / divisor)
 
     def _later(self, task: Task, microbatches: Microbatches) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's part of each micro-batch after that of a task, of the same replica, and its number of samples."""
+        """Yield this rank's part of each micro-batch after that of a task, and its number of samples."""
         parallel = self.assembly.parallel
-        size = parallel.program.step.num_microbatches // parallel.program.step.replicas_each
-        for index in range(task.microbatch + 1, (task.microbatch // size + 1) * size):
+        for index in range(task.microbatch + 1, parallel.program.step.num_microbatches):
             yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.indices(index))
 
     def _outputs(self, task: Task, samples: Any) -> Any:

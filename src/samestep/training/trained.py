@@ -270,7 +270,7 @@ def sample(
 def _prepare_run(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
     """Return a run of one rank with the weights of a checkpoint, or with their averages."""
     place = RankInfo(0, 0, 1, 1, torch.device(resolve_device(stored.job.run.device)))
-    ready = Run(workload.source, Layout(), workload.job, place)
+    ready = Run(workload.source, Layout(), workload.job.of_one_model, place)
     ready.prepare(workload.example)
     checkpoint.load(ready, stored.checkpoint, averaged=averaged)
     return ready

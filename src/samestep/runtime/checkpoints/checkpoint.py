@@ -210,20 +210,18 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
-        for assembly in run.replicas.assemblies:
-            assembly.weights.updater.forget_states()
+        run.assembly.weights.updater.forget_states()
         for piece in updater.pieces:
             runs = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, runs))
-        run.replicas.load_states(updater, _StoredStates(run, stored))
+        run.held.load_states(updater, _StoredStates(run, stored))
         for lost in run.assembly.weights.store.codes.residuals():
             runs = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
-            lost.values.copy_(stored.read_lost(lost.key, lost.name, runs, lost.summed))
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, runs))
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
         updater.publish()  # otherwise the values that were read look like a write into the weights by other code
-        for assembly in run.replicas.assemblies:
-            _load_untrained(run, assembly, stored)
+        _load_untrained(run, run.assembly, stored)
         other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
         count = manifest["nominal_count"]
@@ -232,10 +230,9 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
                 assembly, objective=dataclasses.replace(assembly.objective, nominal_count=count)
             )
         )
-    for replica in run.replicas.assemblies:
-        scale = replica.weights.updater.loss_scale
-        if scale.is_dynamic and manifest["loss_scale"]:
-            scale.scale, scale.steps_since = manifest["loss_scale"]
+    scale = run.assembly.weights.updater.loss_scale
+    if scale.is_dynamic and manifest["loss_scale"]:
+        scale.scale, scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
     changes += run.data.resumes_from(folder, manifest["step"], manifest.get("data", []))
@@ -256,21 +253,21 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
-    for assembly in run.replicas.assemblies:
-        updater, store = assembly.weights.updater, assembly.weights.store
-        for piece in updater.pieces:
-            if (values := mine(piece)) is not None:
-                piece.set_master(values)
-        updater.publish()
-        for piece in store.frozen:
-            if (values := mine(piece)) is not None:
-                piece.set_master(values)
-        for name, buffer in assembly.model.module.named_buffers():
-            if (full := value(name)) is not None:
-                buffer.copy_(full)
-        store.publish()
-    if run.replicas.are_apart:
-        run.replicas.restart([piece.master().clone() for piece in run.replicas.pieces])
+    assembly = run.assembly
+    updater, store = assembly.weights.updater, assembly.weights.store
+    for piece in updater.pieces:
+        if (values := mine(piece)) is not None:
+            piece.set_master(values)
+    updater.publish()
+    for piece in store.frozen:
+        if (values := mine(piece)) is not None:
+            piece.set_master(values)
+    for name, buffer in assembly.model.module.named_buffers():
+        if (full := value(name)) is not None:
+            buffer.copy_(full)
+    store.publish()
+    if run.held.is_apart:
+        run.held.restart([piece.master().clone() for piece in run.held.pieces])
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -328,11 +325,11 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
         if piece.name in elsewhere:
             continue
         stored = writer.name_of(run, piece)
-        value, is_new = run.replicas.value_of(index), piece.split is not None and not run.replicas.are_apart
+        value, is_new = run.held.value_of(index), piece.split is not None and not run.held.is_apart
         tensors[f"value/{stored}/{piece.start}"] = writer.copy_to_host(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
             tensors[f"average/{stored}/{piece.start}"] = writer.copy_to_host(average.flatten())
-    for piece, states in run.replicas.states(run.updater, elsewhere, lambda name: writer.encodes_first(run, name)):
+    for piece, states in run.held.states(run.updater, elsewhere, lambda name: writer.encodes_first(run, name)):
         stored = writer.name_of(run, piece)
         for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"

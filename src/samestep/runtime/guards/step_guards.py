@@ -158,13 +158,13 @@ class StepGuards:
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
         is_early, regularly = self._due(batch.step, taken)
-        tries_parts = self._graphs.tries_parts and len(self._own.assemblies) == 1 and not self.observer.is_proof
+        tries_parts = self._graphs.tries_parts and not self.observer.is_proof
         self._compares_operations = tries_parts and (regularly or self._is_early(taken))
         if taken == 1 and tries_parts:
             take = functools.partial(self._noting_operations, batch, take)
         self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
         self._again = None
-        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
+        if not (is_early or regularly):
             return take()
         assembly.weights.store.settle()  # what is repeated or compared reads any weight
         if self.observer.is_proof:  # which compares more
@@ -255,8 +255,7 @@ class StepGuards:
         again = again or Repeat(assembly, batch, trials.loss, self._seed, self.observer.dropout_mode, weights=weights)
         if asks:
             trials.run(assembly, again, asks)
-        # A repetition knows one model.
-        if new_forwards and len(self._own.assemblies) == 1 and not self.observer.is_proof:
+        if new_forwards and not self.observer.is_proof:
             share, _ = assembly.parallel.mesh.data_share
             number = next((microbatch for other, microbatch in new_forwards if other == share), 0)
             if self._graphs.tries_samples and self._again is None:
@@ -330,7 +329,7 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        reason = self._own.begin_step() or self._outside.refusal(assembly)
+        reason = self._outside.refusal(assembly)
         if reason:
             self.refuse_state(batch, reason)
         self.refusals.compare(self._outside.evaluated_paths())

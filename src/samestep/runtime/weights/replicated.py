@@ -287,15 +287,12 @@ class Replicated(WeightStore):
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
         self._waits = waits
         self.take_back()
-        self._drop_gradients()
+        for param in self.params.values():
+            param.grad = None
         self._unused = set(self.params)
         for flat in self._flats:
             flat.begin_step()
         self._next = 0
-
-    def _drop_gradients(self) -> None:
-        for param in self.params.values():
-            param.grad = None
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -426,14 +426,14 @@ def _returns_whole(program: Program, path: str) -> bool:
 
 @contextmanager
 def computing(
-    models: Sequence[WeightsInLoops], kernels: Callable[[], AbstractContextManager[None]] | None
+    in_loops: WeightsInLoops | None, kernels: Callable[[], AbstractContextManager[None]] | None
 ) -> Iterator[None]:
     """Let a run compute inside, with weights that no loop has meanwhile; what is no part of a step leaves no trace."""
-    for in_loops in models:
+    if in_loops is not None:
         in_loops.take()
     try:
         with IGNORING, kernels() if kernels else nullcontext():
             yield
     finally:
-        for in_loops in models:
+        if in_loops is not None:
             in_loops.lend()
