@@ -33,7 +33,7 @@ from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
 from samestep.examination.examine import Source
 from samestep.independence.roundings import EXACT, NUM_PERTURBED, allowance
-from samestep.job import Job
+from samestep.job import OF_SEVERAL, Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, is_below
@@ -268,7 +268,7 @@ def _load_on_one_device(run: Run, subject: Subject) -> tuple[Observation, str]:
     """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
-        checkpoint.load(run, manifests.list_checkpoints(subject.folder / "checkpoints")[-1])
+        checkpoint.load(run, manifests.list_checkpoints(subject.folder / "checkpoints")[-1], may_change=OF_SEVERAL)
     except CheckpointError as error:
         refusal = str(error)
     loaded = Observation(0, {}, {})

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,9 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     return int(told[0][1])
 
 
-def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
-    """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights.
+def load(run: PreparedRun, folder: Path, *, averaged: bool = False, may_change: Collection[str] = ()) -> None:
+    """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights. The keys of the job
+    that `may_change` may differ.
 
     Collective over the world, see [Note: collective calls].
 
@@ -198,7 +199,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         CheckpointError: it is damaged, lacks a tensor or averages, or belongs to a job with another result.
     """
     manifest = read_manifest(folder)
-    changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder)]
+    changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder, may_change=may_change)]
     if manifest["layout"] != str(run.layout):
         changes.append(
             f"after step {manifest['step']}: the layout is {str(run.layout)!r}, which was {manifest['layout']!r}"
