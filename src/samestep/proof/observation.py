@@ -437,7 +437,7 @@ def feed(
             updater.rates.set(assembly.weights.lr_factor(step))
             updater.step_index = step
             updater.step(1.0)
-            updater.publish()
+            updater.live.publish()
             assembly.weights.store.publish()
         run.steps_taken = step + 1
         run.replicas.is_fresh = False

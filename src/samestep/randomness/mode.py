@@ -474,12 +474,6 @@ def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
         mode.count_entries(entries)
 
 
-def after_reading(model: nn.Module) -> None:
-    """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
-    if (mode := active_mode(model)) is not None:
-        mode.settle()
-
-
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     """Give a model's modes the place of the samples in each draw, as a trace has found it."""
     tracker = _TRACKERS.setdefault(model, _ModeTracker())

@@ -168,7 +168,7 @@ class Stepper:
         running = assembly.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
         names = (of.held or assembly).objective.names
-        if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
+        if (assembly.objective.divides_exactly or self.guards.outside.has_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
         values = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
         values += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
@@ -206,7 +206,7 @@ class Stepper:
         numbers = StepNumbers.of(summed, opened.numerator)
         again = functools.partial(self.forward_backward, of=opened.of)
         note = self.guards.note_of(numbers, self.held, opened.batch, again)
-        if not note and not opened.of.is_apart:
+        if not note and self.guards.spikes.acts and not opened.of.is_apart:
             note = self.guards.spikes.judge(numbers.loss)
         return ReadStep(opened, summed, numbers, note)
 
@@ -261,7 +261,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         weights = self.held.weights
-        weights.updater.publish()
+        weights.updater.live.publish()
         weights.store.publish()
         again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
         numbers = StepNumbers.of(self._sums_of(again), again.numerator)
@@ -421,12 +421,10 @@ class Stepper:
     def _agree(self, scalars: Sequence[Tensor], wrote_unseen: bool | Tensor = False) -> Tensor:
         """Sum the scalars of each replica and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
         flags = {
-            StepFlag.STOP: join.stop_requested(),
-            StepFlag.SAVE: join.save_requested(),
+            **join.requests(),
             StepFlag.WROTE_UNSEEN: wrote_unseen,
             StepFlag.REFUSES: self.refusals.is_pending,
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
-            StepFlag.RECORD: join.record_requested(),
         }
         sums = torch.cat([self._own.sums(scalars), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
@@ -447,7 +445,7 @@ class Stepper:
                 part.end_update()
             if assembly.parallel.batch_norms.of_losses.held:
                 assembly.parallel.batch_norms.of_losses.write()
-            weights.updater.publish()
+            weights.updater.live.publish()
             weights.store.publish(waits=not self._owns_weights)
 
     def end_step(self, step: int) -> None:

@@ -165,7 +165,7 @@ class Snapshot:
         if isinstance(value, (*SEARCHED, nn.Module)):
             self._meet(name, value)
         elif holder is None and isinstance(value, _SINGLE):
-            self._note(value)
+            self._skeleton(name, value, [], 0)
         elif self._is_iterator(value):
             self.iterators.append(name)
         elif holder is None and callable(value) and type(value).__module__.startswith(_OURS):  # as a mean over a loss
@@ -237,7 +237,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             tensors.append(value)
             return ("tensor", value.dtype)
-        self._note(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
+            self.numbers.add(value)
         if value is None or isinstance(value, str | bytes | bool | int | complex):
             return value
         if isinstance(value, float):
@@ -262,10 +263,6 @@ class Snapshot:
             return self._seen.get(id(value), type(value).__name__)
         self._seen[id(value)] = type(value).__name__  # for what contains itself
         return self._items(name, value, tensors, depth - 1)
-
-    def _note(self, value: Any) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
-            self.numbers.add(value)
 
     def _items(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return the skeleton of a container, or of an object's attributes."""

@@ -274,10 +274,11 @@ def along_tokens(samples: Samples, length: int) -> DividedSamples:
 
 def deviation_of_halves(together: Samples, halves: tuple[Samples, Samples]) -> float | None:
     """Return the largest relative deviation of outputs of halves, which ran by themselves, from their rows of the whole; None if they cannot be
-    divided. Statistics of the batch are left out.
+    divided, and 0 on a stage without outputs. Statistics of the batch are left out.
     """
-    ways = divisions(together, halves)
-    return min(map(_off, ways)) if ways else None
+    if together.outputs is None:
+        return 0.0
+    return min(map(_off, divisions(together, halves)), default=None)
 
 
 def _off(some: DividedSamples) -> float:

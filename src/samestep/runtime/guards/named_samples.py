@@ -38,21 +38,18 @@ class NamedSamples:
 
     def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
         self.assembly, self.batch = assembly, batch
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.assembly.parallel.mesh.size("world")
-
-    @property
-    def everyone(self) -> Indices:
+        mesh = assembly.parallel.mesh
+        self.world_size = mesh.size("world")
+        self.everyone: Indices = batch.shares(0, 1, 1)[0]
         """The indices of the samples of all ranks."""
-        return self.batch.shares(0, 1, 1)[0]
-
-    @property
-    def mine(self) -> Indices:
+        self.mine: Indices = batch.shares(*mesh.data_share, 1)[0]
         """The indices of this rank's samples; there may be none."""
-        return self.batch.shares(*self.assembly.parallel.mesh.data_share, 1)[0]
+
+    def of_microbatch(self, number: int) -> Indices:
+        """Return the indices of the samples that run in one of this rank's micro-batches; at least one."""
+        parallel = self.assembly.parallel
+        share = self.batch.shares(*parallel.mesh.data_share, parallel.program.step.num_microbatches)[number]
+        return share if len(share) else self.everyone[:1]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""

@@ -133,6 +133,7 @@ class StepGuards:
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
         self._own = assemblies
+        self._seed = assemblies.job.train.seed
         self._is_data_tried = False
         self._shown = WatchRecord()
         self._weights: Marks | None = None
@@ -177,13 +178,12 @@ class StepGuards:
         watched = WatchedStep(
             again, self.observer, self.refusals, self._shown, replays=replays, is_event=replays and not is_first
         )
-        self._again = watched.repeat
-        with watched.watching(), self._observing_by(watched):
-            return watched.checked(self._compare(batch, take) if regularly else take())
-
-    @property
-    def _seed(self) -> int:
-        return self._own.job.train.seed
+        self._again = None if watched.is_routed else again
+        outer, self.observer = self.observer, watched
+        try:
+            return watched.take(functools.partial(self._compare, batch, take) if regularly else take)
+        finally:
+            self.observer = outer
 
     def _due(self, step: int, taken: int) -> tuple[bool, bool]:
         """Return whether samples are run again in a step, counted from 0, since it is an early one: the first, second, fourth and so on
@@ -194,8 +194,8 @@ class StepGuards:
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
         is_first = taken == 1 and bool(program.step.model.tried)
         is_regular = every > 0 and (step + 1) % every == 0
-        is_early = self._is_early(taken) and is_split(program)
-        return is_early, is_regular or (is_first and is_split(program))
+        is_divided = is_split(program)
+        return is_divided and self._is_early(taken), is_regular or (is_first and is_divided)
 
     def _is_early(self, taken: int) -> bool:
         return taken & (taken - 1) == 0 and (taken == 1 or taken < self._own.job.train.watch_every)
@@ -205,14 +205,6 @@ class StepGuards:
         if self._own.layout.world_size == 1:
             return take()
         return self._drift_monitor.watch(take, batch.shares(0, 1, 1)[0])
-
-    @contextmanager
-    def _observing_by(self, observer: StepObserver) -> Iterator[None]:
-        outer, self.observer = self.observer, observer
-        try:
-            yield
-        finally:
-            self.observer = outer
 
     # -- parts of a step ---------------------------------------------------------------------------
 
@@ -330,10 +322,10 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        reason = self._own.begin_step() or self._outside.refusal(assembly)
+        reason = self._own.begin_step() or self.outside.refusal(assembly)
         if reason:
             self.refuse_state(batch, reason)
-        self.refusals.compare(self._outside.evaluated_paths())
+        self.refusals.evaluated = self.outside.evaluated_paths()
         if not self._is_data_tried:
             self._is_data_tried = True
             is_parted = is_split(assembly.parallel.program)
@@ -364,11 +356,6 @@ class StepGuards:
                     path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
             reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
         self.refusals.add("random", "random-numbers", f"step {step}: {reason}")
-
-    @property
-    def sees_hooks(self) -> bool:
-        """Whether the loop has registered hooks on weights that see the gradients of whole steps."""
-        return self._outside.has_hooks
 
     def note_of(
         self, numbers: StepNumbers, assembly: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
@@ -432,5 +419,6 @@ class StepGuards:
         return DriftMonitor(self._own.current)
 
     @functools.cached_property
-    def _outside(self) -> OutsideChanges:
+    def outside(self) -> OutsideChanges:
+        """What the loop may change between two steps."""
         return OutsideChanges(self._own.current)

@@ -282,6 +282,6 @@ class LocalReplicas(HeldAssembly):
                 trained.set_master(stored.read(f"{number}{OF_REPLICA}{WEIGHT}", piece))
                 stored.load(assembly.weights.updater, trained, f"{number}{OF_REPLICA}")
         for assembly in self.assemblies[1:]:
-            assembly.weights.updater.publish()
+            assembly.weights.updater.live.publish()
             assembly.weights.store.publish()
         self.is_fresh = False
