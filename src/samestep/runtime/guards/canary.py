@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,21 +56,6 @@ from samestep.trees import have_same_values, tensors_in
 
 _ELEMENTS = 2**16
 """Of each input and output of the step at most twice as many elements are kept."""
-_TRIED = 4
-"""Of so many samples of each group the sizes are compared."""
-
-
-def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], list[torch.Size]]) -> Indices | None:
-    """Return two samples that are larger together than one of them alone, of the first of each group; None if there are none.
-
-    `shapes_of` returns the shapes of samples that are read together, without the dimension of the samples.
-    """
-    tried = dict.fromkeys(index for group in groups for index in group[:_TRIED].tolist())
-    sized = sorted((sum(math.prod(shape) for shape in shapes_of([index])), index) for index in tried)
-    (least, small), (most, large) = sized[0], sized[-1]
-    if least == most or shapes_of([small, large]) == shapes_of([small]):
-        return None
-    return np.array([large, small], dtype=np.int64)
 
 
 _PADDED = (
@@ -264,12 +248,11 @@ class WatchedStep(StepObserver):
         """
         if not self._is_divided or self.is_routed:
             return None
-        everything, words = self.again.everyone, _TOGETHER if any_two else _PADDED
-        groups = self._indices, everything
+        words, groups = _TOGETHER if any_two else _PADDED, (self._indices, self.again.everyone)
         pair = (
             next((some[:2] for some in groups if len(some) > 1), None)
             if any_two
-            else pair_of_two_sizes(groups, self.again.shapes)
+            else self.again.two_sizes(self._indices)
         )
         if not self.again.largest(float(pair is not None)):
             return None

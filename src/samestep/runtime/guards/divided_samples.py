@@ -11,7 +11,7 @@ statistic of the batch, numbers that begin anew in each batch, names, or lists w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.independence.roundings import is_let_go, limit_of_values, relative_deviation
 from samestep.tracing import pending_logits
 from samestep.trees import map_tensors, tree_leaves
+from samestep.trees import tensors_in as tensors_in_tree
 
 _FAR, _BESIDE = 1000.0, 0.01
 """Other values are so many times the mean size, or differ by this part from a number."""
@@ -333,28 +334,27 @@ def _words_of(tree: Any) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects."""
+    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects, each before its attributes."""
     tensors: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    _map_tensors(value, note)
+    rest = tensors_in_tree(value)[::-1]
+    while rest:
+        tensor = rest.pop()
+        if isinstance(tensor, pending_logits.PendingLogits):
+            tensors.append(tensor.made.hidden)
+        else:
+            tensors.append(tensor)
+            rest += [item for item in vars(tensor).values() if isinstance(item, Tensor)][::-1]
     return tensors
 
 
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return a copy of outputs and batches with other tensors, in the order of `tensors_in`."""
     rest = iter(tensors)
-    return _map_tensors(value, lambda _: next(rest))
 
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def leaf(tensor: Tensor) -> Tensor:
         if isinstance(tensor, pending_logits.PendingLogits):
-            return pending_logits.detach_logits(tensor).with_hidden(change(tensor.made.hidden))
-        twin = change(tensor)
+            return pending_logits.detach_logits(tensor).with_hidden(next(rest))
+        twin = next(rest)
         for name, item in vars(tensor).items():  # of the user: `logits.aux = ...`
             if isinstance(item, Tensor):
                 setattr(twin, name, leaf(item))

@@ -149,7 +149,7 @@ class StepGuards:
 
     def looks_closer(self, step: int) -> bool:
         """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
-        return self.num_taken == 0 or any(self._due(step, self.num_taken + 1))
+        return self.num_taken == 0 or any(self._due(step, self.num_taken + 1)[1:])
 
     def watch(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
         """Take a step or a part of one by `take`; where one is due, do a part of it once more, and compare what ranks hold.
@@ -158,14 +158,14 @@ class StepGuards:
         """
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
-        is_early, regularly = self._due(batch.step, taken)
+        is_early, tries_samples, regularly = self._due(batch.step, taken)
         tries_parts = self._graphs.tries_parts and len(self._own.assemblies) == 1 and not self.observer.is_proof
-        self._compares_operations = tries_parts and (regularly or self._is_early(taken))
+        self._compares_operations = tries_parts and (regularly or is_early)
         if taken == 1 and tries_parts:
             take = functools.partial(self._noting_operations, batch, take)
-        self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
+        self._weights = marks_of_weights(assembly) if tries_samples or regularly or taken == 1 else None
         self._again = None
-        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
+        if not (tries_samples or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
             return take()
         assembly.weights.store.settle()  # what is repeated or compared reads any weight
         if self.observer.is_proof:  # which compares more
@@ -185,20 +185,17 @@ class StepGuards:
         finally:
             self.observer = outer
 
-    def _due(self, step: int, taken: int) -> tuple[bool, bool]:
-        """Return whether samples are run again in a step, counted from 0, since it is an early one: the first, second, fourth and so on
-        of this process; and whether it is one of `train.watch_every`, or the first of a model with what no rule shows.
+    def _due(self, step: int, taken: int) -> tuple[bool, bool, bool]:
+        """Return whether a step, counted from 0, is an early one: the first, second, fourth and so on of this process; whether samples are
+        run again in it for that; and whether it is one of `train.watch_every`, or the first of a model with what no rule shows.
 
         `taken` is the number of steps of this process, with this one.
         """
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
         is_first = taken == 1 and bool(program.step.model.tried)
         is_regular = every > 0 and (step + 1) % every == 0
-        is_divided = is_split(program)
-        return is_divided and self._is_early(taken), is_regular or (is_first and is_divided)
-
-    def _is_early(self, taken: int) -> bool:
-        return taken & (taken - 1) == 0 and (taken == 1 or taken < self._own.job.train.watch_every)
+        is_early, is_divided = taken & (taken - 1) == 0 and (taken == 1 or taken < every), is_split(program)
+        return is_early, is_early and is_divided, is_regular or (is_first and is_divided)
 
     def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
         """Take a step or a part of one, and compare what several ranks must hold alike."""
