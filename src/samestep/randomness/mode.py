@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -244,7 +244,7 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         if self._names is not None and self.num_draws and self._tracker.is_expected:
             self._names.end_forward()
 
-    def __enter__(self) -> DropoutMode:
+    def __enter__(self) -> Self:
         names = self._names
         by_name = names is not None and self._tracker.is_expected and not (names.is_tried and names.needs_mode)
         by_mode = names is None or names.needs_mode or not names.is_tried
