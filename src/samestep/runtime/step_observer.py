@@ -63,8 +63,6 @@ class StepScalars:
 
     def guarded(self, least: float) -> StepScalars:
         """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
-        if not least:
-            return self
         replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.replicas])
         return replace(self, count=sum(replica.count for replica in replicas), replicas=replicas)
 

@@ -280,13 +280,14 @@ class Stepper:
         """
         summed = opened.read(len(self.used.unsure))
         world_size = self._own.layout.world_size
-        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or self._has_other_count(
-            summed, opened
+        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or (
+            opened.of.count and self._has_other_count(summed, opened)
         ):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
         self._answer(summed, opened.batch)
-        return summed.guarded(self.refusals.watch.least_count(opened.names))
+        least = self.refusals.watch.least_count(opened.names)
+        return summed.guarded(least) if least else summed
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -305,15 +306,12 @@ class Stepper:
 
     def _has_other_count(self, summed: StepScalars, opened: OpenStep) -> bool:
         """Return whether the count of a step is another than what its backward has divided by, and let its repetition divide by it."""
-        count = opened.of.count
-        if not count:
-            return False
         counted = max(summed.count, self.refusals.watch.least_count(opened.names))
         if not counted or self._own.are_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
-        opened.of = replace(opened.of, count=counted)
-        return not math.isclose(counted, count, rel_tol=1e-9)
+        divided_by, opened.of = opened.of.count, replace(opened.of, count=counted)
+        return not math.isclose(counted, divided_by, rel_tol=1e-9)
 
     def _answer(self, summed: StepScalars, batch: StepBatch) -> None:
         """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.

@@ -294,9 +294,12 @@ class WatchedStep(StepObserver):
         has_more = again.largest(float(halved is not None and halved.together.size > 2)) > 0
         has_other = again.largest(float(same is None))  # as on a rank with a smaller micro-batch than others have
         repeated = self._forward() if same is None or has_other else same.outputs
-        finding = self._changed(inputs, _deviation(outputs, repeated), rounding)
+        now = () if repeated is None else map(_Sampled.of, floating_tensors(repeated))
+        pairs = [(old, new) for old, new in zip(outputs, now, strict=False) if old.shape == new.shape]
+        deviation = max((relative_deviation(old.values, new.values) for old, new in pairs), default=0.0)
+        finding = self._changed(inputs, deviation, rounding)
         again.latest = None
-        del halved, same, repeated  # before further forwards
+        del halved, same, repeated, now, pairs  # before further forwards
         if finding is not None:
             return finding
         if has_more and (paired := again.halves(pair)) is not None:
@@ -366,10 +369,3 @@ class WatchedStep(StepObserver):
         samples = self.again.read(indices)
         for nudge in nudges:
             yield self.again.run(indices, samples, microbatch=microbatch, nudge=nudge)[0]
-
-
-def _deviation(noted: list[_Sampled], outputs: Any) -> float:
-    """Return the largest relative deviation of outputs from those that were noted."""
-    sampled = () if outputs is None else map(_Sampled.of, floating_tensors(outputs))
-    pairs = [(before, now) for before, now in zip(noted, sampled, strict=False) if before.shape == now.shape]
-    return max((relative_deviation(before.values, now.values) for before, now in pairs), default=0.0)

@@ -279,17 +279,16 @@ def deviation_of_halves(together: Samples, halves: tuple[Samples, Samples]) -> f
     """
     if together.outputs is None:
         return 0.0
-    return min(map(_off, divisions(together, halves)), default=None)
-
-
-def _off(some: DividedSamples) -> float:
-    distances = [0.0]
-    for index, place in enumerate(some.places[: some.num_outputs]):
-        leaf = some.tensors[WHOLE][index]
-        if place is not None and leaf.is_floating_point():
-            rows = ((place.take(leaf, half, some.sizes), some.tensors[half][index]) for half in PARTS[1:])
-            distances += [_distance(part, alone) for part, alone in rows]
-    return max(distances)
+    of_ways = list[float]()
+    for way in divisions(together, halves):
+        distances = [0.0]
+        for index, place in enumerate(way.places[: way.num_outputs]):
+            leaf = way.tensors[WHOLE][index]
+            if place is not None and leaf.is_floating_point():
+                rows = ((place.take(leaf, half, way.sizes), way.tensors[half][index]) for half in PARTS[1:])
+                distances += [_distance(part, alone) for part, alone in rows]
+        of_ways.append(max(distances))
+    return min(of_ways, default=None)
 
 
 def _places(
