@@ -145,7 +145,9 @@ def track_modules(model: nn.Module) -> None:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
-            tracker.hooked[module] = _hook(module, name, tracker)
+            enter, leave = _reports(name, tracker, tracker.num_removed)
+            tracker.hooked[module] = handle = module.register_forward_pre_hook(enter, prepend=True)
+            tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
 
 
 def expect_draws(model: nn.Module) -> None:
@@ -170,14 +172,6 @@ def untrack_modules(model: nn.Module) -> None:
     tracker.hooks.clear()
     tracker.hooked.clear()
     tracker.num_removed += 1
-
-
-def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandle:
-    """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
-    enter, leave = _reports(name, tracker, tracker.num_removed)
-    handle = module.register_forward_pre_hook(enter, prepend=True)
-    tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
-    return handle
 
 
 def _reports(name: str, tracker: _ModeTracker, round_: int | None) -> tuple[Callable[..., None], ...]:
