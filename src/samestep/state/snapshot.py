@@ -123,7 +123,15 @@ class Snapshot:
         else:
             self._variable(Variable(getattr(root, "__name__", type(root).__name__), None, "", root))
         while self._rest:
-            self._search(*self._rest.popleft())
+            name, value = self._rest.popleft()
+            if isinstance(value, nn.Module):
+                self.modules.append((name, value))
+                self._parts(name, value)
+                continue
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._caches.append((value, value.cache_info()))
+            for variable in variables_of(name, value, self.homes):
+                self._variable(variable)
 
     @property
     def named_generators(self) -> Iterator[tuple[str, Any]]:
@@ -139,16 +147,6 @@ class Snapshot:
         if isinstance(value, (*SEARCHED, nn.Module)) and id(value) not in self._searched:
             self._searched[id(value)] = value
             self._rest.append((name, value))
-
-    def _search(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            self.modules.append((name, value))
-            self._parts(name, value)
-            return
-        if isinstance(value, functools._lru_cache_wrapper):
-            self._caches.append((value, value.cache_info()))
-        for variable in variables_of(name, value, self.homes):
-            self._variable(variable)
 
     def _is_state(self, value: Any) -> bool:
         """Return whether the content of a variable is state."""
@@ -421,7 +419,14 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
 def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(container, dict):
-        if type(container) in _EXACT and _has_items(container, items):
+        more = len(container) - len(items)  # most often none, or besides the entries of a module those of torch
+        is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
+        has_as_many = is_module or not more
+        if (
+            type(container) in _EXACT
+            and has_as_many
+            and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
+        ):
             return
         kind, now = built_in_kind(container), items_of(container)
         of_torch = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
@@ -436,13 +441,6 @@ def put_items(container: Any, items: Any) -> None:
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)
-
-
-def _has_items(container: dict[Any, Any], items: dict[Any, Any]) -> bool:
-    """Return whether a dictionary has these items alone, most often none; or besides torch's entries those of a module."""
-    more = len(container) - len(items)
-    is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
-    return (is_module or not more) and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
 
 
 class ModelState:
