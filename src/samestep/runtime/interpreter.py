@@ -109,10 +109,8 @@ class Interpreter:
             self._losses[place] = self._forward(task, microbatches, totals)
         elif kind is TaskKind.WEIGHT:
             parallel.stage.weight_gradients(task.microbatch)
-        elif (loss := self._losses.pop(place)) is None or self.of.into is None:
-            parallel.stage.backward(task.microbatch, task.chunk, loss)
         else:
-            loss.backward(inputs=self.of.into)
+            self._backward(task, self._losses.pop(place))
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model.
@@ -200,3 +198,9 @@ class Interpreter:
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.assembly.parallel.mesh.device)
         draw = dropout.Draw(self.seed, microbatches.batch.step, samples, self.of.number)
         return state.drawing(draw, make_mode, within=islands)
+
+    def _backward(self, task: Task, loss: Tensor | None) -> None:
+        if self.of.into is None or loss is None:
+            self.assembly.parallel.stage.backward(task.microbatch, task.chunk, loss)
+        else:
+            loss.backward(inputs=self.of.into)
