@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -305,9 +305,10 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
         written.append(op)
         done = op if op.kind is kind else done
         is_of_experts = following is not None and following.kind is OpKind.ALL_TO_ALL and following.codec is None
-        if done is None or is_of_experts:
+        if done is None or done.layer is None or is_of_experts:
             continue
-        while waiting and _is_filled_by(waiting[0], layer_of, done):
+        # As long as this layer's backward leaves the last gradient of the next bucket.
+        while waiting and min(layer_of[member.name] for member in waiting[0].members) >= done.layer:
             first = reduction(waiting.pop(0))[:1]
             if sent is not None:
                 behind_sends.extend(part.but(after=(*part.after, *sent.after)) for part in first)
@@ -332,11 +333,6 @@ def finish_reductions(
             yield parts[0].but(after=(*parts[0].after, f"{kind}:{last}"))
         for previous, part in itertools.pairwise(parts):
             yield part.but(after=(*part.after, previous.name))
-
-
-def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
-    """Return whether a layer's backward leaves the last gradient of a bucket."""
-    return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer
 
 
 def coded_reductions(

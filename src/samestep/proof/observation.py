@@ -463,7 +463,7 @@ def feed(
         updater.rates.set(weights.lr_factor(step))
         updater.step_index = step
         updater.step(1.0)
-        updater.publish()
+        updater.live.publish()
         weights.store.publish()
         run.steps_taken = step + 1
         run.held.is_fresh = False

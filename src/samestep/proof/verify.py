@@ -324,7 +324,9 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
         notes.append(f"not held against a plain torch loop, which fails: {why}")
     notes += sides.compiler_results(subjects[0])
     if (ranks := subject.base.world_size) > 1:
-        notes.append(f"numerics.replicas = {ranks}: compared with {ranks} devices, each with a whole model, in place of one")
+        notes.append(
+            f"numerics.replicas = {ranks}: compared with {ranks} devices, each with a whole model, in place of one"
+        )
     if (every := job.numerics.exchange_every) > _MOST_APART:
         notes.append(
             f"proven with numerics.exchange_every = {_MOST_APART}, not {every}, so that steps after an exchange are compared"

@@ -182,5 +182,5 @@ def set_weights(assembly: Assembly, values: Sequence[Tensor]) -> None:
     updater = assembly.weights.updater
     for piece, value in zip(updater.pieces, values, strict=True):
         piece.set_master(value)
-    updater.publish()
+    updater.live.publish()
     assembly.weights.store.publish()

@@ -26,6 +26,7 @@ from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT
+from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.loss_trials import LossTrials
 from samestep.runtime.guards.step_guards import StepGuards
@@ -77,7 +78,7 @@ class Interpreter:
         objective.sums.begin_step(batch.shares)
         with parallel.checkpoints, self.trials.begin_step():
             for task in parallel.program.tasks[:-1]:
-                samples = microbatches.indices(task.microbatch)
+                samples = microbatches.shares[task.microbatch]
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
                 with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
@@ -117,9 +118,9 @@ class Interpreter:
         A micro-batch of weight 0 runs the sample of another rank, and counts nothing.
         """
         parallel, objective = self.assembly.parallel, self.assembly.objective
-        samples, weight = microbatches.samples(task.microbatch)
-        if task.chunk == parallel.stage.num_chunks - 1:
-            microbatches.forget(task.microbatch)
+        is_last_use = task.chunk == parallel.stage.num_chunks - 1
+        samples, weight = microbatches.samples(task.microbatch, is_last=is_last_use)
+        indices = microbatches.shares[task.microbatch]
         with self._forward_modes(microbatches, task.microbatch):
             began = autograd_sequence_number()
             outputs = self._outputs(task, samples)
@@ -127,11 +128,11 @@ class Interpreter:
             self.assembly.model.replaced.note()
             if not parallel.stage.is_last(task.chunk):
                 return None
-            microbatches.keep(task.microbatch, outputs)
+            if isinstance(microbatches.batch, LaneBatch):  # what its samples hand to those of the next step
+                microbatches.batch.keep(indices, outputs)
             # The loss: what the user's function finds in the outputs, and the part of the step's sum that it makes.
             loss_inputs = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
-            indices = microbatches.indices(task.microbatch)
             share = part, len(indices)
             objective.watch.pairs.clear()
             try:
@@ -159,7 +160,7 @@ class Interpreter:
         """Yield this rank's part of each micro-batch after that of a task, and its number of samples."""
         parallel = self.assembly.parallel
         for index in range(task.microbatch + 1, parallel.program.step.num_microbatches):
-            yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.indices(index))
+            yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.shares[index])
 
     def _outputs(self, task: Task, samples: Any) -> Any:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""

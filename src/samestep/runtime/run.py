@@ -245,7 +245,7 @@ class Run(RunInParts):
         """
         if not self._own.is_prepared:
             self.prepare(example_in(batch))
-        return self._batches.labelled(batch)
+        return self._batches.labels.of(batch, self._own.current.model.module)
 
     def record(self, steps: int | str, folder: str | Path | None = None) -> Path:
         """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.

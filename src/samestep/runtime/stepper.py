@@ -168,7 +168,7 @@ class Stepper:
         running = assembly.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
         names = (of.held or assembly).objective.names
-        if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
+        if (assembly.objective.divides_exactly or self.guards.outside.has_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
         values = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
         values += [KeptValues(assembly.model.module, weights=False)] if of.count else []
@@ -206,7 +206,7 @@ class Stepper:
         numbers = StepNumbers.of(summed, opened.numerator)
         again = functools.partial(self.forward_backward, of=opened.of)
         note = self.guards.note_of(numbers, self.held, opened.batch, again)
-        if not note and not opened.of.is_apart:
+        if not note and self.guards.spikes.acts and not opened.of.is_apart:
             note = self.guards.spikes.judge(numbers.loss)
         return ReadStep(opened, summed, numbers, note)
 
@@ -258,7 +258,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         weights = self.held.weights
-        weights.updater.publish()
+        weights.updater.live.publish()
         weights.store.publish()
         again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
         numbers = StepNumbers.of(self._sums_of(again), again.numerator)
@@ -277,13 +277,14 @@ class Stepper:
         """
         summed = opened.read(len(self.used.unsure))
         world_size = self._own.layout.world_size
-        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or self._has_other_count(
-            summed, opened
+        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or (
+            opened.of.count and self._has_other_count(summed, opened)
         ):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
         self._answer(summed, opened.batch)
-        return summed.guarded(self.refusals.watch.least_count(opened.names))
+        least = self.refusals.watch.least_count(opened.names)
+        return summed.guarded(least) if least else summed
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -301,15 +302,12 @@ class Stepper:
 
     def _has_other_count(self, summed: StepScalars, opened: OpenStep) -> bool:
         """Return whether the count of a step is another than what its backward has divided by, and let its repetition divide by it."""
-        count = opened.of.count
-        if not count:
-            return False
         counted = max(summed.count, self.refusals.watch.least_count(opened.names))
         if not counted or self._own.is_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
-        opened.of = replace(opened.of, count=counted)
-        return not math.isclose(counted, count, rel_tol=1e-9)
+        divided_by, opened.of = opened.of.count, replace(opened.of, count=counted)
+        return not math.isclose(counted, divided_by, rel_tol=1e-9)
 
     def _answer(self, summed: StepScalars, batch: StepBatch) -> None:
         """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.
@@ -413,12 +411,10 @@ class Stepper:
     def _agree(self, scalars: Tensor, wrote_unseen: bool | Tensor = False) -> Tensor:
         """Sum the scalars and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
         flags = {
-            StepFlag.STOP: join.stop_requested(),
-            StepFlag.SAVE: join.save_requested(),
+            **join.requests(),
             StepFlag.WROTE_UNSEEN: wrote_unseen,
             StepFlag.REFUSES: self.refusals.is_pending,
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
-            StepFlag.RECORD: join.record_requested(),
         }
         sums = torch.cat([self._own.to_sum(scalars), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
@@ -439,7 +435,7 @@ class Stepper:
                 part.end_update()
             if assembly.parallel.batch_norms.of_losses.held:
                 assembly.parallel.batch_norms.of_losses.write()
-            weights.updater.publish()
+            weights.updater.live.publish()
             weights.store.publish(waits=not self._owns_weights)
 
     def end_step(self, step: int) -> None:

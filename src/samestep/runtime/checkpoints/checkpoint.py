@@ -221,7 +221,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False, may_change: 
             lost.values.copy_(stored.read_lost(lost.key, lost.name, runs))
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
-        updater.publish()  # otherwise the values that were read look like a write into the weights by other code
+        updater.live.publish()  # otherwise the values that were read look like a write into the weights by other code
         _load_untrained(run, run.assembly, stored)
         other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
@@ -259,7 +259,7 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
     for piece in updater.pieces:
         if (values := mine(piece)) is not None:
             piece.set_master(values)
-    updater.publish()
+    updater.live.publish()
     for piece in store.frozen:
         if (values := mine(piece)) is not None:
             piece.set_master(values)

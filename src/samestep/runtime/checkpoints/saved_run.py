@@ -315,5 +315,5 @@ class SavedRun(PreparedRun):
             values = piece.master().clone()
             piece.set_master(average)
             average.copy_(values)
-        weights.updater.publish()
+        weights.updater.live.publish()
         weights.store.publish()

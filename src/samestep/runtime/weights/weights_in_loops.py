@@ -286,13 +286,6 @@ class _Lent:
     in_loop: type[Tensor]
 
 
-def _lend(weights: Iterable[_Lent]) -> None:
-    """Let the loop have some weights."""
-    for lent in weights:
-        lent.param.__class__ = lent.in_loop  # type: ignore[assignment]
-        lent.param.__dict__["part_facts"] = lent.facts
-
-
 def _take(weights: Iterable[_Lent]) -> None:
     """Make some weights what they were, also for files."""
     for lent in weights:
@@ -345,8 +338,9 @@ class WeightsInLoops:
     def lend(self) -> None:
         """Give these weights to the loop, unless something else has taken them too."""
         self._entered = max(self._entered - 1, 0)
-        if not self._entered:
-            _lend(self._now_lent)
+        for lent in () if self._entered else self._now_lent:
+            lent.param.__class__ = lent.in_loop  # type: ignore[assignment]
+            lent.param.__dict__["part_facts"] = lent.facts
 
     def wait(self, gradients: Callable[[], Mapping[str, Tensor]] | None) -> None:
         """Note what returns the gradients that wait from now on; None if none do."""
