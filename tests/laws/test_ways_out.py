@@ -199,7 +199,7 @@ FACTORED = (("compression", "powersgd"), ("replicas", 2))
     ("name", "layout", "numerics", "text"),
     [
         ("normed", "dp=1", CODED, "Use dp=2"),
-        ("normed", "dp=1 microbatch=6", CODED, "Use microbatch=12"),
+        ("normed", "dp=1 microbatch=6", CODED, "Use dp=2"),
         ("normed", "dp=2", APART, "Use exchange_every=1 with replicas=1"),
         ("balancing", "dp=1", CODED, "Use dp=2"),
         ("balancing", "dp=2", APART, "Use exchange_every=1 with replicas=1"),

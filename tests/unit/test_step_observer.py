@@ -120,7 +120,7 @@ def test_each_flag_of_a_step_has_a_slot_of_its_own() -> None:
             read = StepScalars.of([8.0, 4.0, 1.0, *uses, *(slots * ranks).tolist()], len(uses))
             assert read.flags == {flag: ranks * (flag in raised) for flag in StepFlag}
             assert (read.loss_sum, read.count) == (8.0, 4.0)
-            assert read.uses == [uses]
+            assert read.uses == uses
 
 
 def test_the_device_holds_back_what_the_host_has_to_decide() -> None:

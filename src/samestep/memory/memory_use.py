@@ -151,7 +151,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
     states = copies + _state_bytes(program, states_per_param, rank)
-    if step.sharing.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
+    if step.sharing.trains_apart:  # the outer weights, and the momentum of their moves
         states += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
     optimizer, host = (0, states) if step.layout.offload else (states, 0)
     return MemoryUse(

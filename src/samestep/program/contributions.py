@@ -29,7 +29,7 @@ from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.codecs import CODECS, PLAIN, is_factored
-from samestep.program.holding import REPLICAS, SHARDS
+from samestep.program.holding import REPLICATE, SHARDS
 from samestep.program.update_rules import block_of
 
 
@@ -53,9 +53,9 @@ class Contributions:
     def of(cls, layout: Layout, zero: int) -> Contributions:
         """Return the axis whose ranks hold the contributions of a layout of ZeRO stage `zero`: its outermost data axis."""
         if zero == 0:
-            axis, ranks = ("dp", layout.dp) if layout.cp > 1 else (REPLICAS, layout.dp)
+            axis, ranks = ("dp", layout.dp) if layout.cp > 1 else (REPLICATE, layout.dp)
         else:
-            axis, ranks = (REPLICAS, layout.dp_replicate) if layout.dp_replicate > 1 else (SHARDS, layout.num_shards)
+            axis, ranks = (REPLICATE, layout.dp_replicate) if layout.dp_replicate > 1 else (SHARDS, layout.num_shards)
         inside = ("cp",) if zero == 0 and layout.cp > 1 else ()
         return cls(axis=axis, ranks=ranks, inside=inside)
 

@@ -31,7 +31,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-REPLICAS = "dp_replicate"
+REPLICATE = "dp_replicate"
 """Data axis over whose ranks nothing is sharded."""
 SHARDS = "dp_shard"
 """Data axis over which ZeRO shards the weights that are not expert-sharded."""
@@ -49,7 +49,7 @@ class Holding:
     """Model axes over which its gradient is summed once a step, because each rank saw some of the tokens or heads."""
     tied_over: tuple[str, ...] = ()
     """Axes whose ranks, on several pipeline stages, hold equal copies of the weight and sum its gradient."""
-    data_axes: tuple[str, ...] = (REPLICAS,)
+    data_axes: tuple[str, ...] = (REPLICATE,)
     """Data axes over which its gradient is summed, the innermost first."""
     num_parts: int = 1
     """Number of parts into which the axes of `sharded_over` divide the weight."""
@@ -100,7 +100,7 @@ class Holding:
 
     def zero_sharded(self, axis: str, size: int) -> Holding:
         """Return the holding of a weight that ZeRO shards over the `size` ranks of an axis and replicates elsewhere."""
-        return _like(self, data_axes=(axis, REPLICAS), num_shards=size)
+        return _like(self, data_axes=(axis, REPLICATE), num_shards=size)
 
 
 @functools.lru_cache(maxsize=1024)

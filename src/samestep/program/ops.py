@@ -55,8 +55,8 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 }
 """Dtype of the forward's weights and activations, by the job's `numerics.precision`."""
 
-REPLICA_SCALARS = ("loss", "count", "norm_squared")
-"""Scalars of each replica that one all_reduce over the world sums at the end of a step, as float64; after them, for each weight
+MODEL_SCALARS = ("loss", "count", "norm_squared")
+"""Scalars of each model that one all_reduce over the world sums at the end of a step, as float64; after them, for each weight
 that a step may give no gradient, the number of ranks that gave it one, and the sum and the count of each term and value of the
 loss that has a name."""
 

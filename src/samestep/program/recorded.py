@@ -83,7 +83,7 @@ class RecordHead:
     """What it sends in one step, in the order of the program."""
     layers: Sequence[str]
     num_exchanged: int = 0
-    """Number of the last of `ops` that exchange weights of replicas, which is not in each step."""
+    """Number of the last of `ops` of `Program.exchange`, which is not in each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.contributions import SUMMED, Contributions, Sharing
 from samestep.program.holding import SHARDS, WHOLE, Holding
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32, BodyKey, ends_step
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, MODEL_SCALARS, TF32, BodyKey, ends_step
 from samestep.program.ranks import Ranks
 from samestep.program.update_rules import HeldStates, with_whole_updates
 from samestep.records import changed
@@ -203,7 +203,7 @@ class StepSpec:
     @property
     def num_scalars(self) -> int:
         """The number of scalars that all ranks sum at the end of a step; each model that is trained apart has its own."""
-        return self.sharing.num_apart * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
+        return self.sharing.num_apart * (len(MODEL_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @property
     def is_mixed(self) -> bool:

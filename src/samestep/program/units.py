@@ -37,7 +37,7 @@ class Unit:
     dtype: str
     """Dtype in which the weights are gathered."""
     codec: str
-    """Name of the codec with which its shards are sent between replicas, one of `CODECS`; or `PLAIN`."""
+    """Name of the codec with which its shards are summed over `dp_replicate`, one of `CODECS`; or `PLAIN`."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of `num_shards`."""
     padded_packed_bytes: int

@@ -213,8 +213,6 @@ class ObservedRun(StepObserver):
         self._calls: dict[str, int] = {}
         self._called: Mapping[str, int] = {}
         """The number of calls of each module by earlier stages."""
-        self._replicas: dict[int, int] = {}
-        """The replica that trains on each sample, where replicas are trained independently."""
         self._picked: set[tuple[str, int]] = set()
         """The calls of modules whose output had another number of rows than samples in some forward: values pick its
         rows, whose number may equal that of the samples by chance."""
@@ -250,8 +248,6 @@ class ObservedRun(StepObserver):
     def begin(self, batch: Batch) -> None:
         """Clear the records of the previous step; called before each step."""
         self.shares, self.noted = [], {}
-        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.held.is_apart else []
-        self._replicas = {sample: number for number, part in enumerate(parts) for sample in part}
 
     def whole_outputs(self, noted: Mapping[tuple[str, int, int], Output]) -> dict[tuple[str, int, int], Output]:
         """Return the outputs of a step without those whose rows values pick."""
@@ -322,7 +318,7 @@ class ObservedRun(StepObserver):
         """Record a tensor's projection and norm for each sample."""
         if tensor.dim() < 2 or not self._samples:
             return
-        for_all = ALL_SAMPLES - self._replicas.get(self._samples[0], 0)
+        for_all = ALL_SAMPLES - self.run.held.index
         samples = self._samples if len(tensor) == len(self._samples) else [for_all]
         if len(tensor) != len(samples):
             self._picked.add((path, call))

@@ -38,7 +38,7 @@ class Cause(StrEnum):
     PLAIN = "one device computes something else than a plain torch loop of the same code"
     CHECKPOINT = "a checkpoint does not restore the saved values"
     RESUME = "a resumed run continues at another step"
-    REPLICAS = "replicas that are trained apart compute something else than one after the other"
+    REPLICAS = "replicas that are trained apart compute something else than one device for each"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 
 

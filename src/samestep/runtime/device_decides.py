@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.program.ops import FLAG_SLOTS, REPLICA_SCALARS, StepFlag
+from samestep.program.ops import FLAG_SLOTS, MODEL_SCALARS, StepFlag
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.unusual_steps import SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
@@ -51,7 +51,7 @@ def decide(
     An update is held back where a number is not finite, no token counts, a rank refuses the step or has other unused weights
     than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
     """
-    loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
+    loss_sum, count, norm_squared = sums[: len(MODEL_SCALARS)]
     flags = sums[-FLAG_SLOTS:]
     count = count.clamp(min=least) if least else count
     scale = numerator / count
@@ -60,7 +60,7 @@ def decide(
     is_usual = (loss_sum / count).isfinite() & norm.isfinite()
     is_usual &= flags[StepFlag.REFUSES] + flags[StepFlag.UNUSED_CHANGED] == 0.0
     if unused is not None:
-        uses = sums[len(REPLICA_SCALARS) :][: len(unused)]
+        uses = sums[len(MODEL_SCALARS) :][: len(unused)]
         is_usual &= ((uses == 0.0) == unused).all()
     return Decision(factor, (~is_usual).float())
 

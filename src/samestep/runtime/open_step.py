@@ -93,13 +93,14 @@ class OpenStep:
         updater.rates.set(self.lr_factor)
         updater.step_index = self.batch.step
 
-    def read(self, num_unsure: int) -> StepScalars:
-        """Wait for the sums, of which each replica has the uses of `num_unsure` weights, and for the two numbers of the decider."""
+    def read(self, num_unsure: int, index: int) -> StepScalars:
+        """Wait for the sums, of which each model has the uses of `num_unsure` weights, this rank's at `index`, and for the two numbers of
+        the decider."""
         *sums, held_back, written = self.sums.numbers()
         self.was_written = bool(written)
         if held_back > 0:
             self.state = StepState.HELD_BACK
-        return StepScalars.of(sums, num_unsure, self.names.num_numbers)
+        return StepScalars.of(sums, num_unsure, self.names.num_numbers, index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ step               observer.agreed(scalars)                                     
 
 The scalars of a step, which its one all_reduce sums over all ranks, are written and read here: float64, as many as `StepSpec.num_scalars`.
 
-    each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
+    each model:   loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.MODEL_SCALARS
                   and the sum and the count of each named term and value of the loss                `StepSpec.num_reported`
     the step:     stop, save and record, wrote_unseen, refuses, unused_changed                     ops.StepFlag
 """
@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.program.ops import FLAG_PLACES, FLAG_SLOTS, REPLICA_SCALARS, StepFlag, Task
+from samestep.program.ops import FLAG_PLACES, FLAG_SLOTS, MODEL_SCALARS, StepFlag, Task
 from samestep.randomness.dropout_state import MakeMode as MakeMode
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaScalars:
-    """The scalars of one replica in one step, each summed over its ranks."""
+class ModelScalars:
+    """The scalars of one model in one step, each summed over its ranks."""
 
     loss_sum: float
     count: float
@@ -52,32 +52,33 @@ class StepScalars:
     """Tokens or samples that the loss counts."""
     norm_squared: float
     """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
-    replicas: tuple[ReplicaScalars, ...]
-    """Those of each replica, where replicas are trained apart; else one."""
+    models: tuple[ModelScalars, ...]
+    """Those of each model that is trained apart; else of the one that all ranks train."""
     flags: Mapping[StepFlag, float]
     """The number of ranks that raise each flag."""
-    uses: list[Sequence[float]]
-    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+    uses: Sequence[float]
+    """The number of ranks of this rank's model that gave a gradient to each weight with a number in the scalars."""
     reported: Sequence[float] = ()
-    """The sum and the count of each named term and value of the loss, over all replicas."""
+    """The sum and the count of each named term and value of the loss, over all models."""
 
     def guarded(self, least: float) -> StepScalars:
         """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
-        replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.replicas])
-        return replace(self, count=sum(replica.count for replica in replicas), replicas=replicas)
+        models = tuple([replace(model, count=max(model.count, least)) for model in self.models])
+        return replace(self, count=sum(model.count for model in models), models=models)
 
     @classmethod
-    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> StepScalars:
-        """Return the scalars in the numbers of a step; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
-        sums, width = numbers[:-FLAG_SLOTS], len(REPLICA_SCALARS)
+    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0, index: int = 0) -> StepScalars:
+        """Return the scalars in the numbers of a step, as read by a rank of the model at `index`; each model has `num_uses` numbers of weights,
+        and `num_reported` to report."""
+        sums, width = numbers[:-FLAG_SLOTS], len(MODEL_SCALARS)
         each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
-        replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
+        models = tuple([ModelScalars(*part[:width]) for part in parts])
         loss_sum, count, norm_squared, *columns = map(sum, zip(*parts, strict=True))
         slots, shared = numbers[-FLAG_SLOTS:], FLAG_PLACES[StepFlag.RECORD][1]
         flags: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
         flags[StepFlag.RECORD], flags[StepFlag.SAVE] = slots[StepFlag.SAVE] // shared, slots[StepFlag.SAVE] % shared
-        return cls(loss_sum, count, norm_squared, replicas, flags, [part[uses] for part in parts], columns[num_uses:])
+        return cls(loss_sum, count, norm_squared, models, flags, parts[index][uses], columns[num_uses:])
 
 
 class StepObserver:
@@ -169,26 +170,25 @@ class StepNumbers:
 
     loss: float
     norm: float
-    """Of replicas that are trained apart, the root mean square of their norms."""
+    """Of models that are trained apart, the root mean square of their norms."""
     is_masked: bool
     """Whether nothing counts, and nothing else is unusual."""
-    scales: Sequence[float | None]
-    """The factor on each replica's gradients before clipping; None where its part counts nothing, and so has no update."""
-    norms: Sequence[float]
-    """The norm of each replica's gradients."""
+    scale: float | None
+    """The factor on the gradients of this rank's model before clipping; None where its part counts nothing, and so has no update."""
+    own_norm: float
+    """The norm of the gradients of this rank's model."""
 
     @classmethod
-    def of(cls, scalars: StepScalars, numerator: float) -> StepNumbers:
-        """Return the numbers of a step whose gradients are scaled by the count over `numerator`."""
-        scales = [numerator / replica.count if replica.count else None for replica in scalars.replicas]
+    def of(cls, scalars: StepScalars, numerator: float, index: int = 0) -> StepNumbers:
+        """Return the numbers of a step whose gradients are scaled by the count over `numerator`; this rank's model has an index."""
+        scales = [numerator / model.count if model.count else None for model in scalars.models]
         norms = [
-            math.sqrt(replica.norm_squared) * (scale or 0.0)
-            for replica, scale in zip(scalars.replicas, scales, strict=True)
+            math.sqrt(model.norm_squared) * (scale or 0.0) for model, scale in zip(scalars.models, scales, strict=True)
         ]
         loss = scalars.loss_sum / scalars.count if scalars.count else math.nan
         norm = math.hypot(*norms) / math.sqrt(len(norms))
         is_masked = not scalars.count and math.isfinite(scalars.loss_sum) and math.isfinite(norm)
-        return cls(loss, norm, is_masked, scales, norms)
+        return cls(loss, norm, is_masked, scales[index], norms[index])
 
     @property
     def are_finite(self) -> bool:

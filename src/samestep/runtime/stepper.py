@@ -203,7 +203,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         summed = self._sums_of(opened)
-        numbers = StepNumbers.of(summed, opened.numerator)
+        numbers = StepNumbers.of(summed, opened.numerator, self._own.index)
         again = functools.partial(self.forward_backward, of=opened.of)
         note = self.guards.note_of(numbers, self.held, opened.batch, again)
         if not note and self.guards.spikes.acts and not opened.of.is_apart:
@@ -235,7 +235,7 @@ class Stepper:
     def _update_weights(self, read: ReadStep, part: UpdatedPart, *, skipped: bool) -> None:
         """Update the weights as the host has decided, or none in a step that is skipped, or in which their model counts nothing."""
         opened, numbers, assembly = read.opened, read.numbers, self.held
-        updater, scale = assembly.weights.updater, numbers.scales[self._own.index]
+        updater, scale = assembly.weights.updater, numbers.scale
         if opened.report is None:  # else it was when its update was launched
             opened.prepare(updater)
         if skipped or scale is None:
@@ -248,7 +248,7 @@ class Stepper:
         if updater.whole.evaluates(part):
             closure = Closure(updater.pieces_of(part), functools.partial(self._evaluate, opened), numbers.loss)
             part = replace(part, evaluating=updater.whole.evaluating, closure=closure)
-        factor = scale * clip_factor(numbers.norms[self._own.index], self.job.optimizer.clip_norm)
+        factor = scale * clip_factor(numbers.own_norm, self.job.optimizer.clip_norm)
         were_sent = opened.state is StepState.SENT
         self.change(assembly, functools.partial(updater.step, factor, were_sent=were_sent, part=part))
 
@@ -262,7 +262,7 @@ class Stepper:
         weights.store.publish()
         again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
         numbers = StepNumbers.of(self._sums_of(again), again.numerator)
-        return numbers.loss, (numbers.scales[0] or 0.0) * clip_factor(numbers.norms[0], self.job.optimizer.clip_norm)
+        return numbers.loss, (numbers.scale or 0.0) * clip_factor(numbers.own_norm, self.job.optimizer.clip_norm)
 
     def _sums_of(self, opened: OpenStep) -> StepScalars:
         """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up, or in which hooks have seen gradients of
@@ -275,13 +275,13 @@ class Stepper:
         Raises:
             UnprovenError: some rank refuses the step.
         """
-        summed = opened.read(len(self.used.unsure))
+        summed = opened.read(len(self.used.unsure), self._own.index)
         world_size = self._own.layout.world_size
         while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or (
             opened.of.count and self._has_other_count(summed, opened)
         ):
             self._repeat(opened)
-            summed = opened.read(len(self.used.unsure))
+            summed = opened.read(len(self.used.unsure), self._own.index)
         self._answer(summed, opened.batch)
         least = self.refusals.watch.least_count(opened.names)
         return summed.guarded(least) if least else summed
@@ -314,7 +314,7 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
         """
-        self.used.read(summed.uses[self._own.index], exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
+        self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.observer.agreed(summed)

@@ -208,7 +208,8 @@ def refusal_of(step: StepSpec) -> LayoutError | None:
             f"microbatch={step.layout.microbatch} makes {step.num_microbatches:,} micro-batches of the {step.rank_samples:,} "
             f"samples of a rank. Use microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more",
         )
-    return next((error for strategy in _asked(STACK, step) if (error := strategy.refusal(step))), None)
+    # How many data ranks a job wants is said before what they would do.
+    return next((error for strategy in _asked((compress, *STACK), step) if (error := strategy.refusal(step))), None)
 
 
 def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:

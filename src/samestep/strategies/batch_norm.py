@@ -36,9 +36,7 @@ AXIS = "dp"
 def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the layout's micro-batches do not consist of whole groups, or what else cannot be between its ranks."""
     groups, layout = step.sample_groups, step.layout
-    if (
-        groups is None or step.sharing.trains_apart
-    ):  # replicas that are trained apart are refused with statistics of samples
+    if groups is None:
         return None
     path = step.model.batch_norm_owners[0] or step.model.name
     if layout.cp > 1:

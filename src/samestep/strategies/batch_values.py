@@ -40,12 +40,6 @@ def refusal(step: StepSpec) -> LayoutError | None:
             f"microbatch={layout.microbatch} makes {step.num_microbatches} micro-batches, and {who} takes values of all samples of the "
             f"step within one (samestep.batch_sum, batch_mean, batch_cat). Use microbatch={step.rank_samples}",
         )
-    if step.sharing.trains_apart:
-        return LayoutError(
-            "diloco-unsupported",
-            f"numerics.exchange_every = {step.sharing.every} trains replicas apart, and {who} takes values of all samples "
-            "(samestep.batch_sum). Set exchange_every = 1",
-        )
     if layout.dp > 1 and model.differentiates_at:
         return LayoutError(
             "forward-takes-gradients",

@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, module_name
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.contributions import Contributions
-from samestep.program.holding import REPLICAS, SHARDS
+from samestep.program.holding import REPLICATE, SHARDS
 from samestep.program.ops import UPDATE_BODY, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -100,6 +100,12 @@ def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> 
 
 
 def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, replicas: int) -> Iterator[LayoutError]:
+    if step.sharing.trains_apart and (error := _refuse_apart(step, contributions)):
+        yield error
+    if contributions.axis == SHARDS and layout.cp > 1:
+        yield LayoutError(
+            "compression-unsupported", f"zero={step.zero} divides gradients among the ranks of cp too. Use zero=0"
+        )
     if replicas != (ranks := contributions.ranks):
         works = (
             f"Use dp_replicate={replicas}" if layout.dp_shard > 1 and layout.dp_replicate > 1 else f"Use dp={replicas}"
@@ -119,10 +125,6 @@ def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, repli
     factored = [param for param in trained if step.sharing.is_factored(param)]
     if factored or (step.sharing.rank and step.scatters_codes):  # whose codes are of one block after another
         yield from _refuse_cut_matrices(step, contributions, (factored or trained)[0].name)
-    if contributions.axis == SHARDS and layout.cp > 1:
-        yield LayoutError(
-            "compression-unsupported", f"zero={step.zero} divides gradients among the ranks of cp too. Use zero=0"
-        )
     if layout.ep > 1 and (step.zero == 0 or contributions.axis == SHARDS):
         works = f"Use dp_replicate={replicas} dp_shard={layout.ep}"
         if step.sharing.rank:  # which is refused there
@@ -131,8 +133,6 @@ def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, repli
             "compression-unsupported",
             f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own. {works}",
         )
-    if step.sharing.trains_apart and (error := _refuse_apart(step, contributions)):
-        yield error
     if layout.dp > replicas and step.global_batch % (layout.dp * step.num_microbatches):
         yield (
             LayoutError(
@@ -177,7 +177,7 @@ def _is_partial(param: ParamSpec, layout: Layout) -> bool:
 def _refuse_cut_matrices(step: StepSpec, contributions: Contributions, name: str) -> Iterator[LayoutError]:
     """Yield which axes leave a rank no whole matrices, of which `name` is one, and what works."""
     layout = step.layout
-    if step.zero >= 2 or (step.zero and contributions.axis == REPLICAS):
+    if step.zero >= 2 or (step.zero and contributions.axis == REPLICATE):
         axis = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"cp={layout.cp}"
         zero = 0 if layout.cp > 1 or step.sharing.trains_apart else 1
         yield (
@@ -233,6 +233,13 @@ def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError |
         return LayoutError(
             "diloco-unsupported",
             f"{owner} takes statistics of samples, which replicas would keep apart. {_together(step)}",
+        )
+    if step.loss_over_batch or model.uses_batch_values:
+        where = next((layer.batch_values[0].owner for layer in model.layers if layer.batch_values), None)
+        what = "the loss" if where is None else module_name(where) or "the model itself"
+        return LayoutError(
+            "diloco-unsupported",
+            f"{what} reads values of the whole batch, and each replica trains on samples of its own. {_together(step)}",
         )
     return None
 

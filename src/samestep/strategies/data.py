@@ -32,14 +32,14 @@ from samestep.program.buckets import (
     start_reductions,
 )
 from samestep.program.codecs import PLAIN
-from samestep.program.holding import REPLICAS
+from samestep.program.holding import REPLICATE
 from samestep.program.ops import REDUCING, UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.ranks import data_ranks_per_node
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, padded_rows, partial_sizes
 
-AXIS = REPLICAS
+AXIS = REPLICATE
 
 
 def refusal(step: StepSpec) -> LayoutError | None:
@@ -222,7 +222,7 @@ def _refusal_of_way(step: StepSpec) -> LayoutError | None:
 def _axes_of_way(step: StepSpec) -> dict[str, int]:
     """Return the number of ranks of each axis over which replicas are reduced."""
     if step.layout.reduce != "hierarchical":
-        return {REPLICAS: step.layout.num_replicas}
+        return {REPLICATE: step.layout.num_replicas}
     inside = _per_node(step)
     sizes = ("dp_intra", inside), ("dp_inter", step.layout.dp_cp_size // inside)
     return {name: size for name, size in sizes if size > 1}
@@ -265,7 +265,7 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
             yield op
         if is_last and step.layout.num_replicas > 1 and step.contributions is None:
             numel = units[op.owner].padded_grad_numel // parts
-            summed = op.but(kind=OpKind.ALL_REDUCE, axis=REPLICAS, after=(op.name,) if parts > 1 else op.after)
+            summed = op.but(kind=OpKind.ALL_REDUCE, axis=REPLICATE, after=(op.name,) if parts > 1 else op.after)
             yield summed.sized(numel)
 
 

@@ -104,8 +104,6 @@ def _refuse_balance(step: StepSpec) -> LayoutError | None:
             f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which are on several "
             "stages. Use pp=1, or a job without it (output_router_logits = false)",
         )
-    if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are
-        return None
     if step.num_microbatches > 1:
         return LayoutError(
             "batch-values-microbatch",

@@ -13,7 +13,7 @@ their forward (twin: `runtime/axes/loss_terms.py`).
 from __future__ import annotations
 
 from samestep.errors import LayoutError
-from samestep.program.holding import REPLICAS, SHARDS
+from samestep.program.holding import REPLICATE, SHARDS
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -37,7 +37,7 @@ def axis_of(step: StepSpec) -> str | None:
     if step.sharing.trains_apart:  # then over the ranks of a replica
         contributions = step.contributions
         assert contributions is not None
-        axis = "cp" if step.zero == 0 else SHARDS if contributions.axis == REPLICAS else None
+        axis = "cp" if step.zero == 0 else SHARDS if contributions.axis == REPLICATE else None
     return axis if axis is not None and step.ranks.size(axis) > 1 else None
 
 

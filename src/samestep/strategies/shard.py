@@ -30,7 +30,7 @@ from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, is_below, read_by_own_code
 from samestep.program.codecs import PLAIN, exchange
-from samestep.program.holding import REPLICAS, SHARDS, Holding
+from samestep.program.holding import REPLICATE, SHARDS, Holding
 from samestep.program.ops import (
     BYTES_OF,
     UPDATE_BODY,
@@ -157,7 +157,7 @@ def apply(program: Program) -> Program:
 def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Holding) -> Holding:
     """Divide a weight among the ranks of the innermost data axis that hold it; `known` spares hundreds of equal ones."""
     if holding not in known:
-        axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
+        axis = AXIS if holding.data_axis == REPLICATE else holding.data_axis
         known[holding] = holding.zero_sharded(axis, ranks.size(axis))
     return known[holding]
 

@@ -8,7 +8,7 @@ checkpoints/step-000500/
                               matrices are projected; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/checkpoints/checkpoint_files.py`)
 ```
-A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
+A rank writes the pieces it updates (only the first of the ranks that hold a piece does), and reads the runs that overlap the
 pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
 manifest says which intervals of the whole weight each part is, so that any other layout can read it. The folder is
 written under another name and renamed when every file is on disk (`runtime/checkpoints/writer.py`), so a run that dies

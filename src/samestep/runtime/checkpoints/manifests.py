@@ -145,7 +145,7 @@ FORMAT_VERSION = 3
 _LARGEST_BYTES = 1 << 30
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
 _OF_EXCHANGES = ("outer_lr", "outer_momentum")
-"""Keys of numerics that say something of replicas that are trained apart alone."""
+"""Keys of numerics that only the exchanges of models that are trained apart read."""
 _MAY_CHANGE = (
     "numerics.on_nonfinite",
     "numerics.on_spike",

@@ -15,7 +15,7 @@ split batch and every `train.watch_every`-th (its head draws them).
 | is a sample the same whenever it is read? | `named_samples.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
 | does the user's code communicate by itself? | `loss_trials.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
 | who draws random numbers? | `randomness.py` | around all forwards and backwards of a step, and around its update | 41 us each; another forward under hooks to name the module |
-| what has the loop thawed or put into training mode, and which hooks has it registered? what has it changed of one of several replicas? | `outside_changes.py` | before every step | a look at each frozen weight and module; with several replicas 16 elements of each tensor |
+| what has the loop thawed or put into training mode, and which hooks has it registered? | `outside_changes.py` | before every step | a look at each frozen weight and module; with several replicas 16 elements of each tensor |
 | do ranks hold equal values? | `drift.py` | every `watch_every`-th step, several ranks | every weight read once, an all_reduce of a few hundred bytes a tensor |
 | which module made a value that is not finite? | `nonfinite.py` | after such a step | its forwards and backwards once more under hooks |
 | is a loss far above the last ones? | `unusual_steps.py` | every step, with `numerics.on_spike` | nothing |

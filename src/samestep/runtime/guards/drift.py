@@ -57,10 +57,8 @@ class DriftMonitor:
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
         shares = step.contributions
-        replica = (
-            mesh.index(shares.axis) if shares is not None and shares.ranks > 1 and step.sharing.trains_apart else 0
-        )
-        self._pieces = {f"{replica} {axis} {_digest_of(mesh, same, holdings)}": same for axis, same in of_axis.items()}
+        model = mesh.index(shares.axis) if shares is not None and step.sharing.trains_apart else 0
+        self._pieces = {f"{model} {axis} {_digest_of(mesh, same, holdings)}": same for axis, same in of_axis.items()}
         """Pieces by what they are: ranks with an equal key hold the same ones, of experts other ranks than of the rest."""
 
     def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:

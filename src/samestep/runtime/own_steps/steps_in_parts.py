@@ -188,7 +188,7 @@ class RunInParts(SavedRun):
         read = self._stepper.read(self._stepper.backward(batch, of))
         used = self._weights_of(None) - self._stepper.used.agreed
         names = used if of.names is None else used & of.names
-        waiting.add(names, read.numbers.scales[0] or 0.0, is_reduced=not of.waits)
+        waiting.add(names, read.numbers.scale or 0.0, is_reduced=not of.waits)
         loss = read.numbers.loss + sum(entry.read.numbers.loss for entry in self._entries)
         self._entries.append(_Taken(read, names or self._weights_of(None), loss))
         self._note_left()
@@ -236,9 +236,9 @@ class RunInParts(SavedRun):
         waiting.reduce() if is_one else waiting.add_up()
         if not is_one or of.waits:
             norm = self._norm_of(of.names if is_one else names) * waiting.factor
-            numbers = replace(numbers, norm=norm if not read.note else math.inf, norms=[norm])
+            numbers = replace(numbers, norm=norm if not read.note else math.inf, own_norm=norm)
         note = read.note or ("" if numbers.are_finite else "the accumulated gradients are not finite")
-        return replace(read, numbers=replace(numbers, scales=[waiting.factor]), note=note)
+        return replace(read, numbers=replace(numbers, scale=waiting.factor), note=note)
 
     def call(self, name: str | int | None, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of an optimizer over the weights of this rank, with the accumulated gradients; return its result.
@@ -424,7 +424,7 @@ class RunInParts(SavedRun):
         """Refuse what cannot be taken in parts.
 
         Raises:
-            ModelError: replicas are trained apart, or gradients are compressed.
+            ModelError: several models are trained apart, or gradients are compressed.
         """
         numerics = self._stepper.job.numerics
         if numerics.exchange_every != 1:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.buckets import Bucket
-from samestep.program.holding import REPLICAS
+from samestep.program.holding import REPLICATE
 from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -250,10 +250,10 @@ def num_alike(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> int:
     """Return the number of ranks that add up the same gradients of a bucket."""
     holding = flat.bucket.holding
     whole = ("cp",) if step.sharing.trains_apart else holding.data_axes
-    axes = summed_replicas(step) if holding.num_shards > 1 else whole
+    axes = axes_of_summed_shards(step) if holding.num_shards > 1 else whole
     return math.prod(map(mesh.size, axes)) * holding.num_copies
 
 
-def summed_replicas(step: StepSpec) -> tuple[str, ...]:
-    """Return the data axis over whose ranks a step sums shards of gradients; nothing where replicas are trained independently."""
-    return () if step.sharing.trains_apart else (REPLICAS,)
+def axes_of_summed_shards(step: StepSpec) -> tuple[str, ...]:
+    """Return the data axis over whose ranks a step sums shards of gradients; nothing where models are trained apart."""
+    return () if step.sharing.trains_apart else (REPLICATE,)

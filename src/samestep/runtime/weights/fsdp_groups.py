@@ -47,7 +47,7 @@ def make_groups(
     # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
-    # Shards that are encoded between replicas are summed by us.
+    # Shards that are encoded, or moves that are summed after some steps, are summed by us.
     sums_over = () if program.step.contributions else ("dp_replicate",)
     meshes = {axis: _mesh_of_shards(mesh, axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
@@ -181,8 +181,8 @@ def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
 
 def _mesh_of_shards(mesh: Mesh, axis: str, sums_over: Collection[str]) -> DeviceMesh:
     """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
-    replicas = mesh.members("dp_replicate") if "dp_replicate" in sums_over else (mesh.rank,)
-    rows = [mesh.ranks.group(rank, axis) for rank in replicas]
+    members = mesh.members("dp_replicate") if "dp_replicate" in sums_over else (mesh.rank,)
+    rows = [mesh.ranks.group(rank, axis) for rank in members]
     axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
     groups = [mesh.groups[axis] for axis in axes]
     return DeviceMesh.from_group(

@@ -73,7 +73,7 @@ class ModelAverages:
         if job.numerics.exchange_every > 1:
             raise LayoutError(
                 "diloco-unsupported",
-                f"ema: {name} follows a model that replicas train apart. Set numerics.exchange_every = 1",
+                f"ema: {name} follows a model that is trained apart. Set numerics.exchange_every = 1",
             )
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: M
 
 
 class EncodedBuckets(Replicated):
-    """Whole weights in a step of `Contributions`: their gradients, or moves between replicas, are summed encoded."""
+    """Whole weights in a step of `Contributions`: their gradients, or the moves of models that are trained apart, are summed."""
 
     codes: BucketCodes
 

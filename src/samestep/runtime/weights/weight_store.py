@@ -49,7 +49,7 @@ class WeightStore(Protocol):
     frozen: list[Piece]
     """The pieces of weights that are not trained, which only the user's code may change."""
     codes: GradientCodes
-    """The state of the codec that compresses gradients, and the sum of what independently trained replicas have moved by."""
+    """What compressed gradients keep from one step to the next, and the sum of the moves of models that are trained apart."""
     gave_up: str = ""
     """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what others wait
     for; empty if it has not."""
@@ -114,7 +114,7 @@ class WeightStore(Protocol):
     @abstractmethod
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared gradient norm of all weights, or of those with these names: the shares of all
-        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole. While the reduction
+        ranks, or of all ranks of its model where several are trained apart, add up to the whole. While the reduction
         of gradients waits, it is the squared norm of this rank's own ones, which shows whether they are finite.
 
         Called after `finish_gradients`, by every rank; sends nothing.

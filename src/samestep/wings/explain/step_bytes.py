@@ -8,7 +8,7 @@ the peak is *the rest*: activations, logits, gathered weights and buffers, and o
 
 What its program lists to be sent is held against what torch was given. A buffer counts as in the ledger: whole, with its padding,
 once for each collective or message on each of its ranks. Torch is asked in the first step of a record alone, whose times are left
-out. Exchanges of replicas are not in each step: of them the program lists what was sent in that one.
+out. Exchanges of weights (DiLoCo) are not in each step: of them the program lists what was sent in that one.
 
 On a Chrome trace arrows lead from the rank that entered a collective last to those that waited, and from each send to its receive:
 

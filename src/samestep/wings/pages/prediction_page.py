@@ -87,7 +87,7 @@ def figures_of(step: Prediction, *, small: bool = False) -> Iterator[Section]:
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in step.parts]
     if step.exchange_s:
-        parts.append(Bar("exchange of replicas", "dp", None, step.step_s - step.timeline.step_s))
+        parts.append(Bar("exchange of weights", "dp", None, step.step_s - step.timeline.step_s))
     caption = f"Stage {step.parts[0].stage if step.parts else 0}, the slowest stage. The parts add up to the step."
     yield Section("Where the time goes", bars(parts, step.step_s), caption)
     drawn_memory = [
