@@ -126,7 +126,7 @@ def amid_steps(program: Program) -> Program:
         return op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after
 
     late = [op for op in program.bodies[UPDATE_BODY] if is_late(op)]
-    if not late or program.step.sharing.trains_apart:
+    if not late:
         return program
     params = {param.name: param for param in program.step.model.params}
     readers: dict[int, list[str]] = {}

@@ -189,6 +189,10 @@ class StepSpec:
         independently; None where gradients are summed as they are."""
         return self.sharing.contributions(self.layout, self.zero)
 
+    def summed_over(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the data axes over which a step sums gradients: these; or those within one model, if several are trained apart."""
+        return self.contributions.inside if self.contributions is not None and self.sharing.trains_apart else axes
+
     @property
     def scatters_codes(self) -> bool:
         """Whether ranks scatter the gradients of units encoded: those of zero=2 and 3 over all data ranks."""

@@ -13,7 +13,7 @@ their forward (twin: `runtime/axes/loss_terms.py`).
 from __future__ import annotations
 
 from samestep.errors import LayoutError
-from samestep.program.holding import REPLICATE, SHARDS
+from samestep.program.holding import SHARDS
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -33,12 +33,8 @@ def axis_of(step: StepSpec) -> str | None:
     term."""
     if len(step.model.loss_names.terms) < 2 or step.loss_over_batch:
         return None
-    axis: str | None = AXIS
-    if step.sharing.trains_apart:  # then over the ranks of a replica
-        contributions = step.contributions
-        assert contributions is not None
-        axis = "cp" if step.zero == 0 else SHARDS if contributions.axis == REPLICATE else None
-    return axis if axis is not None and step.ranks.size(axis) > 1 else None
+    axis = ("cp" if step.zero == 0 else SHARDS) if step.sharing.trains_apart else AXIS  # or those of one model
+    return axis if step.ranks.size(axis) > 1 else None
 
 
 def num_counts(step: StepSpec) -> int:

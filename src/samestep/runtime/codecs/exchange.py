@@ -152,6 +152,7 @@ class CodedExchange:
             rows = value.view(self._ranks, -1)
             rows = rows if self._gathers else rows[self._index, None]
             self._codec.decode(self._sums[:, window], part.block, rows.zero_())
+        self.begin_step()
 
     @torch.no_grad()
     def _sum(self) -> None:

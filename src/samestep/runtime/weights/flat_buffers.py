@@ -249,11 +249,5 @@ def sum_of_shares(alike: Iterable[tuple[int, list[Tensor]]], device: torch.devic
 def num_alike(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> int:
     """Return the number of ranks that add up the same gradients of a bucket."""
     holding = flat.bucket.holding
-    whole = ("cp",) if step.sharing.trains_apart else holding.data_axes
-    axes = axes_of_summed_shards(step) if holding.num_shards > 1 else whole
+    axes = step.summed_over((REPLICATE,) if holding.num_shards > 1 else holding.data_axes)
     return math.prod(map(mesh.size, axes)) * holding.num_copies
-
-
-def axes_of_summed_shards(step: StepSpec) -> tuple[str, ...]:
-    """Return the data axis over whose ranks a step sums shards of gradients; nothing where models are trained apart."""
-    return () if step.sharing.trains_apart else (REPLICATE,)

@@ -84,7 +84,6 @@ class BucketCodes(GradientCodes):
         self.exchanges: dict[str, Exchange] = {}
         """Exchange of each bucket, by its name."""
         step, contributions = program.step, program.step.contributions
-        self._of_steps = {} if step.sharing.trains_apart else self.exchanges
         assert contributions is not None, "a step without contributions"
         self._made = contributions
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
@@ -97,7 +96,7 @@ class BucketCodes(GradientCodes):
 
     def begin_step(self) -> None:
         """Discard the contribution of the previous step."""
-        for exchange in self._of_steps.values():
+        for exchange in self.exchanges.values():
             exchange.begin_step()
 
     def sends(self, op: Op) -> bool:
@@ -115,8 +114,7 @@ class BucketCodes(GradientCodes):
 
     def finish(self, bucket: str, gradients: Tensor) -> None:
         """Set a bucket's gradients to the sum of all contributions, which has arrived."""
-        if (exchange := self._of_steps.get(bucket)) is not None:
-            exchange.finish([gradients])
+        self.exchanges[bucket].finish([gradients])
 
     def sum_moves(self) -> None:
         """Replace the gradients by their sums; collective as `GradientCodes.sum_moves` says."""
@@ -124,8 +122,6 @@ class BucketCodes(GradientCodes):
         moved = {
             flat.bucket.name: (self.exchanges[flat.bucket.name], [flat.gradients[flat.mine]]) for flat in self._flats
         }
-        for exchange, _ in moved.values():
-            exchange.begin_step()
         works: dict[str, dist.Work] = {}
         for op in _sends_of(self._program):
             if op.owner in works:
@@ -174,7 +170,7 @@ class UnitCodes(GradientCodes):
         self, program: Program, mesh: Mesh, pieces: Sequence[Piece], laid_out: Sequence[tuple[Unit, Sequence[str]]]
     ) -> None:
         """Make the exchange or the scatter of each unit, given with the names of its weights in FSDP2's order."""
-        self._program, self._trains_apart = program, program.step.sharing.trains_apart
+        self._program = program
         self.scatters = _scatters_of(program, mesh, laid_out)
         """Scatter of each unit, by the unit's name."""
         self._shards: dict[str, _Shard] = {}
@@ -194,7 +190,7 @@ class UnitCodes(GradientCodes):
 
     def begin_step(self) -> None:
         """Discard the contribution of the previous step."""
-        for exchange in () if self._trains_apart else self._exchanges():
+        for exchange in self._exchanges():
             exchange.begin_step()
 
     def _exchanges(self) -> list[Exchange]:
@@ -218,26 +214,22 @@ class UnitCodes(GradientCodes):
         with owned(op.owner) as issue:
             shard.work = issue.sent(shard.exchange.send(shard.buffers))
 
-    def finish(self) -> None:
-        """Wait for the exchanges of a step, and set the gradients to the sums."""
-        if not self._trains_apart:
-            self._take_sums()
-
-    def sum_moves(self) -> None:
-        """Replace the gradients by their sums; collective as `GradientCodes.sum_moves` says."""
-        for shard in self._shards.values():
-            shard.exchange.begin_step()
-        for op in _sends_of(self._program):
-            self.send(op)
-        self._take_sums()
-
     @torch.no_grad()
-    def _take_sums(self) -> None:
+    def finish(self) -> None:
+        """Wait for the exchanges that were sent, and set the gradients to the sums."""
         for shard in self._shards.values():
+            if shard.work is None:
+                continue
             _wait(shard)
             shard.exchange.finish(shard.buffers)
             for gradients, windows in _pairs(shard):
                 torch._foreach_copy_(gradients, windows)
+
+    def sum_moves(self) -> None:
+        """Replace the gradients by their sums; collective as `GradientCodes.sum_moves` says."""
+        for op in _sends_of(self._program):
+            self.send(op)
+        self.finish()
 
     def residuals(self) -> Iterator[Residual]:
         """Yield the residuals of each weight."""

@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor, Shard
 from samestep.building.model_changes import format_of
 from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
+from samestep.program.holding import REPLICATE
 from samestep.program.ops import BYTES_OF, UPDATE_BODY, Op, OpKind, Task, ends_step, is_forward
 from samestep.program.program import Program
 from samestep.program.units import partial_sizes
@@ -53,7 +54,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import axes_of_summed_shards, norm_of_pieces
+from samestep.runtime.weights.flat_buffers import norm_of_pieces
 from samestep.runtime.weights.fsdp_groups import NamedAllGather, NamedReduceScatter, keep_order, make_groups
 from samestep.runtime.weights.fsdp_units import (
     ParamSlots,
@@ -260,7 +261,7 @@ class Sharded(WeightStore):
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         step = self.program.step
         total = norm_of_pieces(self.pieces, step, self.mesh.device, names)
-        return total / math.prod(map(self.mesh.size, axes_of_summed_shards(step)))
+        return total / math.prod(map(self.mesh.size, step.summed_over((REPLICATE,))))
 
     def finished(self) -> dict[str, Tensor]:
         """Return the gradient of each weight, a DTensor of which this rank has its rows."""

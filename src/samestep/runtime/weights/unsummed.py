@@ -59,18 +59,24 @@ class Unsummed(Replicated):
 
 def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> WeightStore:
     """Return the store of weights that each rank holds whole."""
-    kind = Unsummed if not program.buckets else Replicated if program.step.contributions is None else EncodedBuckets
-    return kind(model, program, mesh, materialize)
+    step = program.step
+    if step.contributions is None or not program.buckets:
+        return (Replicated if program.buckets else Unsummed)(model, program, mesh, materialize)
+    return (MovedBuckets if step.sharing.trains_apart else EncodedBuckets)(model, program, mesh, materialize)
 
 
-class EncodedBuckets(Replicated):
-    """Whole weights in a step of `Contributions`: their gradients, or the moves of models that are trained apart, are summed."""
+class MovedBuckets(Replicated):
+    """Whole weights of models that are trained apart: after some steps their moves are summed, in the buckets of the gradients."""
 
     codes: BucketCodes
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         super().__init__(model, program, mesh, materialize)
         self.codes = BucketCodes(program, mesh, self._flats)
+
+
+class EncodedBuckets(MovedBuckets):
+    """Whole weights in a step of `Contributions`: their gradients are summed encoded."""
 
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients and the contribution of the previous step."""

@@ -83,8 +83,6 @@ class TrafficBounds:
         if not step.zero:
             return DataTraffic(reduced_s=reduced_s, update_s=update_s, overlapped_s=overlapped_s)
         gathers_s = self.gathers_s(step, sizes)
-        if step.sharing.trains_apart:
-            return DataTraffic(reduced_s=reduced_s, update_s=update_s + max(gathers_s), overlapped_s=overlapped_s)
         # The weights of the step before are gathered first; then gradients are reduced over the same axis.
         both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))
         all_s = both_s if self.hardware.overlap else max(gathers_s)

@@ -299,7 +299,7 @@ class Bounds:
 
     def _waits(self, step: StepSpec) -> bool:
         """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
-        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.sharing.trains_apart)
+        return step.zero >= 1 and self.hardware.overlap
 
     def _first_forward_s(self, step: StepSpec) -> float:
         """Bound the end of the first forward of the first run under zero=1: its gathers, and then its last layer."""
