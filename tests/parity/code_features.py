@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import AffineTransform, Categorical, Normal, TransformedDistribution
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
@@ -62,8 +62,8 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 class Record:
     """What a forward returns in attributes."""
 
-    logits: Tensor
-    size: Tensor
+    logits: Any
+    size: Any
 
 
 @dataclass
@@ -87,11 +87,14 @@ Pair = namedtuple("Pair", "logits size")
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda logits, size: logits,
     "dict": lambda logits, size: {"logits": logits, "size": size},
-    "record": Record,
+    "record": lambda logits, size: [Record(Categorical(logits=logits), None), Record(None, size)],
     "object": lambda logits, size: SimpleNamespace(logits=logits, size=size),
     "named tuple": Pair,
-    "distribution": lambda logits, size: Record(Categorical(logits=logits), size),  # type: ignore[arg-type]
-}
+    "distribution": lambda logits, size: UserDict(
+        logits=TransformedDistribution(Normal(torch.zeros_like(logits), torch.ones_like(logits)), [AffineTransform(logits, 1.0)]),
+        size=size,
+    ),
+}  # fmt: skip
 
 
 class Adapted(nn.Module):
@@ -192,12 +195,15 @@ class WithLoss(Model):
 
 
 def _part(outputs: Any, name: str) -> Any:
-    return outputs[name] if isinstance(outputs, dict) else getattr(outputs, name)
+    outputs = outputs[name == "size"] if isinstance(outputs, list) else outputs
+    return outputs[name] if isinstance(outputs, dict | UserDict) else getattr(outputs, name)
 
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits in outputs of any form."""
     logits = outputs if isinstance(outputs, Tensor) else _part(outputs, "logits")
+    if isinstance(logits, TransformedDistribution):  # which checks the number of the samples
+        return logits.log_prob(torch.zeros(logits.batch_shape, dtype=torch.float64))
     return logits.logits if isinstance(logits, Categorical) else logits
 
 
