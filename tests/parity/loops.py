@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.parts import Residual
 
 STEPS = 4
 Result = tuple[list[float], dict[str, Tensor]]
-Batches = Iterator[Any]
 
 
 class Points(torch.utils.data.Dataset[Any]):
