@@ -87,12 +87,12 @@ Pair = namedtuple("Pair", "logits size")
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda logits, size: logits,
     "dict": lambda logits, size: {"logits": logits, "size": size},
-    "record": lambda logits, size: [Record(Categorical(logits=logits), None), Record(None, size)],
+    "record": lambda logits, size: [Record(logits, None), Record(None, size)],
     "object": lambda logits, size: SimpleNamespace(logits=logits, size=size),
     "named tuple": Pair,
     "distribution": lambda logits, size: UserDict(
-        logits=TransformedDistribution(Normal(torch.zeros_like(logits), torch.ones_like(logits)), [AffineTransform(logits, 1.0)]),
-        size=size,
+        logits=Categorical(logits=logits),
+        size=TransformedDistribution(Normal(size, 1.0 + size), [AffineTransform(size, 2.0)]),
     ),
 }  # fmt: skip
 
@@ -196,14 +196,16 @@ class WithLoss(Model):
 
 def _part(outputs: Any, name: str) -> Any:
     outputs = outputs[name == "size"] if isinstance(outputs, list) else outputs
-    return outputs[name] if isinstance(outputs, dict | UserDict) else getattr(outputs, name)
+    part = outputs[name] if isinstance(outputs, dict | UserDict) else getattr(outputs, name)
+    if isinstance(part, TransformedDistribution):  # which checks the number of the samples
+        return part.log_prob(torch.zeros(part.batch_shape, dtype=torch.float64))
+    return part
 
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits in outputs of any form."""
     logits = outputs if isinstance(outputs, Tensor) else _part(outputs, "logits")
-    if isinstance(logits, TransformedDistribution):  # which checks the number of the samples
-        return logits.log_prob(torch.zeros(logits.batch_shape, dtype=torch.float64))
+
     return logits.logits if isinstance(logits, Categorical) else logits
 
 
