@@ -47,32 +47,6 @@ class Teacher(Encoder):
             self.centre.mul_(0.9).add_(0.1 * mean)
 
 
-class Codebook(Encoder):
-    """VQ-VAE with a codebook of moving averages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(4)
-        self.register_buffer("codes", torch.randn(5, 4, generator=draw))
-        self.register_buffer("usage", torch.ones(5))
-        self.register_buffer("sums", self.codes.clone())
-        self.back = nn.Linear(4, WIDTH)
-
-    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z = self.embed(one)
-        picked = F.one_hot(torch.cdist(z, self.codes).argmin(-1), 5).to(z.dtype)
-        code = picked @ self.codes
-        with torch.no_grad():
-            self.follow(batch_sum(picked), batch_sum(picked[:, :, None] * z[:, None, :]))
-        return self.back(z + (code - z).detach()), z, code.detach()
-
-    def follow(self, counts: Tensor, sums: Tensor) -> None:
-        if self.training:
-            self.usage.mul_(0.8).add_(0.2 * counts)
-            self.sums.mul_(0.8).add_(0.2 * sums)
-            self.codes.copy_(self.sums / (self.usage[:, None] + 1e-3))
-
-
 class Queue(Encoder):
     """MoCo: a queue of the keys of earlier steps."""
 
@@ -102,14 +76,6 @@ class LaterTeacher(Teacher):
 
     def follow(self, mean: Tensor) -> None:
         after_step(self.centre, 0.9 * self.centre + 0.1 * mean)
-
-
-class LaterCodebook(Codebook):
-    def follow(self, counts: Tensor, sums: Tensor) -> None:
-        usage, sums = 0.8 * self.usage + 0.2 * counts, self.sums.lerp(sums, 0.2)
-        after_step(self.usage, usage)
-        after_step(self.sums, sums)
-        after_step(self.codes, sums / (usage[:, None] + 1e-3))
 
 
 class LaterQueue(Queue):
@@ -167,11 +133,6 @@ def to_share(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     return -(share * (student / 0.3).log_softmax(-1)).sum(), len(student)
 
 
-def to_input(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-    back, z, code = outputs
-    return (back - batch["one"]).square().sum() + 0.25 * (z - code).square().sum(), len(z)
-
-
 def to_first(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
     return -logits.log_softmax(-1)[:, 0].sum(), len(logits)
 
@@ -189,11 +150,9 @@ def whitened(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
 VALUES = {
     "centred": Case(Centred, to_class),
     "teacher": Case(Teacher, to_share),
-    "codebook": Case(Codebook, to_input),
     "queue": Case(Queue, to_first),
     "whitened": Case(Plain, whitened),
     "later teacher": Case(LaterTeacher, to_share),
-    "later codebook": Case(LaterCodebook, to_input),
     "later queue": Case(LaterQueue, to_first),
     "later seen": Case(LaterSeen, to_class),
     "later blocks": Case(LaterBlocks, to_class),

@@ -108,13 +108,13 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
         lambda x, y: [*zip(*[({"points": one}, int(other)) for one, other in zip(x, y, strict=True)], strict=True)],
         lambda out, batch: _loss(out, torch.tensor(batch[1])),
     ),
-    "record": (Record, lambda out, batch: _loss(out, batch.labels)),
+
     "fixed record": (FixedRecord, lambda out, batch: _loss(out, batch.labels)),
     "nested record": (
         lambda x, y: Record({"points": x}, (FixedRecord(None, y), "name")),
         lambda out, batch: _loss(out, batch.labels[0].labels),
     ),
-    "encoding": (lambda x, y: Encoding(x=x, labels=y), lambda out, batch: _loss(out, batch.labels)),
+
     "records in an encoding": (
         lambda x, y: Encoding(x=Record(x, None), labels=y), lambda out, batch: _loss(out, batch.labels),
     ),
