@@ -12,7 +12,7 @@ FAMILIES, KINDS, LAYOUTS = 24, 40, 2
 TESTS_OF: dict[str, tuple[str, ...]] = {
     "strategies": ("parity/test_products.py", "code"),
     "program": ("parity/test_products.py", "code"),
-    "runtime/weights": ("parity/test_data_axis.py", "parity/test_between_steps", "parity/test_replaced", "parity/test_loaded", "parity/test_late", "code"),
+    "runtime/weights": ("parity/test_axes.py", "parity/test_between_steps", "parity/test_replaced", "parity/test_loaded", "parity/test_late", "code"),
     "runtime/axes": ("parity/test_axes.py", "parity/test_batch_values.py", "parity/test_whole_batch.py", "code"),
     "runtime/optimizers": ("parity/test_update_rules.py", "parity/test_several_optimizers.py", "parity/test_combined_optimizers.py"),
     "runtime/checkpoints": ("parity/test_checkpoint.py", "parity/test_torch_checkpoint.py", "parity/test_own_checkpoints.py", "parity/test_resume_any_state.py"),

@@ -14,10 +14,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.examination.examine import Source
 from tests.covering import beyond_products
-from tests.laboratory import clipped, job_of, observe, on_ranks, prove, prove_ledger
+from tests.laboratory import (
+    TOLERANCE,
+    assert_same,
+    clipped,
+    job_of,
+    observe,
+    on_ranks,
+    prove,
+    prove_ledger,
+    reference,
+    run_from,
+)
+from tests.models import Plain, Tokens
 from tests.parity.axes import LEDGERS, ROWS, UNEVEN
+from tests.pool import pool
 
 
 def _rows() -> Iterator[Any]:
@@ -69,3 +87,27 @@ def test_in_bf16_inputs_on_the_host_give_the_bits_of_a_repeated_forward(layout: 
         for mine, others in zip(one.gradients, other.gradients, strict=True):
             assert mine
             assert all(torch.equal(a[-1], b[-1]) and a[:-1] == b[:-1] for a, b in zip(mine, others, strict=True))
+
+
+def test_nodes_are_reduced_first() -> None:
+    """Two nodes of two ranks: three collectives a bucket, over two axes, give the sum of four."""
+    job = job_of("float64", 2, optimizer={"clip_norm": 0.5}, run={"ranks_per_node": 2})
+    ranks = pool(4).run(observe, "plain", "dp=4 reduce=hierarchical", job, True)
+    assert_same(ranks, reference("plain"), TOLERANCE)
+    for seen in ranks:
+        assert seen.ledger == seen.predicted
+        assert sorted(len(group.split(",")) for group in seen.ledger) == [2, 2, 4]
+
+
+def test_a_model_that_was_built_for_inference_trains() -> None:
+    """As `from_pretrained` gives it: evaluation mode of the whole is none of the user's wishes."""
+
+    def losses(is_built_in_training: bool) -> list[float]:
+        def build() -> nn.Module:
+            return Plain(dropout=0.5).train(is_built_in_training)
+
+        job = job_of("float64", 2)
+        run = run_from(Source(build, loss_of(job), optimizer_of(job)), "dp=1", job)
+        return [run.step(batch).loss for batch in batches(Tokens(), job)]
+
+    assert losses(False) == losses(True)

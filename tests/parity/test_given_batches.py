@@ -257,27 +257,6 @@ def test_outputs_in_a_list_of_one_for_each_sample_are_those_of_all_samples() -> 
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:
-    """Predict from values of every rank and evaluate those of rank 0, in front of steps on values of rank 0 alone."""
-    make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, momentum, layout=layout, job=JOB)
-    losses, held = [], make(*points(77, 6))
-    for step in range(STEPS):
-        outputs = run.predict(held)
-        batch = make(*points(step, 8))
-        losses.append(run.step(batch if rank == 0 else None).loss)
-        run.evaluate(held if rank == 0 or step % 2 else None)
-    return losses, outputs
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
-def test_methods_are_given_values_in_ways_of_their_own(layout: str) -> None:
-    wanted, _ = plain("tuple", (8,) * STEPS, False)
-    (losses, outputs), (others, same) = pool(2).run(_alternating, layout)
-    assert losses == others == pytest.approx(wanted, rel=1e-9)
-    assert torch.equal(outputs, same)
-
-
 @telling
 def _late(rank: int, world: int) -> None:
     """Give ranks other values in the first step of a run that a prediction has prepared."""

@@ -19,7 +19,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from tests.code import pipeline_models as models
-from tests.laboratory import job_of, make_run, on_ranks, program_traced_in, run_from
+from tests.laboratory import job_of, program_traced_in, run_from
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -41,26 +41,6 @@ from tests.pool import pool
 def test_what_cannot_be_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         program_traced_in(layout, model)
-
-
-class Generated(Tokens):
-    """Samples that a generator makes anew from their index."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, 61, (13,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids[:-1], "labels": ids[1:]}
-
-
-def losses(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
-    run = make_run(rank, world, model, layout, job, Generated)
-    return [run.step(batch).loss for batch in batches(Generated(), job)]
-
-
-def test_samples_may_be_drawn_where_a_stage_asks_for_their_shapes():
-    """The next micro-batch is read inside a forward, in which a model may draw no random numbers."""
-    job = job_of(train={"global_batch": 8})
-    found = on_ranks("dp=1 pp=2 microbatch=1", losses, "dropping_llama", job)
-    assert found[0] == pytest.approx(losses(0, 1, "dropping_llama", "dp=1", job), rel=1e-12)
 
 
 class Shaken(models.Language):

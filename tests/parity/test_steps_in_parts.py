@@ -223,24 +223,6 @@ def test_each_optimizer_counts_its_own_updates() -> None:
     assert [rate for pair in found for rate in pair] == pytest.approx([rate for pair in wanted for rate in pair])
 
 
-def by_values(rank: int, world: int) -> Any:
-    """Return the losses, weights and steps of a GAN whose batches are values, given to the first rank alone."""
-    loop = LOOPS["gan"]
-    run = run_of(loop, "")
-    steps, losses = [], list[float]()
-    for batch in samestep.batches(Points(), run.job):
-        values = batch.samples(batch.indices) if rank == 0 else None
-        losses += loop.parts(run, values, batch.step)
-        steps.append(run.steps_taken)
-    return losses, run.state_dict(on_every_rank=True), steps
-
-
-def test_values_that_are_given_again_are_one_step() -> None:
-    ranks = pool(2).run(by_values)
-    assert all(steps == [*range(1, STEPS + 1)] for *_, steps in ranks)
-    assert_trained(ranks, plain("gan"))
-
-
 # -- wrong uses ------------------------------------------------------------------------------------
 
 

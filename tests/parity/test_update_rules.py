@@ -6,7 +6,6 @@ parameters, weights that take no part, and learning rates that another hand sets
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -452,26 +451,6 @@ def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
     assert gradients["embed.weight"].any()
 
 
-def test_marked_parameters_give_the_losses_of_a_plain_loop() -> None:
-    loss = loss_of(JOB)
-    source = Source(Marked, loss, optimizer_source(by_tag), "marked")
-    run = Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
-    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
-    plain = Marked().double()
-    plain.load_state_dict(run.model.state_dict())
-    optimizer = by_tag(list(plain.parameters()))
-    for batch in batches(Tokens(), JOB):
-        samples = batch.samples(batch.shares(0, 1, 1)[0])
-        total, count = loss(call_model(plain, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        assert abs(run.step(batch).loss - float(total.detach() / count)) < TOLERANCE
-    ours = dict(run.model.named_parameters())
-    for name, param in plain.named_parameters():
-        assert torch.allclose(ours[name], param, rtol=1e-9, atol=1e-9), name
-
-
 def unmarked(step: Callable[[nn.Parameter], object]) -> nn.Module:
     module = Small()
     step(module.head.weight)
@@ -506,44 +485,6 @@ def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[fl
         found.append(run.step(batch).loss)
         between()
     return found
-
-
-def test_an_optimizer_of_other_weights_is_refused() -> None:
-    other = Small()
-    with pytest.raises(
-        ModelError, match=r"that the optimizer function was not given.*build it over the function's argument"
-    ):
-        losses_of(run_of(lambda params: torch.optim.SGD(other.parameters(), lr=0.1)))
-    with pytest.raises(ModelError, match="holds no parameter"):
-        losses_of(run_of(lambda params: torch.optim.SGD([{"params": []}], lr=0.1)))
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_and_rates_set_by_hand_act() -> None:
-    """Over the given instance, over the optimizer that a function made, and by hand: the losses are the same."""
-    model, found = Small(), []
-    first = copy.deepcopy(model)  # which its run trains in place
-    given = torch.optim.SGD(first.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.1)
-    found.append(losses_of(run_of(given, first), scheduler.step))
-
-    made: list[Any] = []
-
-    def scheduled(params: list[Tensor]) -> Optimizer:
-        optimizer = torch.optim.SGD(params, lr=0.5)
-        made[:] = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)]
-        return optimizer
-
-    found.append(losses_of(run_of(scheduled, copy.deepcopy(model)), lambda: made[0].step()))
-    run = run_of(lambda params: torch.optim.SGD(params, lr=0.5), copy.deepcopy(model))
-
-    def lower() -> None:
-        for group in run.updater.optimizer.param_groups:  # type: ignore[union-attr]
-            group["lr"] *= 0.1
-
-    found.append(losses_of(run, lower))
-    assert found[0] == found[1] == pytest.approx(found[2], rel=1e-12)
-    assert found[0] != losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.5), model))
 
 
 def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -> None:
@@ -584,20 +525,3 @@ def test_a_gradient_hook_reads_the_weights_that_are_trained(reads: Callable[[Any
 
     assert losses_of(run_of(sgd, instance())) == pytest.approx(by_hand(instance(), loss_of(JOB)), rel=1e-9)
     assert losses_of(run_of(sgd, build)) != losses_of(run_of(sgd))
-
-
-def test_a_loss_reads_the_weights_that_are_trained() -> None:
-    inner = loss_of(JOB)
-
-    def penalised(model: Any) -> Any:
-        def loss(outputs: Any, batch: Any) -> Any:
-            total, count = inner(outputs, batch)
-            return total + 0.1 * model.head.weight.detach().square().sum() * count, count
-
-        return loss
-
-    torch.manual_seed(2)
-    model = Small()
-    plain = copy.deepcopy(model)
-    found = losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.1), model, penalised(model)))
-    assert found == pytest.approx(by_hand(plain, penalised(plain)), rel=1e-9)
