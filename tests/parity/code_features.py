@@ -276,8 +276,7 @@ def apart(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([first, second], lr=0.1)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def optimizers_of(row: Row, model: nn.Module) -> Any:

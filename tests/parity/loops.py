@@ -127,12 +127,10 @@ def wasserstein_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor,
     return -outputs["made"].sum(), len(outputs["made"])
 
 
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
+adam = functools.partial(torch.optim.Adam, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Sam(torch.optim.Optimizer):
@@ -226,12 +224,10 @@ def sophia(params: Any) -> torch.optim.Optimizer:
     return Sophia(params)
 
 
-def lbfgs(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3)
+lbfgs = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4, history_size=3)
 
 
-def searching(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
+searching = functools.partial(torch.optim.LBFGS, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
 
 
 # -- as plain torch --------------------------------------------------------------------------------

@@ -137,8 +137,7 @@ def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> Trained:
     return train_plainly(model, map(points, range(STEPS), sizes), of_values, momentum(model.parameters()), 1.0)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 
 def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, bool]]:
@@ -426,8 +425,7 @@ def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> Trained:
     return train_in_layout(make, lambda _: samestep.batches(loader, JOB))
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3)
+sgd = functools.partial(torch.optim.SGD, lr=0.3)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=3", "dp=2", "dp=2 zero=3 microbatch=2"])

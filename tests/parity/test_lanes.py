@@ -117,12 +117,10 @@ def plain(kind: str, source: str) -> Trained:
     return train_plainly(model, enumerate(columns(source)), of_batch, momentum(model.parameters()), 0.25)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
-def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
+plain_sgd = functools.partial(torch.optim.SGD, lr=0.5)
 
 
 def train(rank: int, world: int, layout: str, kind: str, source: str, folder: str, first: int, last: int) -> Trained:

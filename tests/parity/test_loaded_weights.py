@@ -332,8 +332,7 @@ def fine_tuned(family: str) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(saved(family), use_cache=False).train()
 
 
-def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def job() -> Job:

@@ -3,6 +3,7 @@ sizes that a loss over the batch is given padded."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -107,8 +108,7 @@ def of_tags(z: Tensor, batch: Any) -> Tensor:
     return scores.std() + F.cross_entropy(rows, batch["tags"][counts])
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def mean_of(loss: Callable[..., Any], z: Tensor, batch: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,10 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for n, p in named if not is_matrix(n)], lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def _adamw_of_list(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
+_adamw_of_list = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def _sgd_of_list(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+_sgd_of_list = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {

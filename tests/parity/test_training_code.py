@@ -134,8 +134,7 @@ def _plain(name: str) -> list[float]:
 _ALONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 
 
-def _first_sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.0)
+_first_sgd = functools.partial(torch.optim.SGD, lr=0.0)
 
 
 def _on_ranks(layout: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:
