@@ -200,17 +200,6 @@ def trace_ahead() -> None:
             source_of(model, Layout(layout), job_for(model))
 
 
-@contextlib.contextmanager
-def entered_and_traced(models: dict[str, Callable[[], nn.Module]]) -> Iterator[None]:
-    """Enter models into `MODELS` for a while, and trace all before the first pool of ranks is forked, which inherits them."""
-    MODELS.update(models)
-    for name in models:
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in models:
-        del MODELS[name]
-
-
 def make_run(
     rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: Callable[[], Any] | None = None
 ) -> Run:
