@@ -66,12 +66,11 @@ def folder() -> Path:
         net = Net()
     weights = net.state_dict()
     torch.save(weights, made / "net.pt")
-    torch.save({"model": weights, "step": 5}, made / "nested.pt")
-    torch.save(weights, made / "old.pt", _use_new_zipfile_serialization=False)
+
     torch.save(net, made / "whole.pt")
     save_file(weights, made / "net.safetensors")
     np.save(made / "first.npy", weights["first.weight"].numpy())
-    np.savez(made / "net.npz", **{name: value.numpy() for name, value in weights.items()})
+
     weights["first.weight"].numpy().tofile(made / "first.bin")
     return made
 
@@ -98,24 +97,9 @@ def to_empty_then_loaded() -> nn.Module:
     return net
 
 
-def nested() -> nn.Module:
-    net, found = Net(), torch.load(folder() / "nested.pt", weights_only=False)
-    net.load_state_dict(found["model"], strict=False)
-    net.register_buffer("step", torch.tensor(found["step"]))
-    return net
-
-
 def from_safetensors() -> nn.Module:
     net = Net()
     net.load_state_dict(load_file(folder() / "net.safetensors"))
-    return net
-
-
-def from_npz() -> nn.Module:
-    net, found = Net(), np.load(folder() / "net.npz")
-    with torch.no_grad():
-        for name, value in net.state_dict().items():
-            value.copy_(torch.from_numpy(found[name]))
     return net
 
 
@@ -133,14 +117,6 @@ def from_file_of_numbers() -> nn.Module:
     return net
 
 
-def averaged() -> nn.Module:
-    net, other = from_pt(), from_safetensors()
-    with torch.no_grad():
-        for one, two in zip(net.parameters(), other.parameters(), strict=True):
-            one.lerp_(2 * two, 0.25)
-    return net
-
-
 def with_own_generator() -> nn.Module:
     net, generator = from_pt(), torch.Generator().manual_seed(5)
     net.register_buffer("projection", torch.randn(4, 4, generator=generator))
@@ -153,14 +129,12 @@ def with_own_generator() -> nn.Module:
 LOADED: dict[str, Callable[[], nn.Module]] = {
     "pt": from_pt,
     "pt, mapped": functools.partial(from_pt, mmap=True),
-    "pt, all of pickle": functools.partial(from_pt, weights_only=False),
-    "pt, old": lambda: (net := Net(), net.load_state_dict(torch.load(folder() / "old.pt")))[0],
+
     "whole module": lambda: copy.deepcopy(torch.load(folder() / "whole.pt", weights_only=False)),
     **{
         function.__name__: function
         for function in (
-            assigned, to_empty_then_loaded, nested, from_safetensors, from_npz, memory_mapped,
-            from_file_of_numbers, averaged, with_own_generator,
+            assigned, to_empty_then_loaded, from_safetensors, memory_mapped, from_file_of_numbers, with_own_generator,
         )
     },
 }  # fmt: skip
