@@ -215,6 +215,15 @@ def run_from(source: Source, layout: str | Layout, job: Job, rank: int = 0, worl
     return Run(source, where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
 
 
+def traced_run(
+    key: Any, source: Source, data: Any, layout: str, job: Job, rank: int, world: int, *, for_any: bool = False
+) -> Run:
+    """Return a run of a source that is traced on a sample, once for all ranks that are forked later (`traced.prepared`)."""
+    example = next(batches(data, job)).samples([0])
+    prepared = traced.prepared(key, source, job, example, Layout(layout), for_any=for_any)
+    return run_from(replace(source, prepared=prepared), layout, job, rank, world)
+
+
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     """A run that has its weights, before its first step."""
     run = make_run(rank, world, model, layout, job)

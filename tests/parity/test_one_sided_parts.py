@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,8 +24,7 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, run_from
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, traced_run
 from tests.models import OwnExperts
 from tests.pool import pool
 
@@ -332,13 +330,10 @@ def job_for(**tables: Any) -> Job:
 
 def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
     model, _ = case
-    job, where = job_for(), Layout(layout)
+    job, data = job_for(), dataset_of(case)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    example = next(batches(dataset_of(case), job)).samples([0])
-    key = f"one-sided {model} of {example['kind'].tolist()}"
-    return run_from(
-        replace(source, prepared=traced.prepared(key, source, job, example, where)), where, job, rank, world
-    )
+    first = next(batches(data, job)).samples([0])["kind"]
+    return traced_run(f"one-sided {model} of {first.tolist()}", source, data, layout, job, rank, world)
 
 
 def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Observed]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, run_from
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, traced_run
 from tests.plain import Trained, assert_trained, train_plainly
 from tests.pool import pool
 
@@ -184,9 +183,7 @@ def run_of(rank: int, world: int, name: str, layout: str, batch: int = BATCH, pa
         run = {"compile": part, "compile_backend": "aot_eager"}
         settings = Job(**{**settings.model_dump(), "run": run})
     source = Source(case.model, case.loss, optimizer_of(settings), name)
-    example = next(batches(Views(), settings)).samples([0])
-    prepared = traced.prepared(("whole batch", name), source, settings, example, Layout(layout))
-    return run_from(replace(source, prepared=prepared), layout, settings, rank, world)
+    return traced_run(("whole batch", name), source, Views(), layout, settings, rank, world)
 
 
 def observe(rank: int, world: int, name: str, layout: str, *how: Any) -> tuple[list[float], State, Observed, Any]:
