@@ -27,11 +27,9 @@ from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.job_tables import RunTable
-from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import folders, small, traced
-from tests.laboratory import combinations
+from tests import folders, small
+from tests.laboratory import combinations, traced_run
 from tests.models import Tokens
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
@@ -314,12 +312,8 @@ def job() -> Job:
 
 
 def make_run(rank: int, world: int, family: str, layout: str) -> Run:
-    where = Layout(layout)
     source = Source(functools.partial(fine_tuned, family), cross_entropy, _named_sgd, family)
-    example = next(batches(Tokens(), job())).samples([0])
-    prepared = traced.prepared((family, "loaded"), source, job(), example, where)
-    place = RankInfo(rank, rank, world, world, CPU)
-    return Run(Source(source.model, cross_entropy, _named_sgd, family, prepared), where, job(), place)
+    return traced_run((family, "loaded"), source, Tokens(), layout, job(), rank, world)
 
 
 def _named_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:

@@ -26,7 +26,6 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer, optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.code.rows import entered
 from tests.laboratory import (
@@ -465,7 +464,7 @@ NORM = functools.partial(nn.Parameter.register_hook, hook=lambda grad: grad / gr
 @pytest.mark.parametrize("hang", [CLIP, NOISE, NORM], ids=["clip", "noise", "norm"])
 def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], object]) -> None:
     source = Source(functools.partial(unmarked, hang), loss_of(JOB), optimizer_source(by_size), "hooked")
-    run = Run(source, Layout("dp=1 microbatch=1"), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    run = run_from(source, "dp=1 microbatch=1", JOB)
     with pytest.raises(ModelError, match=r"a hook on the gradient of head.weight is not linear"):
         run.prepare(next(batches(Tokens(), JOB)).samples([0]))
 
@@ -476,7 +475,7 @@ def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], ob
 def run_of(optimizer: Any, model: Any = Small, loss: Any = None, job: Job = JOB) -> Run:
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     source = Source(model, loss or loss_of(JOB), optimizer_source(optimizer, names), "small")
-    return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    return run_from(source, Layout(), job)
 
 
 def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[float]:
