@@ -316,13 +316,16 @@ def seeded(rank: int) -> Iterator[None]:
 
 
 def reference(model: str, job: Job | None = None) -> Observed:
-    """What one device computes."""
+    """What one device computes, or a device with a whole model for each of the job's replicas."""
     return _reference(model, (job or job_for(model)).model_dump_json())
 
 
 @functools.cache
 def _reference(model: str, job: str) -> Observed:
-    return observe(0, 1, model, "dp=1", Job.model_validate_json(job))
+    parsed = Job.model_validate_json(job)
+    if (replicas := parsed.numerics.replicas) > 1:
+        return on_ranks(f"dp={replicas}", observe, model, parsed)[0]
+    return observe(0, 1, model, "dp=1", parsed)
 
 
 def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") -> None:
@@ -370,7 +373,7 @@ def follow(
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            program = run.replicas.program_behind(run.steps_taken)
+            program = run.held.program_behind(run.steps_taken)
             seen.predicted = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)

@@ -1,12 +1,8 @@
-"""Training code of users (`training_code.py`) gives a plain torch loop's result in every layout, or is refused by name.
-
-What was wrong without a word is proven by taking its guard away: then the layout's losses are others.
-"""
+"""Training code of users (`training_code.py`) gives a plain torch loop's result in every layout, or is refused by name."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,24 +152,18 @@ def _evaluated_on_a_rank(rank: int, world: int) -> None:
 
 
 REPLICAS = JOB.model_copy(update={"numerics": JOB.numerics.model_copy(update={"replicas": 2, "exchange_every": 2})})
-CHANGES: dict[str, Callable[[Run], object]] = {
-    "a.weight": lambda run: run.model.a.weight.data.mul_(0.5),
-    "b.weight": lambda run: run.model.b.requires_grad_(False),
-    "Net": lambda run: run.model.register_forward_hook(lambda module, x, y: 0.5 * y),
-    "group 0 of the optimizer": lambda run: run.updater.optimizer.param_groups[0].update(lr=0.01),  # type: ignore[union-attr]
-}
 
 
 @telling
-def _changed_replica(rank: int, world: int, name: str) -> None:
-    """Take steps of two replicas on one rank or two, with a change between; return the refusal."""
+def _changed_replica(rank: int, world: int) -> None:
+    """Take steps of two replicas, with a change between; return the refusal."""
     source = Source(CASES["step that clips"].made()[0], summed, optimizer_source(sgd), "model")
     run = run_from(source, f"dp={world}", REPLICAS, rank, world)
     for batch in batches(CASES["step that clips"].data(), REPLICAS):
         run.step(batch)
         if batch.step == 1:
             run.evaluate(batch)
-            CHANGES[name](run)
+            run.updater.optimizer.param_groups[0].update(lr=0.01)  # type: ignore[union-attr]
 
 
 def _is_equal(found: list[float] | str, expected: list[float]) -> bool:
@@ -204,16 +194,8 @@ def test_a_part_in_evaluation_on_one_rank_alone_is_named_on_all() -> None:
         assert refusal.startswith("dropout is in evaluation mode on some ranks and in training mode on others"), refusal
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_one_of_several_replicas_of_a_rank_is_refused(name: str) -> None:
-    assert (
-        f"step 3: the loop has changed {name} of run.model, which is the first of the 2 replicas"
-        in _changed_replica(0, 1, name)
-    )
-
-
 def test_a_change_of_every_replica_is_not_refused() -> None:
-    assert pool(2).run(_changed_replica, "group 0 of the optimizer") == ["", ""]
+    assert pool(2).run(_changed_replica) == ["", ""]
 
 
 def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:
