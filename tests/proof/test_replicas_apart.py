@@ -14,7 +14,7 @@ from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
 from samestep.wings.slow_links.local_replicas import LocalReplica
 from tests import traced
-from tests.parity.test_unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
+from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
 CONFIG = {
     "vocab_size": 256,
