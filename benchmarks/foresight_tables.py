@@ -127,7 +127,7 @@ def aims_table(record: dict[str, Any]) -> Table:
                 if found["rows"] >= LEAST_OF_KIND and found[key] is not None:
                     is_near = COVERAGE[0] <= found[key] <= COVERAGE[1]
                     lines.append((f"{KINDS[kind]}, {part}, covered by {by}, %", "75 to 85", found[key], is_near))
-    at_most("this record, processor seconds", record.get("seconds"), 150)
+    at_most("this record, CPU seconds", record.get("seconds"), 150)
     return ("figure", "aim", "is", "reached"), [(*line[:3], "yes" if line[3] else "no") for line in lines]
 
 

@@ -129,7 +129,7 @@ def aims() -> str:
     plans = json.loads((ROWS / "planning.json").read_text(encoding="utf-8"))
     now, before = (sum(row[key] for row in plans.values()) for key in ("now", "before"))
     aim = f"{before:.1f}, as before micro-batches of 64 and 128"
-    lines.append(f"| {len(plans)} plans, processor seconds | {aim} | {now:.1f} | {'yes' if now <= before else 'no'} |")
+    lines.append(f"| {len(plans)} plans, CPU seconds | {aim} | {now:.1f} | {'yes' if now <= before else 'no'} |")
     return "\n".join(lines)
 
 

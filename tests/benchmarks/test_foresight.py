@@ -489,7 +489,7 @@ def test_an_aim_is_reached_or_not(record: dict) -> None:
     assert found["parts of a node, time, covered by sources, %"] == (80.0, "yes")
     assert found["parts of a node, time, covered by rows, %"] == (90.6, "no")
     assert not any(name.startswith(("nodes", "all")) for name in found)
-    assert found["this record, processor seconds"] == (121, "yes")
+    assert found["this record, CPU seconds"] == (121, "yes")
 
 
 def test_intervals_are_monitor_sources_that_had_no_part_in_them() -> None:
