@@ -147,23 +147,23 @@ def _written(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value if one is not None] if isinstance(value, list) else value
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return [without_none(one) for one in value if one is not None] if isinstance(value, list) else value
 
 
 def _harmed_table(
     table: dict[str, Any], folder: Path, name: str, drawn: random.Random
 ) -> tuple[Path, str, tuple[str, ...]]:
     """Write a TOML table with odd bytes or odd values; return its path, what was done, and the keys that are harmed."""
-    sound = tomli_w.dumps(_without_none(table)).encode()
+    sound = tomli_w.dumps(without_none(table)).encode()
     if drawn.random() < 0.4:
         content, what = harmed(sound, drawn)
         return _written(folder, name, content), what, ()
     changed, what = mutated(table, drawn)
     with contextlib.suppress(ValueError, TypeError, AttributeError):
-        sound = tomli_w.dumps(_without_none(changed)).encode("utf-8", "surrogatepass")
+        sound = tomli_w.dumps(without_none(changed)).encode("utf-8", "surrogatepass")
     return _written(folder, name, sound), what, tuple(_keys_in(what))
 
 
@@ -184,7 +184,7 @@ _PROFILE = tomllib.loads((Path(samestep.__file__).parent / "profiles" / "cpu-lap
 def job_file(folder: Path, drawn: random.Random) -> Odd:
     """Draw a job file."""
     path, what, keys = _harmed_table(_JOB, folder, "odd-job.toml", drawn)
-    twin = _written(folder, "job.toml", tomli_w.dumps(_without_none(_JOB)).encode())
+    twin = _written(folder, "job.toml", tomli_w.dumps(without_none(_JOB)).encode())
     return Odd(
         f"{what} in {path.name}",
         lambda: jobs.load(path).to_toml(),
@@ -349,8 +349,13 @@ def stored(folder: Path, drawn: random.Random) -> Odd:
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(sound, made)
     newest = made / "step-000002"
-    kind = drawn.choice(damage.DAMAGES)
-    damage.damaged(newest, kind, drawn)
+    kind = drawn.choice((*damage.DAMAGES, *["mutated"] * 9))
+    if kind == "mutated":
+        manifest, kind = mutated(manifests.read_manifest(newest), drawn)
+        (newest / manifests.NAME).unlink()
+        manifests.write_manifest(newest, manifest)
+    else:
+        damage.damaged(newest, kind, drawn)
 
     def read() -> int:
         checkpoint.load(run, newest)

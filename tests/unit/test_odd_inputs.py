@@ -21,6 +21,13 @@ def test_a_slice_of_the_sweep(tmp_path: Path) -> None:
     assert sum(sums.refused for sums in found.values()) > 10
 
 
+@pytest.mark.parametrize("reader", ["job", "profile", "checkpoint"])
+def test_nearly_every_refusal_of_a_table_names_its_key(reader: str, tmp_path: Path) -> None:
+    sums = odd_inputs.swept(tmp_path, 0, 80, 600.0, [reader], limits=False)[reader]
+    assert sums.is_good, (sums.faults, sums.unnamed)
+    assert sums.refused > 30
+
+
 def test_the_same_number_draws_the_same_input(tmp_path: Path) -> None:
     one, other = (READERS["profile"](tmp_path, random.Random("0 profile 3")).what for _ in range(2))
     assert one == other
