@@ -42,9 +42,9 @@ from samestep.models import weight_files
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
 from tests import damage
+from tests.damage import mutated
 from tests.folders import saved
 from tests.laboratory import job_of, make_run
-from tests.security.test_mutated_files import mutated
 
 HANGS_S = 60.0
 """The seconds after which a reader hangs: the process ends with the stacks of its threads."""
@@ -224,7 +224,7 @@ def _copied(sound: Path, folder: Path) -> Path:
     return made
 
 
-def _built(folder: Path) -> list[str]:
+def built(folder: Path) -> list[str]:
     source = pretrained_source(folder, {}, "causal")
     with torch.device("meta"):
         module = source.build()
@@ -250,7 +250,7 @@ def model_folder(folder: Path, drawn: random.Random) -> Odd:
     name = drawn.choice((weight_files.CONFIG, weight_files.INDEX))
     path = made / name
     what = _harm_json(path, drawn)
-    return Odd(f"{what} in {name}", lambda: _built(made), None, lambda: _built(sound), (made.name, name))
+    return Odd(f"{what} in {name}", lambda: built(made), None, lambda: built(sound), (made.name, name))
 
 
 def weights(folder: Path, drawn: random.Random) -> Odd:
@@ -259,11 +259,15 @@ def weights(folder: Path, drawn: random.Random) -> Odd:
     made = _copied(sound, folder)
     path = drawn.choice(sorted(made.glob("*.safetensors")))
     content = bytearray(path.read_bytes())
-    kind = drawn.choice(("head", "cut", "length", "empty", "missing", "text"))
+    kind = drawn.choice(("head", "mutated", "mutated", "cut", "length", "empty", "missing", "text"))
     size = int.from_bytes(content[:8], "little")
     match kind:
         case "head":
             content[8 + drawn.randrange(size)] ^= 1 << drawn.randrange(8)
+        case "mutated":
+            changed, kind = mutated(json.loads(content[8 : 8 + size]), drawn)
+            text = json.dumps(changed).encode()
+            content = bytearray(len(text).to_bytes(8, "little") + text + content[8 + size :])
         case "cut":
             del content[drawn.randrange(len(content)) :]
         case "length":
@@ -275,7 +279,7 @@ def weights(folder: Path, drawn: random.Random) -> Odd:
     path.unlink()
     if kind != "missing":
         path.write_bytes(content)
-    return Odd(f"{kind} in {path.name}", lambda: _built(made), None, lambda: _built(sound), (made.name, path.name))
+    return Odd(f"{kind} in {path.name}", lambda: built(made), None, lambda: built(sound), (made.name, path.name))
 
 
 @functools.cache
@@ -400,7 +404,7 @@ def _files(kind: str, folder: Path, drawn: random.Random) -> Odd:
     )
 
 
-_OTHERS: dict[str, tuple[str, Callable[[str, Path, random.Random], Odd]]] = {
+JUDGED_BY_THEMSELVES: dict[str, tuple[str, Callable[[str, Path, random.Random], Odd]]] = {
     **dict.fromkeys(("jsonl", "chat", "parquet", "text"), ("tests.damaged_rows", _rows)),
     **dict.fromkeys(("images", "tokens"), ("tests.damaged_data", _files)),
 }
@@ -416,7 +420,7 @@ READERS: dict[str, Reader] = {
     "checkpoint": stored,
     **{
         kind: functools.partial(draw, kind)
-        for kind, (module, draw) in _OTHERS.items()
+        for kind, (module, draw) in JUDGED_BY_THEMSELVES.items()
         if importlib.util.find_spec(module) is not None
     },
 }

@@ -20,8 +20,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import manifests
 from tests import small
+from tests.damage import mutated
 from tests.odd_inputs import without_none
-from tests.security.test_mutated_files import mutated
 
 RAW = [
     b"\xff\xfe", b"a = " + b"[" * 10_000, b"a = 1" + b"0" * 5000, b"\xef\xbb\xbf", b"", b"\0", b"[[a]]\n[a]", b"{" * 100_000,
