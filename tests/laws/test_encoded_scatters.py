@@ -46,7 +46,7 @@ def test_what_is_refused_says_what_works(model: str, layout: str, why: str, work
 
 
 def test_a_rank_makes_one_contribution() -> None:
-    with pytest.raises(LayoutError, match=r"a rank makes one contribution, not 2. Use dp_replicate=4"):
+    with pytest.raises(LayoutError, match=r"each data rank makes one contribution, and .* has 2\. Use dp=4"):
         program_of(MODELS["tied"], job_of(replicas=4), Layout("dp=2 zero=3 accumulate=full"))
 
 

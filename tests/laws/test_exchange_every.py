@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.errors import JobError
+from samestep.errors import JobError, LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
@@ -52,11 +52,22 @@ def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
     assert_bounded(MODELS[what], job(20), layout, load("a100-80x8"))
 
 
-def test_one_device_holds_every_replica() -> None:
-    plain, apart = (at_rest(program_of(MODELS["tiny"], job(every), Layout())) for every in (1, 2))
-    weights = plain.weights
-    assert apart.weights == 4 * weights
-    assert apart.optimizer == 4 * plain.optimizer + 2 * weights
+def test_a_rank_holds_outer_weights_and_their_momentum_too() -> None:
+    plain, apart = (at_rest(program_of(MODELS["tiny"], job(every), Layout("dp=4"))) for every in (1, 2))
+    assert apart.weights == plain.weights
+    assert apart.optimizer == plain.optimizer + 2 * plain.weights
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2", "dp=2 zero=1 microbatch=1", "dp=8", "dp_replicate=2 dp_shard=4 zero=3"]
+)
+@pytest.mark.parametrize(("every", "codec"), [(20, "none"), (20, "int8"), (1, "int8"), (1, "powersgd")])
+def test_another_number_of_data_ranks_is_rejected(layout: str, every: int, codec: str) -> None:
+    numerics = {"replicas": 4, "exchange_every": every, "compression": codec}
+    with pytest.raises(
+        LayoutError, match=r"numerics\.replicas = 4: each data rank makes one contribution, and .*\. Use dp"
+    ):
+        program_of(MODELS["tiny"], Job(train={"global_batch": 16}, numerics=numerics), Layout(layout))
 
 
 @pytest.mark.parametrize("key", ["exchange_parts", "exchange_delay"])

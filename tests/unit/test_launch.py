@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from samestep.building import drawn_rows
 from samestep.errors import JobError, WorkerError
+from samestep.program.ops import StepFlag
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, workers
 from samestep.runtime.processes.join import RankInfo, join, leave
@@ -319,7 +320,7 @@ def _until_stopped(place: RankInfo) -> str:
     stop = torch.zeros(1)
     while not stop.item():
         time.sleep(0.01)
-        stop[0] = float(joining.stop_requested())
+        stop[0] = float(joining.requests()[StepFlag.STOP])
         dist.all_reduce(stop, op=dist.ReduceOp.MIN)  # all of them must have heard it
     return "stopped"
 
@@ -342,11 +343,11 @@ def test_a_stop_signal_asks_every_worker_to_stop() -> None:
     # At once, so that it comes before the workers listen: it must reach them all the same.
     _once_it_is_handled(number, lambda: os.kill(os.getpid(), number))
     assert run_workers(_until_stopped, ranks=2, timeout_s=60) == "stopped"
-    assert not joining.stop_requested()
+    assert not joining.requests()[StepFlag.STOP]
 
 
 def _never_stops(place: RankInfo, heard: Path) -> None:
-    while not joining.stop_requested():
+    while not joining.requests()[StepFlag.STOP]:
         time.sleep(0.01)
     heard.touch()
     time.sleep(600)
@@ -418,7 +419,7 @@ def _join_by_environment(rank: int, world: int, variables: list[dict[str, str]])
     listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     os.kill(os.getpid(), signal.SIGUSR1)
     dist.barrier()
-    heard = joining.save_requested()
+    heard = joining.requests()[StepFlag.SAVE]
     leave()
     return outside, place.rank, place.ranks_per_node, total.item(), heard, {address.ip for address in listening}
 

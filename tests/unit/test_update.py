@@ -585,7 +585,7 @@ def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, 
                 piece.gradient().copy_(gradient[piece.start : piece.stop].view_as(piece.gradient()))
             updater.rates.set(1.0 / (step + 1))
             updater.step(0.5)
-            updater.publish()
+            updater.live.publish()
             store.publish()
         found[name] = [
             (f"{piece.name}/{key}", piece.start, piece.stop, value.detach().clone())
