@@ -3,7 +3,7 @@
 # make costs   run all tests with all turns, on a quiet machine; keep the CPU time of each file, and print the slowest fifty
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the installed interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="..."), or the laws without torch
-# make mutants [SEED=0] [COUNT=40]   small faults drawn in src/: which test finds each? Continues the last call; first `make reach`
+# make mutants [SEED=0] [COUNT=40]   small faults drawn in src/: which test finds each? Continues the last call; first `make reach` (30 minutes)
 # make families   verify every causal family of transformers; FAMILY=NAME verifies one; results are kept and not computed again
 # make crashes [SECONDS=1800] [SEED=0]   damage inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
 # make launchers  train a small default job with each launcher: installs both MPIs and Ray, and prints the skipped ones with the reason
@@ -41,10 +41,12 @@ matrix:
 	$(HERE) -m tests.matrix
 
 reach: $(READY)
-	$(BIN)/python benchmarks/mutants.py reach
+	$(BIN)/pip install -q "coverage>=7.10,<8"
+	rm -rf build/reached
+	$(BIN)/python -m tests.side_by_side $(if $(filter all,$(TURN)),,--turn=$(TURN)) -p benchmarks.reached
 
 mutants: $(READY)
-	$(BIN)/python benchmarks/mutants.py run --seed $(or $(SEED),0) --count $(or $(COUNT),40)
+	$(BIN)/python -m benchmarks.mutants --seed $(or $(SEED),0) --count $(or $(COUNT),40)
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CODECS, CodedPart, Matrix
-from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
 from samestep.wings.slow_links.powersgd import FactoredExchange
 
@@ -45,9 +45,18 @@ def factoring() -> Callable[[], object]:
     """Return what one rank does for a matrix of as many elements."""
     rows = int(NUMEL**0.5)
     matrix = Matrix("weight", 0, rows, NUMEL // rows, 4)
-    made = Contributions(axis="dp_replicate", ranks=1, each=1)
-    exchange = FactoredExchange(CodedPart(matrix.numel, 1, (matrix,)), made, None, torch.empty(0), gathers=True)
-    return functools.partial(exchange.finish, [torch.randn(matrix.numel)])
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    part = CodedPart(matrix.numel, 1, (matrix,))
+    exchange = FactoredExchange(part, dist.group.WORLD, torch.empty(0), gathers=True)
+    gradient = torch.randn(matrix.numel)
+
+    def act() -> None:
+        for _ in range(2):
+            exchange.send([gradient]).wait()
+        exchange.finish([gradient])
+
+    return act
 
 
 def fastest_s(acts: Mapping[tuple[str, ...], Callable[[], object]], rounds: int) -> dict[tuple[str, ...], float]:

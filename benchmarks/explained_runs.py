@@ -153,7 +153,7 @@ def _sent(place: Any, workload: Workload, layout: str) -> dict[str, int]:
         _ = run.step(next(stream)).loss
     with Ledger() as ledger:
         _ = run.step(next(stream)).loss
-    program = run.replicas.program_behind(run.steps_taken)
+    program = run.held.program_behind(run.steps_taken)
     listed = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     assert listed == ledger.rows, f"the program lists {listed}, and torch was asked for {ledger.rows}"
     sizes: Counter[str] = Counter()

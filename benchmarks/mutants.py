@@ -1,12 +1,9 @@
-"""Do the tests notice? Small wrongs are drawn in `src/`, and each runs the test files that reach it: `make mutants [SEED=0] [COUNT=40]`.
-
-    python benchmarks/mutants.py reach [FILE ...]    note which functions each test file enters: once, in about twice its usual time
-    python benchmarks/mutants.py run --seed 0        draw, run what has no outcome yet, and print the table
+"""Do the tests notice? Small wrongs are drawn in `src/`, and each runs the tests that reach it: `make mutants [SEED=0] [COUNT=40]`.
 
 A mutant is one changed expression or statement of one of `OPERATORS`. The draw takes rooms in turn and operators in turn, by a
-seed alone, so nobody picks one. A mutant runs the test files of which a process or a fork enters its function, cheapest first by
-`tests/costs.json`, up to the first failure or `LIMIT_S` of processor time. It lives in a copy of `src/` that stands first on the
-path; the checkout is never changed. Outcomes stand in benchmarks/rows/mutants.json, so a run that is ended goes on where it was.
+seed alone, so nobody picks one. A mutant runs the tests that reach its line (`make reach`, `benchmarks/reached.py`), those of the cheapest
+files by `tests/costs.json` first, up to the first failure or `LIMIT_S` of processor time. It lives in a copy of `src/` that stands first on
+the path; the checkout is never changed. Outcomes stand in benchmarks/rows/mutants.json, so a run that is ended goes on where it was.
 Where a mutant changes no result, write the reason under its `equivalent` there: it is struck out.
 """
 
@@ -26,17 +23,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import reached
+
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "rows" / "mutants.json"
-REACHED = ROOT / "build" / "reached"
 LIMIT_S = 150.0
 """Seconds of processor time after which a mutant that no test has failed on counts as missed."""
 HANGS_S = 900.0
-"""Seconds after which a test file is ended; a mutant that lets ranks wait for each other fails by the tests' own limits before."""
+"""Seconds after which the tests of a file are ended; a mutant that lets ranks wait for each other fails by the tests' own limits before."""
 GROUPS = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 _REDUCES = re.compile(r"reduce|gather|broadcast|exchange|sum_over|agree")
 _HOOKS = re.compile(r"hook|watch|note|observe|register")
@@ -234,55 +232,26 @@ def drawn(seed: int, count: int, root: Path = ROOT) -> list[Site]:
     return chosen
 
 
-# -- which test file reaches what ------------------------------------------------------------------
+# -- running one ----------------------------------------------------------------------------------
 
 
-def reach(files: list[str], root: Path = ROOT) -> None:
-    """Note for each test file the functions of samestep that its processes and their forks enter."""
-    REACHED.mkdir(parents=True, exist_ok=True)
-    for file in files or sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")):
-        with tempfile.NamedTemporaryFile("r", suffix=".reached") as noted:
-            environ = {**os.environ, "SAMESTEP_REACHED": noted.name, "PYTHONPATH": f"{root / 'src'}:{root}"}
-            subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants", file],
-                cwd=root, env=environ, capture_output=True, check=False,
-            )  # fmt: skip
-            functions = sorted(set(noted.read().splitlines()))
-        (REACHED / file.replace("/", "-")).with_suffix(".txt").write_text("\n".join([file, *functions]) + "\n")
-        print(f"{file} enters {len(functions)} functions", flush=True)
-
-
-def pytest_configure() -> None:
-    """Note functions from now on, in this process and in what it forks, as a plugin of pytest."""
-    below, seen = f"{ROOT / 'src' / 'samestep'}/", set[Any]()
-    target = os.open(os.environ["SAMESTEP_REACHED"], os.O_WRONLY | os.O_APPEND)
-
-    def entered(frame: Any, event: str, value: Any) -> None:
-        code = frame.f_code
-        if code not in seen:
-            seen.add(code)
-            if code.co_filename.startswith(below):
-                os.write(target, f"{code.co_filename.removeprefix(below)}::{code.co_qualname}\n".encode())
-
-    sys.settrace(entered)  # it returns nothing, so that no line is traced
-
-
-def test_files_of(site: Site) -> list[str]:
-    """Return the test files that reach a site, cheapest first; those of which nothing is noted are left out."""
+def by_files(rows: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the rows of each test file, the cheapest file first, by its usual seconds of a test."""
     costs = json.loads((ROOT / "tests" / "costs.json").read_text(encoding="utf-8"))
-    word, files = f"{site.file}::{site.function}", []
-    for path in REACHED.glob("*.txt"):
-        file, *functions = path.read_text(encoding="utf-8").splitlines()
-        if word in functions:
-            files.append(file)
-    return sorted(files, key=lambda file: costs.get(file, {}).get("processor_s", 1.0))
+    of_files: dict[str, list[str]] = {}
+    for row in sorted(rows):
+        of_files.setdefault(row.partition("::")[0], []).append(row)
+
+    def seconds(file: str) -> float:
+        cost = costs.get(file, {"processor_s": 1.0, "tests": 1})
+        return float(cost["processor_s"]) / max(1, cost["tests"])
+
+    return sorted(of_files.items(), key=lambda item: seconds(item[0]))
 
 
-# -- running one -----------------------------------------------------------------------------------
-
-
-def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return what came of a mutant: the first test that failed, or how long none did."""
+def outcome(site: Site, rows: Iterable[str], root: Path = ROOT, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """Return what came of a mutant: the first of the rows that failed, or how long none did."""
+    files = by_files(rows)
     with tempfile.TemporaryDirectory(prefix="samestep-mutant-") as folder:
         source = Path(folder, "src")
         shutil.copytree(root / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -298,28 +267,28 @@ def outcome(site: Site, files: list[str], root: Path = ROOT, limit_s: float = LI
             "reached_by": len(files),
         }
         begin_s = _used_s()
-        for file in files:
+        for _, of_file in files:
             if (used_s := _used_s() - begin_s) >= limit_s:
                 break
             row["files"] += 1
-            if (failed := _first_failure(file, source, root)) != "":
+            if (failed := _first_failure(of_file, source, root)) != "":
                 row["killed_by"] = failed
                 break
         used_s = _used_s() - begin_s
     return {**row, "processor_s": round(used_s, 1)}
 
 
-def _first_failure(file: str, source: Path, root: Path) -> str:
+def _first_failure(rows: list[str], source: Path, root: Path) -> str:
     environ = {**os.environ, "PYTHONPATH": f"{source}:{root}", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *rows]
     try:
         done = subprocess.run(
             command, cwd=root, env=environ, capture_output=True, text=True, timeout=HANGS_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"{file}: no end"
+        return f"{rows[0]}: no end"
     named = re.search(r"^(?:FAILED|ERROR) (.+?)(?:, after \d+ s| - .*)?$", done.stdout, re.MULTILINE)
-    return "" if done.returncode in (0, 5) else named[1] if named else f"{file}: exit status {done.returncode}"
+    return "" if done.returncode in (0, 5) else named[1] if named else f"{rows[0]}: exit status {done.returncode}"
 
 
 def _used_s() -> float:
@@ -328,14 +297,15 @@ def _used_s() -> float:
 
 
 def run(seed: int, count: int) -> None:
-    """Run the drawn mutants that have no outcome yet and that a test file is known to reach, and print all."""
+    """Run the drawn mutants that have no outcome yet, and print all."""
     known = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
-    for site in drawn(seed, count):
-        if site.name not in known and (files := test_files_of(site)):
-            known[site.name] = {"seed": seed, **outcome(site, files), "equivalent": ""}
+    sites = drawn(seed, count)
+    rows = reached.rows_of((site.file, site.line) for site in sites)
+    for site in sites:
+        if site.name not in known:
+            known[site.name] = {"seed": seed, **outcome(site, rows[site.file, site.line]), "equivalent": ""}
             ROWS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        word = "no test file that was noted reaches it" if site.name not in known else known[site.name]["killed_by"]
-        print(f"{site.name}: {word or 'MISSED'}", flush=True)
+        print(f"{site.name}: {known[site.name]['killed_by'] or 'MISSED'}", flush=True)
     print(table(known))
 
 
@@ -352,16 +322,12 @@ def table(known: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("reach").add_argument("files", nargs="*")
-    runs = verbs.add_parser("run")
-    runs.add_argument("--seed", type=int, default=0)
-    runs.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=40)
     words = parser.parse_args()
-    if words.verb == "reach":
-        reach(words.files)
-    else:
-        run(words.seed, words.count)
+    if not any(reached.FOLDER.glob("*.txt")):
+        parser.error("no test is known to reach a line: first `make reach`")
+    run(words.seed, words.count)
     return 0
 
 

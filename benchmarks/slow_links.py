@@ -155,7 +155,7 @@ def _recorded(run: Any, batch: Any) -> float:
 
     with Ledger() as ledger:
         _ = run.step(batch).loss
-    program = run.replicas.program_behind(run.steps_taken)
+    program = run.held.program_behind(run.steps_taken)
     listed = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     if run.place.world_size == 1:
         return 0.0

@@ -200,17 +200,6 @@ def trace_ahead() -> None:
             source_of(model, Layout(layout), job_for(model))
 
 
-@contextlib.contextmanager
-def entered_and_traced(models: dict[str, Callable[[], nn.Module]]) -> Iterator[None]:
-    """Enter models into `MODELS` for a while, and trace all before the first pool of ranks is forked, which inherits them."""
-    MODELS.update(models)
-    for name in models:
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in models:
-        del MODELS[name]
-
-
 def make_run(
     rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: Callable[[], Any] | None = None
 ) -> Run:
@@ -224,6 +213,15 @@ def run_from(source: Source, layout: str | Layout, job: Job, rank: int = 0, worl
     """Return a run of a source on a rank of one host."""
     where = Layout(layout) if isinstance(layout, str) else layout
     return Run(source, where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+
+
+def traced_run(
+    key: Any, source: Source, data: Any, layout: str, job: Job, rank: int, world: int, *, for_any: bool = False
+) -> Run:
+    """Return a run of a source that is traced on a sample, once for all ranks that are forked later (`traced.prepared`)."""
+    example = next(batches(data, job)).samples([0])
+    prepared = traced.prepared(key, source, job, example, Layout(layout), for_any=for_any)
+    return run_from(replace(source, prepared=prepared), layout, job, rank, world)
 
 
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
@@ -318,13 +316,16 @@ def seeded(rank: int) -> Iterator[None]:
 
 
 def reference(model: str, job: Job | None = None) -> Observed:
-    """What one device computes."""
+    """What one device computes, or a device with a whole model for each of the job's replicas."""
     return _reference(model, (job or job_for(model)).model_dump_json())
 
 
 @functools.cache
 def _reference(model: str, job: str) -> Observed:
-    return observe(0, 1, model, "dp=1", Job.model_validate_json(job))
+    parsed = Job.model_validate_json(job)
+    if (replicas := parsed.numerics.replicas) > 1:
+        return on_ranks(f"dp={replicas}", observe, model, parsed)[0]
+    return observe(0, 1, model, "dp=1", parsed)
 
 
 def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") -> None:
@@ -372,7 +373,7 @@ def follow(
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            program = run.replicas.program_behind(run.steps_taken)
+            program = run.held.program_behind(run.steps_taken)
             seen.predicted = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)

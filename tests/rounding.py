@@ -33,7 +33,7 @@ def nudged(run: Run, dataset: Dataset, job: Job, draw: int) -> Observed:
         for piece in run.updater.pieces:
             signs = torch.randint(0, 2, piece.value.shape, generator=generator) * 2 - 1
             piece.set_master(piece.master() * (1 + signs * EPS[job.numerics.precision] / 2))
-    run.updater.publish()
+    run.updater.live.publish()
     return follow(run, dataset, job)
 
 

@@ -38,7 +38,6 @@ from samestep.runtime import assembly
 from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.tracing.trace import samples_traced, trace_whole_batch
 from samestep.training import workload
-from samestep.wings.slow_links import local_replicas
 
 _KNOWN: dict[Hashable, TracedModel] = {}
 _asked: set[Hashable] = set()
@@ -126,7 +125,7 @@ def alike_once() -> Iterator[None]:
                         stored.write_bytes(_written(prepared))
                 return prepared
 
-        for room in (assembly, recorded_flows, local_replicas):
+        for room in (assembly, recorded_flows):
             patch.setattr(room, "examine", once)
         yield
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from samestep.job_keys import JobKeys
 
 
+_ONE_MODEL = {"compression": "none", "replicas": 1, "exchange_every": 1}
+OF_SEVERAL = tuple(f"numerics.{key}" for key in _ONE_MODEL)
+"""Keys that say how several ranks train, and nothing about the model that they have trained."""
+
+
 class Job(Table):
     """One whole training run: the tables of a job file."""
 
@@ -86,6 +91,11 @@ class Job(Table):
     def judge(self) -> str | None:
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
         return self.train.monitor or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
+
+    @property
+    def of_one_model(self) -> Job:
+        """The job without `numerics.replicas`, as one rank evaluates what several have trained."""
+        return self.model_copy(update={"numerics": self.numerics.model_copy(update=_ONE_MODEL)})
 
     def with_modules(self, *, stages: Sequence[str] | None = None, offload: Sequence[str] | None = None) -> Job:
         """Return the job with other names of modules in these keys of its model; None leaves a key as it is.

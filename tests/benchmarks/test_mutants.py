@@ -89,9 +89,9 @@ def test_the_first_test_that_notices_a_mutant_is_named(tmp_path: Path) -> None:
         "from samestep.sums import total\ndef test_sum():\n    assert total(1, 2) == 3\n"
     )
     (site,) = (place for place in mutants.sites(text, "sums.py") if place.operator == "sign")
-    missed = mutants.outcome(site, ["tests/test_blind.py"], tmp_path)
-    killed = mutants.outcome(site, ["tests/test_blind.py", "tests/test_sharp.py"], tmp_path)
-    late = mutants.outcome(site, ["tests/test_sharp.py"], tmp_path, limit_s=0.0)
+    missed = mutants.outcome(site, ["tests/test_blind.py::test_nothing"], tmp_path)
+    killed = mutants.outcome(site, ["tests/test_blind.py::test_nothing", "tests/test_sharp.py::test_sum"], tmp_path)
+    late = mutants.outcome(site, ["tests/test_sharp.py::test_sum"], tmp_path, limit_s=0.0)
     assert (missed["killed_by"], missed["files"]) == ("", 1)
     assert killed["killed_by"] == "tests/test_sharp.py::test_sum"
     assert (killed["before"], killed["after"]) == ("a + b", "a - b")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.errors import JobError
+from samestep.errors import JobError, LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest
 from samestep.program.ops import OpKind
-from samestep.program.step import StepSpec
 from samestep.strategies import program_of
-from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.step_time import Bounds
 from samestep.wings.plan.simulation.simulate import predict
-from tests.laws.test_search import MODELS
+from tests.laws.models import MODELS, assert_bounded
 
 LAYOUTS = ["dp=4", "dp_replicate=4 dp_shard=2 zero=1", "dp_replicate=4 dp_shard=2 zero=3", "dp=4 pp=2 microbatch=1"]
 
@@ -52,17 +49,25 @@ def test_a_step_takes_its_share_of_an_exchange(layout: str) -> None:
 @pytest.mark.parametrize("what", ["tiny", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
-    hardware, mine = load("a100-80x8"), job(20)
-    step = StepSpec.of(MODELS[what], mine, Layout(layout), hardware.devices_per_node)
-    bounds, played = Bounds(Prices(MODELS[what], mine, hardware)), predict(MODELS[what], mine, step.layout, hardware)
-    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+    assert_bounded(MODELS[what], job(20), layout, load("a100-80x8"))
 
 
-def test_one_device_holds_every_replica() -> None:
-    plain, apart = (at_rest(program_of(MODELS["tiny"], job(every), Layout())) for every in (1, 2))
-    weights = plain.weights
-    assert apart.weights == 4 * weights
-    assert apart.optimizer == 4 * plain.optimizer + 2 * weights
+def test_a_rank_holds_outer_weights_and_their_momentum_too() -> None:
+    plain, apart = (at_rest(program_of(MODELS["tiny"], job(every), Layout("dp=4"))) for every in (1, 2))
+    assert apart.weights == plain.weights
+    assert apart.optimizer == plain.optimizer + 2 * plain.weights
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2", "dp=2 zero=1 microbatch=1", "dp=8", "dp_replicate=2 dp_shard=4 zero=3"]
+)
+@pytest.mark.parametrize(("every", "codec"), [(20, "none"), (20, "int8"), (1, "int8"), (1, "powersgd")])
+def test_another_number_of_data_ranks_is_rejected(layout: str, every: int, codec: str) -> None:
+    numerics = {"replicas": 4, "exchange_every": every, "compression": codec}
+    with pytest.raises(
+        LayoutError, match=r"numerics\.replicas = 4: each data rank makes one contribution, and .*\. Use dp"
+    ):
+        program_of(MODELS["tiny"], Job(train={"global_batch": 16}, numerics=numerics), Layout(layout))
 
 
 @pytest.mark.parametrize("key", ["exchange_parts", "exchange_delay"])

@@ -116,8 +116,8 @@ def goes_on(
 
 
 def lost(run: Run) -> list[HeldTensor]:
-    """Return what codes have lost of gradients on a rank that holds all of it; none on a rank of several."""
-    if run.layout.world_size > 1:
+    """Return what codes have lost of gradients on ranks with whole weights, which make one contribution each; nothing on others."""
+    if str(run.layout) != f"dp={run.job.numerics.replicas}":
         return []
     store = run.assembly.weights.store
     return [
@@ -167,10 +167,11 @@ def take(seed: int, folder: Path) -> str:
     try:
         job = job_drawn(draw)
         source_of(model, Layout(), job, dataset)
-        expected, held_by_one = goes_on(0, 1, model, "dp=1", job, dataset, None, STEPS)
+        alone = f"dp={job.numerics.replicas}"
+        known = on_ranks(alone, goes_on, model, job, dataset, None, STEPS)
     except InputError:
         return ""
-    path = [legal(model, dataset, job, draw), legal(model, dataset, job, draw), "dp=1"]
+    path = [legal(model, dataset, job, draw), legal(model, dataset, job, draw), alone]
     text = f"seed {seed}, {model} on {dataset.__name__}: {job.numerics.model_dump(exclude_defaults=True)} {job.optimizer.name}: {path}"
     if None in path:
         return ""
@@ -180,8 +181,8 @@ def take(seed: int, folder: Path) -> str:
         ranks = on_ranks(str(layout), goes_on, model, job, dataset, str(folder), number * EACH)
         found += ranks[0][0]
         whole = whole_of([part for rank in ranks for part in rank[1]])
-    wanted = whole_of(held_by_one)
-    for one, other in zip(found, expected, strict=True):
+    wanted = whole_of([part for rank in known for part in rank[1]])
+    for one, other in zip(found, known[0][0], strict=True):
         assert one == pytest.approx(other, rel=LIMIT), text
     assert whole.keys() == wanted.keys(), text
     for name, tensor in whole.items():

@@ -12,7 +12,7 @@ from samestep.building.loss import mse
 from samestep.job import Job
 from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
-from samestep.wings.slow_links.local_replicas import LocalReplicas
+from samestep.wings.slow_links.local_replicas import LocalReplica
 from tests import traced
 from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
@@ -53,9 +53,12 @@ def job(codec: str, **exchanges: float) -> Job:
     )
 
 
-@pytest.mark.parametrize(("layout", "codec"), [("dp_replicate=2 dp_shard=2 zero=3", "int8"), ("dp=2", "powersgd")])
-def test_a_layout_is_proven(layout: str, codec: str) -> None:
-    verdict = verify(job(codec), layout=layout, precision="float64")
+@pytest.mark.parametrize(
+    ("layout", "codec", "every"),
+    [("dp_replicate=2 dp_shard=2 zero=3", "int8", 2), ("dp=2", "powersgd", 2), ("dp=2 zero=1", "powersgd", 1)],
+)
+def test_a_layout_is_proven(layout: str, codec: str, every: int) -> None:
+    verdict = verify(job(codec, exchange_every=every), layout=layout, precision="float64")
     assert verdict.proven, verdict.to_text()
     assert "plain torch" in {check.what for check in verdict.checks}
 
@@ -76,27 +79,27 @@ def test_outputs_without_a_row_for_each_sample_are_those_of_their_replica(model:
 
 def test_an_outer_step_that_is_not_the_paper_s_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device and the layout err alike, so that only the plain loop tells."""
-    whole = LocalReplicas.exchange
+    whole = LocalReplica.exchange
 
-    def without_momentum(self: LocalReplicas, step: int) -> None:
+    def without_momentum(self: LocalReplica, step: int) -> None:
         torch._foreach_zero_(self.momentum)
         whole(self, step)
 
-    monkeypatch.setattr(LocalReplicas, "exchange", without_momentum)
+    monkeypatch.setattr(LocalReplica, "exchange", without_momentum)
     verdict = verify(job("none"), layout="dp=2", precision="float64")
     assert verdict.cause is Cause.PLAIN, verdict.to_text()
     assert "step 3" in verdict.explanation
 
 
 def test_replicas_that_go_on_from_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = LocalReplicas.exchange
+    whole = LocalReplica.exchange
 
-    def off(self: LocalReplicas, step: int) -> None:
+    def off(self: LocalReplica, step: int) -> None:
         whole(self, step)
-        if len(self.assemblies) == 1 and self.first == 1 and self.has_exchanged:
+        if self.place.world_size == 4 and self.index == 1 and self.has_exchanged:
             self.pieces[0].value.data *= 1.001
 
-    monkeypatch.setattr(LocalReplicas, "exchange", off)
-    verdict = verify(job("none"), layout="dp=2", precision="float64")
+    monkeypatch.setattr(LocalReplica, "exchange", off)
+    verdict = verify(job("none"), layout="dp=2 tp=2", precision="float64")
     assert verdict.cause is Cause.REPLICAS, verdict.to_text()
     assert "of replica 1" in verdict.explanation

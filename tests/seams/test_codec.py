@@ -107,5 +107,5 @@ def test_a_store_asks_for_no_codec_and_no_replica(store: str) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     asked |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    rare = {"codec", "sharing", "codec_backend", "contributions", "scatters_codes", "trains_apart", "replicas_each"}
+    rare = {"codec", "sharing", "codec_backend", "contributions", "scatters_codes", "trains_apart", "num_apart"}
     assert not asked & {*rare, "exchange_every", "samestep.runtime.codecs.exchange", "samestep.program.codecs"}

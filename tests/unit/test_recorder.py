@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from samestep.datasets import batches
 from samestep.errors import InputError, RecordError
 from samestep.job import Job
-from samestep.program.ops import UPDATE_BODY, Task
+from samestep.program.ops import UPDATE_BODY, StepFlag, Task
 from samestep.program.recorded import RankRecord, RecordedStep, parse_steps, path_of, read_record
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes import join
@@ -305,7 +305,7 @@ def recorded_by_signal(rank: int, world: int, model: str, layout: str, job: Job,
         remarks += run.step(batch).remarks
     run.recorder.close()
     join.restore_signals(before)
-    assert not join.record_requested()
+    assert not join.requests()[StepFlag.RECORD]
     (line,) = [one for one in remarks if "recorded" in one]
     assert line.startswith("steps 4 to 9 are recorded into ")
 

@@ -137,8 +137,8 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
-    """Return the sum of a loss with a graph for a backward; a constant sum, of a part without labels, adds no gradient.
+def with_graph(total: Tensor, result: LossResult, outputs: Any) -> Tensor:
+    """Return a sum of the result of a loss with a graph for a backward; a constant sum, of a part without labels, adds no gradient.
 
     Raises:
         JobError: the sum does not depend on the outputs, though it counts something.
@@ -153,7 +153,7 @@ def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
             "no output of the model depends on a parameter that takes a gradient, so nothing is trained. Use "
             "requires_grad_(True) on one that the forward uses",
         )
-    if float(count):
+    if float(result.counted):
         raise JobError(
             "nothing-to-train",
             "the sum that the loss returned has no gradient, so nothing is trained. Use a loss without .detach(), .item(), "
@@ -180,7 +180,8 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
         JobError: the shapes do not fit, or fit in two ways, or outputs or batch lack logits or labels.
         DataError: a label is no class.
     """
-    logits, labels = prediction_of(outputs), class_numbers(target_of(batch), prediction_of(outputs))
+    logits = prediction_of(outputs)
+    labels = class_numbers(target_of(batch), logits)
     shape, second = logits.shape, logits.shape[:1] + logits.shape[2:]
     if shape[:-1] == labels.shape == second and len(shape) > 2 and not hasattr(outputs, "logits"):
         raise JobError(

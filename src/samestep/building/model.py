@@ -197,7 +197,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False, is_watche
         with watch:
             outputs = call_model(model, batch, plainly=plainly, is_watched=True)
         return watch.marked(outputs)
-    if _takes_batch(model):
+    if _takes_batch(model, inner):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
     accepted, loss_within = _accepted_arguments(type(inner).forward), vars(inner).get(_LOSS_WITHIN, _OUTSIDE)
@@ -225,9 +225,9 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False, is_watche
     return model(batch)
 
 
-def _takes_batch(model: nn.Module) -> bool:
-    """Return whether a user's forward is put around a model, or around the one that it wraps (`several_models.py`)."""
-    return any(getattr(type(module), "takes_batch", False) for module in (model, unwrap(model)))
+def _takes_batch(model: nn.Module, inner: nn.Module) -> bool:
+    """Return whether a user's forward is put around a model, or around the `inner` one that it wraps (`several_models.py`)."""
+    return any(getattr(type(module), "takes_batch", False) for module in (model, inner))
 
 
 class ForwardWatch(Protocol):
@@ -291,9 +291,10 @@ def give_labels(module: nn.Module) -> None:
 def why_unfit(model: nn.Module, batch: Any) -> str:
     """Return why a forward fails on a batch: it needs labels, or names none of its keys; empty if it names one, or
     none at all."""
-    if _takes_batch(model):
+    inner = unwrap(model)
+    if _takes_batch(model, inner):
         return ""
-    names = _accepted_arguments(type(unwrap(model)).forward).names
+    names = _accepted_arguments(type(inner).forward).names
     if (
         isinstance(batch, Mapping)
         and "labels" in batch

@@ -110,8 +110,12 @@ class _FindsDocuments:
     def __call__(self, positions: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self.asked)(positions) if self.are_given else None
-        # traces see the same each time
-        is_one_row = positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
+        is_one_row = (
+            False  # which transformers built for any number of samples [samples, tokens]; traces see the same each time
+        )
+        if positions.dim() == 2 and not positions.is_meta:
+            base = positions._base
+            is_one_row = positions.stride(0) == 0 if len(positions) > 1 else base is not None and base.dim() == 1
         if is_one_row and positions.shape in self.unpacked:
             return None
         documents = self.asked(positions)
@@ -120,13 +124,6 @@ class _FindsDocuments:
         if is_one_row and documents is None:
             self.unpacked.add(positions.shape)
         return documents
-
-
-def _is_for_all(positions: Tensor) -> bool:
-    """Return whether positions [samples, tokens] are one row that transformers built for any number of samples."""
-    if len(positions) > 1:
-        return positions.stride(0) == 0
-    return positions._base is not None and positions._base.dim() == 1
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from samestep.building.owned_model import OwnedModel
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.plan_search import ProvenPlan
-from samestep.examination.traced_forward import BuiltModel, Placing, TracedForward, record_masks, trace_forward
+from samestep.examination.traced_forward import BuiltModel, MaskRecorder, Placing, TracedForward, trace_forward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence import kept_state, samples, sequence_proof, token_slices
 from samestep.job import Job
@@ -146,7 +146,7 @@ def _examine_further(
 
     @contextmanager
     def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
-        with record_masks(module, samples.NUM_SAMPLES, Placing(rows_of, place, drawn)) as recorder:
+        with MaskRecorder(module, samples.NUM_SAMPLES, Placing(rows_of, place, drawn)) as recorder:
             yield
         placed[:] = placed or recorder.masks  # of the first forward: further ones ask what code does with other answers
 

@@ -193,7 +193,7 @@ def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, state: s
         observe(refused_reads(built.blueprint))
         plan = planned or tensor_plan.Cuts()
         recorder = None if planned is None else Recorder(plan.styles, plan.looking)
-        masks = observe(record_masks(module, built.num_samples))
+        masks = observe(MaskRecorder(module, built.num_samples))
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, events.places))
         checkpointed = observe(record_checkpointed(module))
         spec = built.trace(plan.styles, recorder, keeps_all=bool(plan.looking), events=events)
@@ -222,7 +222,7 @@ def _on_one_device(arguments: Any) -> Any:
 class MaskRecorder(DropoutMode):
     """A mode that records the shape of each draw, and leaves the forward unchanged."""
 
-    def __init__(self, model: nn.Module, num_samples: int, placing: Placing | None) -> None:
+    def __init__(self, model: nn.Module, num_samples: int, placing: Placing | None = None) -> None:
         track_modules(model)
         super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
         self.masks: list[MaskSpec] = []
@@ -313,14 +313,6 @@ class Placing:
     place: Place
     fewer: MaskRecorder
     """The draws of a forward of fewer samples."""
-
-
-@contextmanager
-def record_masks(model: nn.Module, num_samples: int = 1, placing: Placing | None = None) -> Iterator[MaskRecorder]:
-    """Record every mask and tensor of random numbers that a forward of `num_samples` samples draws inside."""
-    mode = MaskRecorder(model, num_samples, placing)
-    with mode:
-        yield mode
 
 
 @contextmanager

@@ -146,14 +146,11 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     the weight's group has no optimizer of its own.
     """
     step = program.step
-    each = step.replicas_each
-    weights, gradients = (
-        each * weight_bytes for weight_bytes in (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
-    )
-    on_host = each * host_bytes(step, program.units, program.host_modules)
+    weights, gradients = (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
+    on_host = host_bytes(step, program.units, program.host_modules)
     gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
-    states = each * (copies + _state_bytes(program, states_per_param, rank))
+    states = copies + _state_bytes(program, states_per_param, rank)
     if step.sharing.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
         states += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
     optimizer, host = (0, states) if step.layout.offload else (states, 0)
@@ -192,7 +189,6 @@ def _coded_bytes(program: Program) -> int:
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
         if step.sharing.codec == PLAIN:
-            size += master * numel * (contributions.each > 1)
             continue
         if CODECS[step.sharing.codec].factors:
             for part in parts:
@@ -200,9 +196,7 @@ def _coded_bytes(program: Program) -> int:
                 size += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
             continue
         codes.append(contributions.code_bytes(coded_bytes(step.sharing.codec, parts), gathers=gathers))
-        size += (
-            master * (contributions.each * numel + numel // contributions.ranks) * CODECS[step.sharing.codec].feeds_back
-        )
+        size += master * (numel + numel // contributions.ranks) * CODECS[step.sharing.codec].feeds_back
     if step.scatters_codes:  # a unit behind the other, in one buffer
         return size + max(codes, default=0)
     size += sum(codes)
@@ -370,7 +364,7 @@ def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0
     """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
     step = program.step
     values = sum(piece.numel for piece in _updated_pieces(program, rank)) * BYTES_OF[step.master_dtype]
-    return values + step.replicas_each * _state_bytes(program, states_per_param, rank)
+    return values + _state_bytes(program, states_per_param, rank)
 
 
 def arriving_bytes(program: Program) -> dict[str, int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -305,9 +305,10 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
         written.append(op)
         done = op if op.kind is kind else done
         is_of_experts = following is not None and following.kind is OpKind.ALL_TO_ALL and following.codec is None
-        if done is None or is_of_experts:
+        if done is None or done.layer is None or is_of_experts:
             continue
-        while waiting and _is_filled_by(waiting[0], layer_of, done):
+        # As long as this layer's backward leaves the last gradient of the next bucket.
+        while waiting and min(layer_of[member.name] for member in waiting[0].members) >= done.layer:
             first = reduction(waiting.pop(0))[:1]
             if sent is not None:
                 behind_sends.extend(part.but(after=(*part.after, *sent.after)) for part in first)
@@ -334,11 +335,6 @@ def finish_reductions(
             yield part.but(after=(*part.after, previous.name))
 
 
-def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
-    """Return whether a layer's backward leaves the last gradient of a bucket."""
-    return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer
-
-
 def coded_reductions(
     step: StepSpec, contributions: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
 ) -> Iterator[Op]:
@@ -351,8 +347,6 @@ def coded_reductions(
         yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
     for axis in (*contributions.inside, *holding.tied_over, *holding.partial_over):
         yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if contributions.ranks > 1 and not step.sharing.trains_apart:
+    if not step.sharing.trains_apart:
         gathers, dtype = bucket.gathers_codes(contributions), step.master_dtype
-        yield from exchange(
-            bucket.name, bucket.codec, contributions.axis, (part,), contributions.each, dtype, gathers=gathers
-        )
+        yield from exchange(bucket.name, bucket.codec, contributions.axis, (part,), dtype, gathers=gathers)

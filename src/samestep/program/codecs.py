@@ -112,13 +112,13 @@ def coded_bytes(codec: str, parts: Sequence[CodedPart]) -> int:
 
 
 def exchange(
-    owner: str, codec: str, axis: str, parts: Sequence[CodedPart], each: int, dtype: str, *, gathers: bool
+    owner: str, codec: str, axis: str, parts: Sequence[CodedPart], dtype: str, *, gathers: bool
 ) -> Iterator[Op]:
-    """Yield the collectives that sum what the ranks of an axis have encoded, `each` of them so many contributions.
+    """Yield the collectives that sum what the ranks of an axis have encoded.
 
     Every rank sums its part of the buffers, of all contributions, and encodes the sum, which all ranks gather. Buffers that
-    are sent as they are, in `dtype`, are added up by each rank first, and then by one all_reduce. Of factors the second one
-    is made from the sum of the first, so that there are two.
+    are sent as they are, in `dtype`, are summed by one all_reduce. Of factors the second one is made from the sum of the
+    first, so that there are two.
     """
     if codec == PLAIN:
         plain = Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=axis, dtype=dtype, codec=PLAIN)
@@ -131,7 +131,7 @@ def exchange(
         yield from (factor.sized(numel).but(flops=work) for numel, work in zip(numels, flops, strict=True) if numel)
         return
     size = coded_bytes(codec, parts)
-    sent = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=axis, dtype="uint8", size_bytes=each * size, codec=codec)
+    sent = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=axis, dtype="uint8", size_bytes=size, codec=codec)
     yield sent
     if gathers:
         yield sent.but(kind=OpKind.ALL_GATHER, size_bytes=size)

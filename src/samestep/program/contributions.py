@@ -5,12 +5,12 @@ encoded with what its code lost in the step before, and the R codes are added up
 
     D = Q(s + sum_r Q(G_r + e_r))        e_r, s: what Q has lost in the step before (Tang et al. 2019, arXiv:1905.05957)
 
-So the job alone says what is computed. A layout says where: the R contributions are those of the ranks of one data axis,
-or of fewer ranks, each of which makes several, one after the other.
+So the job alone says what is computed. A layout says where: the R contributions are those of the R ranks of its outermost data axis. A
+layout with another number of them is rejected.
 
-    R = 4    dp=4                          dp=2                            dp_replicate=4 dp_shard=2
-    rank 0   samples of G_0                G_0, G_1                        half of G_0, summed with rank 1
-    rank 1             G_1                 G_2, G_3                        half of G_0
+    R = 4    dp=4                          dp_replicate=4 dp_shard=2
+    rank 0   samples of G_0                half of G_0, summed with rank 1
+    rank 1             G_1                 half of G_0
 
 With `numerics.exchange_every = H` the R parts are replicas that are trained independently: G_r is the move of replica r's weights
 in H steps of its optimizer, and D moves the weights with which all replicas then continue. They exchange after every H-th step, and
@@ -35,31 +35,29 @@ from samestep.program.update_rules import block_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributions:
-    """The contributions to a step: how many each rank makes, and over which ranks they are summed."""
+    """The contributions to a step, and the ranks over which they are summed."""
 
     axis: str
     """Data axis over whose ranks codes are sent."""
     ranks: int
-    each: int
-    """Contributions that a rank makes one after the other."""
+    """Ranks of that axis; each makes one contribution, with the ranks of the other axes."""
     inside: tuple[str, ...] = ()
     """Axes within a contribution, over which whole gradients are summed in full before they are encoded."""
 
     def code_bytes(self, size_bytes: int, *, gathers: bool) -> int:
         """Return the bytes of codes on a rank that sends, receives and sums contributions of so many bytes each as they are sent;
         of all sums if it `gathers` them, or else of its own part."""
-        sent = self.each * size_bytes
-        return sent + (sent if self.ranks > 1 else 0) + size_bytes // (1 if gathers else self.ranks)
+        return 2 * size_bytes + size_bytes // (1 if gathers else self.ranks)
 
     @classmethod
-    def of(cls, layout: Layout, zero: int, replicas: int) -> Contributions:
+    def of(cls, layout: Layout, zero: int) -> Contributions:
         """Return the axis whose ranks hold the contributions of a layout of ZeRO stage `zero`: its outermost data axis."""
         if zero == 0:
             axis, ranks = ("dp", layout.dp) if layout.cp > 1 else (REPLICAS, layout.dp)
         else:
             axis, ranks = (REPLICAS, layout.dp_replicate) if layout.dp_replicate > 1 else (SHARDS, layout.num_shards)
         inside = ("cp",) if zero == 0 and layout.cp > 1 else ()
-        return cls(axis=axis, ranks=ranks, each=max(1, replicas // ranks), inside=inside)
+        return cls(axis=axis, ranks=ranks, inside=inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +98,16 @@ class Sharing:
         """Whether replicas are trained independently between two exchanges."""
         return self.every > 1
 
+    @property
+    def num_apart(self) -> int:
+        """The number of models that are trained independently; 1 where all ranks train one."""
+        return self.replicas if self.trains_apart else 1
+
     def contributions(self, layout: Layout, zero: int) -> Contributions | None:
         """Return the contributions that a layout of ZeRO stage `zero` sums encoded, or as moves; None where there are none."""
         if self.codec == PLAIN and not self.trains_apart:
             return None
-        return Contributions.of(layout, zero, self.replicas)
+        return Contributions.of(layout, zero)
 
     def block_of(self, param: ParamSpec) -> int:
         """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""

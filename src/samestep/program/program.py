@@ -89,13 +89,6 @@ class Program:
         """Return the program with `rewrite` applied to the body of the update, and other fields changed."""
         return replace(self, bodies={**self.bodies, UPDATE_BODY: rewrite(self.bodies[UPDATE_BODY])}, **changes)
 
-    def tasks_of(self, index: int) -> tuple[Task, ...]:
-        """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""
-        if self.step.replicas_each == 1:
-            return self.tasks[:-1]
-        size = self.step.num_microbatches // self.step.replicas_each
-        return tuple(task for task in self.tasks[:-1] if task.microbatch // size == index)
-
     def ops(self) -> Iterator[tuple[Task, Op]]:
         """Yield every op of the step with its task, in the order of issue."""
         for task in self.tasks:

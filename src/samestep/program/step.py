@@ -147,9 +147,8 @@ class StepSpec:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of micro-batches of one step, the same on every rank; by default one of each contribution."""
-        each = self.contributions.each if self.contributions is not None else 1
-        return -(-self.rank_samples // (self.layout.microbatch or -(-self.rank_samples // each)))
+        """Number of micro-batches of one step, the same on every rank; by default one."""
+        return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
 
     @cached_property
     def microbatch_samples(self) -> int:
@@ -203,14 +202,8 @@ class StepSpec:
 
     @property
     def num_scalars(self) -> int:
-        """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
-        replicas = self.sharing.replicas if self.sharing.trains_apart else 1
-        return replicas * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
-
-    @cached_property
-    def replicas_each(self) -> int:
-        """The number of replicas that a rank trains one after the other, each with separate weights and states."""
-        return self.contributions.each if self.sharing.trains_apart and self.contributions is not None else 1
+        """The number of scalars that all ranks sum at the end of a step; each model that is trained apart has its own."""
+        return self.sharing.num_apart * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @property
     def is_mixed(self) -> bool:
@@ -256,7 +249,7 @@ class StepSpec:
         numel = copied = 0
         for param in self.model.params:
             if param.trainable:
-                elements = param.numel * (self.layout.num_shards // self.holding(param).num_shards) * self.replicas_each
+                elements = param.numel * (self.layout.num_shards // self.holding(param).num_shards)
                 numel += elements
                 copied += elements * (self.zero < 2 and self.working_dtype(param) != self.master_dtype)
         return numel, copied

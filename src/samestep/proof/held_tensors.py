@@ -1,8 +1,7 @@
 """Each rank's part of tensors: a copy of its elements, with their places in the whole tensor.
 
 A cut tensor is recorded with the place of each of its elements, so that a comparison need not know how it was cut.
-Replicas that are trained independently have different weights, gradients and states, each recorded as `NAME of replica
-N`.
+Replicas that are trained independently have different weights, gradients and states, each recorded as `NAME of replica N`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.other_state import runs_elsewhere
 from samestep.runtime.run import Run
 from samestep.runtime.weights import placement
@@ -39,40 +37,24 @@ class HeldTensor:
         return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
 
 
-def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
-    """Return the assemblies of this rank's independently trained replicas, each with the suffix of weights' names in
-    its records; the run's assembly where all ranks train one model.
-
-    """
-    if not run.replicas.are_apart:
-        return [("", run.assembly)]
-    return [(of_replica(number), assembly) for number, assembly in run.replicas.numbered_assemblies]
+def suffix_of(run: Run) -> str:
+    """Return the suffix of weights' names in the records of a rank; it is empty where all ranks train one model."""
+    return of_replica(run.held.index) if run.held.is_apart else ""
 
 
 def held_gradients(run: Run) -> list[HeldTensor]:
     """Return a copy of the gradients of the last step, or of the averaged moves where an exchange has overwritten
     them."""
-    assemblies = [("", run.replicas.assemblies[0])] if run.replicas.has_exchanged else replicas_of(run)
-    return _copy_to_host(
-        [
-            (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
-            for whose, assembly in assemblies
-            for piece in assembly.weights.updater.pieces
-        ]
-    )
+    whose = "" if run.held.has_exchanged else suffix_of(run)
+    return _copy_to_host((f"{p.name}{whose}", p.gradient(), places_of(run, p)) for p in run.held.pieces)
 
 
 def held_weights(run: Run) -> list[HeldTensor]:
-    """Return a copy of the weights that this rank updates, as the forward uses them; of replicas the outer ones too."""
-    weights: list[tuple[str, Tensor, Tensor | range]] = [
-        (f"{piece.name}{whose}", piece.master(), places_of(run, piece))
-        for whose, assembly in replicas_of(run)
-        for piece in assembly.weights.updater.pieces
-    ]
-    if run.replicas.are_apart:
-        weights += [
-            (p.name, run.replicas.value_of(index), places_of(run, p)) for index, p in enumerate(run.replicas.pieces)
-        ]
+    """Return a copy of the weights that this rank updates, as the forward uses them, and of the outer ones, if there are."""
+    whose, pieces = suffix_of(run), run.held.pieces
+    weights = [(f"{piece.name}{whose}", piece.master(), places_of(run, piece)) for piece in pieces]
+    if run.held.is_apart:
+        weights += [(p.name, run.held.value_of(index), places_of(run, p)) for index, p in enumerate(pieces)]
     return _copy_to_host(weights)
 
 
@@ -81,8 +63,8 @@ def held_state(run: Run) -> list[HeldTensor]:
     states: list[tuple[str, Tensor, Tensor | range]] = []
     if run.updater.optimizer is None:
         return []
-    for whose, piece, key, value in _states(run):
-        name = f"{piece.name}{whose}/{key}"
+    for piece, key, value in _states(run):
+        name = f"{piece.name}{suffix_of(run)}/{key}"
         if isinstance(value, Tensor) and value.shape == piece.value.shape:
             states.append((name, value, places_of(run, piece)))
         elif isinstance(value, Tensor | int | float):
@@ -91,12 +73,11 @@ def held_state(run: Run) -> list[HeldTensor]:
     return _copy_to_host(states)
 
 
-def _states(run: Run) -> Iterator[tuple[str, Piece, str, Any]]:
-    for whose, assembly in replicas_of(run):
-        updater = assembly.weights.updater
-        for piece in updater.pieces:
-            for key, value in updater.state_of(piece).items():
-                yield whose, piece, key, value
+def _states(run: Run) -> Iterator[tuple[Piece, str, Any]]:
+    updater = run.assembly.weights.updater
+    for piece in updater.pieces:
+        for key, value in updater.state_of(piece).items():
+            yield piece, key, value
 
 
 def held_buffers(run: Run) -> list[HeldTensor]:

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ops import Task
-from samestep.proof.held_tensors import HeldTensor, held_buffers, held_gradients, held_weights, places_of, replicas_of
+from samestep.proof.held_tensors import HeldTensor, held_buffers, held_gradients, held_weights, places_of, suffix_of
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw
 from samestep.runtime.axes.expert import RouteMode, Routes
@@ -250,7 +250,7 @@ class ObservedRun(StepObserver):
     def begin(self, batch: Batch) -> None:
         """Clear the records of the previous step; called before each step."""
         self.shares, self.noted = [], {}
-        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.replicas.are_apart else []
+        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.held.is_apart else []
         self._replicas = {sample: number for number, part in enumerate(parts) for sample in part}
 
     def whole_outputs(self, noted: Mapping[tuple[str, int, int], Output]) -> dict[tuple[str, int, int], Output]:
@@ -293,9 +293,8 @@ class ObservedRun(StepObserver):
             norm = min(norm, self.run.job.optimizer.clip_norm or norm)
             size = math.sqrt(sum(float(piece.master().double().square().sum()) for piece in updater.pieces))
             self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
-        for _, assembly in replicas_of(self.run):
-            rates = assembly.weights.updater.rates.first
-            rates[:] = [self.learning_rate or 0.0] * len(rates)
+        rates = self.run.assembly.weights.updater.rates.first
+        rates[:] = [self.learning_rate or 0.0] * len(rates)
 
     @torch.no_grad()
     @_unseen
@@ -362,6 +361,33 @@ def join_slices(ranks: Sequence[Observation]) -> None:
                         step.outputs[key] = output
 
 
+def joined(ranks: Sequence[Observation]) -> Observation:
+    """Return the observation of one device, of ranks that have whole weights, and each a part of the samples."""
+    if len(ranks) == 1:
+        return ranks[0]
+    steps = [
+        replace(
+            of_ranks[0],
+            shares=[share for step in of_ranks for share in step.shares],
+            digests={sample: digest for step in of_ranks for sample, digest in step.digests.items()},
+            outputs={key: output for step in of_ranks for key, output in step.outputs.items()},
+            gradients=_once([step.gradients for step in of_ranks]),
+            weights=_once([step.weights for step in of_ranks]),
+            routes={key: chosen for step in of_ranks for key, chosen in step.routes.items()},
+            unused=sorted({name for step in of_ranks for name in step.unused}),
+        )
+        for of_ranks in zip(*(seen.steps for seen in ranks), strict=True)
+    ]
+    updated = [_once(weights) for weights in zip(*(seen.updated for seen in ranks), strict=True)]
+    start, state = _once([seen.start for seen in ranks]), _once([seen.state for seen in ranks])
+    return replace(ranks[0], start=start, steps=steps, updated=updated, state=state)
+
+
+def _once(tensors: Sequence[list[HeldTensor]]) -> list[HeldTensor]:
+    """Return the tensors of all ranks, each of which several may hold, once."""
+    return [*{tensor.name: tensor for of_rank in tensors for tensor in of_rank}.values()]
+
+
 def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     """Take all steps of the run's job, and return this rank's record of them.
 
@@ -395,7 +421,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
     # Independently trained replicas are clipped by a norm each: the gradients that their optimizers get are compared.
-    is_clipped = limit is not None and not run.replicas.are_apart
+    is_clipped = limit is not None and not run.held.is_apart
     factor = min(1.0, limit / (report.grad_norm + 1e-6)) if is_clipped and limit is not None else 1.0
     return ObservedStep(
         loss=report.loss,
@@ -410,7 +436,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
         gradients=held_gradients(run),
         weights=held_weights(run),
         routes=observed.routes[batch.step] if observed.routes else {},
-        unused=[f"{name}{whose}" for whose, part in replicas_of(run) for name in sorted(part.weights.updater.unused)],
+        unused=[f"{name}{suffix_of(run)}" for name in sorted(run.assembly.weights.updater.unused)],
     )
 
 
@@ -425,22 +451,22 @@ def feed(
     """
     for index, gradient in enumerate(gradients):
         step = first_step + index
-        for whose, assembly in replicas_of(run):
-            updater = assembly.weights.updater
-            for piece in updater.pieces:
-                # In a step with an exchange after it, each replica is given the averaged move.
-                value = gradient.get(f"{piece.name}{whose}", gradient.get(piece.name))
-                assert value is not None
-                _give(run, piece, value)
-            left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
-            updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
-            updater.rates.set(assembly.weights.lr_factor(step))
-            updater.step_index = step
-            updater.step(1.0)
-            updater.publish()
-            assembly.weights.store.publish()
+        whose, weights = suffix_of(run), run.assembly.weights
+        updater = weights.updater
+        for piece in updater.pieces:
+            # In a step with an exchange after it, each replica is given the averaged move.
+            value = gradient.get(f"{piece.name}{whose}", gradient.get(piece.name))
+            assert value is not None
+            _give(run, piece, value)
+        left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
+        updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
+        updater.rates.set(weights.lr_factor(step))
+        updater.step_index = step
+        updater.step(1.0)
+        updater.live.publish()
+        weights.store.publish()
         run.steps_taken = step + 1
-        run.replicas.is_fresh = False
+        run.held.is_fresh = False
         yield held_weights(run)
 
 
@@ -463,9 +489,9 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     """
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
-    run.replicas.restart(start)
-    for _, assembly in replicas_of(run):
-        if assembly.weights.updater.optimizer is not None:
-            assembly.weights.updater.optimizer.state.clear()
-        assembly.weights.store.codes.scale(0.0)
+    run.held.restart(start)
+    weights = run.assembly.weights
+    if weights.updater.optimizer is not None:
+        weights.updater.optimizer.state.clear()
+    weights.store.codes.scale(0.0)
     run.steps_taken = 0

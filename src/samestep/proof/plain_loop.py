@@ -61,7 +61,7 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
     """Take the steps of one device's observation in a plain loop; `run` is that device's run, after its last step."""
     steps = PlainSteps()
     try:
-        if run.replicas.are_apart:
+        if run.held.is_apart:
             return _follow_apart(run, source, dataset, seen)
         model = _model(run, source, steps)
         start = {name: param.detach().clone() for name, param in trained_params(model).items()}

@@ -6,6 +6,7 @@ plain torch loop ── the same, without samestep ─────────�
 the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N
 one device ── reads the checkpoint ── compares everything ── looks for the cause of the first difference
 ```
+If a job has `numerics.replicas`, each of them is one rank with a whole model, and these ranks take the place of one device.
 In float64 the limit is fixed. In float32 or bf16 no fixed limit is right, so it is measured: eight times the largest
 deviation of eight runs on one device whose first weights are perturbed by one rounding.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +33,7 @@ from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
 from samestep.examination.examine import Source
 from samestep.independence.roundings import EXACT, NUM_PERTURBED, allowance
-from samestep.job import Job
+from samestep.job import OF_SEVERAL, Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, is_below
@@ -87,8 +89,13 @@ class Subject:
         return observed
 
     @property
-    def job_of_one_device(self) -> Job:
-        """The job as one device runs it: no block is compiled."""
+    def base(self) -> Layout:
+        """The layout that the proven one is compared with: one device, or one for each contribution or replica of the job."""
+        return Layout(dp_replicate=self.job.numerics.replicas)
+
+    @property
+    def job_of_base(self) -> Job:
+        """The job as the base runs it: no block is compiled."""
         return self.job.model_copy(update={"run": self.job.run.model_copy(update={"compile": "none"})})
 
     @property
@@ -145,11 +152,20 @@ def read_note(note: Path) -> Any:
 
 
 def one_device(place: RankInfo, subject: Subject) -> None:
-    """Run one device's side, and the plain torch loop that it is compared with, and write both observations."""
-    observed = subject.observed(Layout(), subject.job_of_one_device, place)
+    """Run one device's side, and the plain torch loop that it is compared with, and write both observations.
+
+    Collective over the ranks of `Subject.base`, see [Note: collective calls].
+    """
+    observed = subject.observed(subject.base, subject.job_of_base, place)
     seen = _observe_steps(observed, subject, None)
-    seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
-    write_note(subject.note("one"), seen)
+    if place.rank == 0:
+        seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
+    write_note(subject.note(f"one-{place.rank}"), seen)
+
+
+def _base_of(subject: Subject) -> Observation:
+    """Return the observation of one device, joined from the ranks of the base."""
+    return observation.joined([read_note(subject.note(f"one-{rank}")) for rank in range(subject.base.world_size)])
 
 
 def in_layout(place: RankInfo, subject: Subject) -> None:
@@ -157,18 +173,17 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
     Collective over the world, see [Note: collective calls].
     """
-    observation: Observation = read_note(subject.note("one"))
+    base = _base_of(subject)
     observed = subject.observed(subject.layout, subject.job, place)
-    seen = _observe_steps(observed, subject, observation)
-    if observation.updated:
+    seen = _observe_steps(observed, subject, base)
+    if base.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(subject.folder / "resumed", ignore_errors=True)
         checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
-        if not observed.run.replicas.are_apart:
-            gradients = comparison.whole_of(comparison.unclip_gradients(observation, -1))
-            folders = (subject.folder / "checkpoints", subject.folder / "resumed")
-            seen.resumed = list(resumes.compare_resumes(observed.run, gradients, observation.steps[-1].unused, folders))
+        gradients = comparison.whole_of(comparison.unclip_gradients(base, -1))
+        folders = (subject.folder / "checkpoints", subject.folder / "resumed")
+        seen.resumed = list(resumes.compare_resumes(observed.run, gradients, base.steps[-1].unused, folders))
     write_note(subject.note(f"rank-{place.rank}"), seen)
 
 
@@ -194,7 +209,7 @@ def _observe_steps(observed: ObservedRun, subject: Subject, base: Observation | 
 def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     ranks = [read_note(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
     observation.join_slices(ranks)
-    return read_note(subject.note("one")), ranks
+    return _base_of(subject), ranks
 
 
 def compiler_results(subject: Subject) -> tuple[str, ...]:
@@ -205,8 +220,8 @@ def compiler_results(subject: Subject) -> tuple[str, ...]:
 
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be compared with a plain torch loop; empty where it was."""
-    observation: Observation = read_note(subject.note("one"))
-    return observation.plain.hindrance if observation.plain else ""
+    plain = _base_of(subject).plain
+    return plain.hindrance if plain else ""
 
 
 Judgement = tuple[tuple[Check, ...], Cause | None, str]
@@ -216,17 +231,18 @@ Judgement = tuple[tuple[Check, ...], Cause | None, str]
 def judge(place: RankInfo, subject: Subject) -> Judgement:
     """Compare the observations, read the layout's checkpoint on one device, and find the cause of the first difference."""
     base, ranks = _observations(subject)
-    run = Run(subject.source, Layout(), subject.job_of_one_device, place)
+    run = Run(subject.source, Layout(), subject.job_of_base.of_one_model, place)
     run.prepare(subject.example)
     start = [piece.master().clone() for piece in run.updater.pieces]
     limit = comparison.constant(FLOAT64_ALLOWANCE)
     steps = comparison.compare(base, ranks, limit)
     updates = comparison.compare_updates(base, ranks, limit)
     loaded, refusal = _load_on_one_device(run, subject)
-    given_back = [
-        comparison.compare_held("checkpoint", None, base.updated[-1], [(0, loaded.updated[-1])], limit),
-        comparison.compare_held("checkpoint state", None, base.state, [(0, loaded.state)], limit),
-    ]
+    names, is_apart = {tensor.name for tensor in loaded.updated[-1]}, subject.job.numerics.exchange_every > 1
+    saved = [tensor for tensor in base.updated[-1] if tensor.name in names]
+    given_back = [comparison.compare_held("checkpoint", None, saved, [(0, loaded.updated[-1])], limit)]
+    if not is_apart:  # each replica has states of its own, which resumes compare
+        given_back.append(comparison.compare_held("checkpoint state", None, base.state, [(0, loaded.state)], limit))
     resumed = resumes.compare(ranks, FLOAT64_ALLOWANCE)
     plainly = plain_loop.compare(base, limit)
     everything = [*steps, *updates, *given_back, *resumed, *plainly]
@@ -238,7 +254,7 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
         return checks, *plain_loop.cause(base, first)
     if first in resumed:
         return checks, *resumes.cause(first)
-    if run.replicas.are_apart and first not in plainly:
+    if is_apart:
         cause = Cause.CHECKPOINT if first in given_back else Cause.REPLICAS
         return checks, cause, refusal or f"{first.what}: {first.misfits[0].name} is off by {first.misfits[0].error:.1e}"
     if first in given_back:
@@ -252,7 +268,7 @@ def _load_on_one_device(run: Run, subject: Subject) -> tuple[Observation, str]:
     """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
-        checkpoint.load(run, manifests.list_checkpoints(subject.folder / "checkpoints")[-1])
+        checkpoint.load(run, manifests.list_checkpoints(subject.folder / "checkpoints")[-1], may_change=OF_SEVERAL)
     except CheckpointError as error:
         refusal = str(error)
     loaded = Observation(0, {}, {})
@@ -358,17 +374,19 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
 def measure_rounding(place: RankInfo, subject: Subject) -> None:
     """Run one device's side in the job's precision, and the runs whose first weights are perturbed by one rounding.
 
-    Several workers, each a separate world, share the perturbed runs; the first one writes the unperturbed observation.
+    Several workers, each a separate world, share the perturbed runs; the first one writes the unperturbed observation. If the base has
+    several ranks, they are one world.
     """
-    observed = subject.observed(Layout(), subject.job_of_one_device, place)
+    observed = subject.observed(subject.base, subject.job_of_base, place)
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     seen = _observe_steps(observed, subject, None)
-    if place.local_rank == 0:
-        write_note(subject.note("one"), seen)
+    is_alone = place.world_size == 1
+    if place.local_rank == 0 or not is_alone:
+        write_note(subject.note(f"one-{place.rank}"), seen)
     rounding = _rounding(subject)
-    for seed in _claim_seeds(subject):
+    for seed in _claim_seeds(subject) if is_alone else range(NUM_PERTURBED):
         generator = torch.Generator().manual_seed(seed)
         signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
@@ -378,7 +396,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
             for misfit in check.misfits:  # of a module, one for each sample
                 key = check.what, misfit.name, check.step or 1
                 deviations[key] = max(deviations.get(key, 0.0), misfit.error)
-        write_note(subject.note(f"off-{seed}"), deviations)
+        write_note(subject.note(f"off-{seed}-{place.rank}"), deviations)
 
 
 def _rounding(subject: Subject) -> float:
@@ -401,8 +419,8 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     reference, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
-    for seed in range(NUM_PERTURBED):
-        for (what, name, step), error in read_note(subject.note(f"off-{seed}")).items():
+    for seed, rank in itertools.product(range(NUM_PERTURBED), range(subject.base.world_size)):
+        for (what, name, step), error in read_note(subject.note(f"off-{seed}-{rank}")).items():
             deviations[what, name, step] = max(deviations.get((what, name, step), 0.0), error)
             largest[what, step] = max(largest.get((what, step), 0.0), error)
     rounding = _rounding(subject)

@@ -277,9 +277,9 @@ def _proof_bytes(subject: Subject, index: int) -> int:
     weights = sum(param.numel for param in subject.spec.params_of(index))
     ranks = subject.layout.dp_cp_size if subject.layout.zero == 0 else subject.layout.dp_replicate
     # Ranks on a CPU share its memory.
-    replicas = max(ranks, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
+    whole = max(ranks, subject.base.world_size, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
     saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
-    return 8 * (weights * _COPIES * replicas + saved)
+    return 8 * (weights * _COPIES * whole + saved)
 
 
 def _depth_key(job: Job) -> str | None:
@@ -323,6 +323,10 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
     notes += sides.compiler_results(subjects[0])
+    if (ranks := subject.base.world_size) > 1:
+        notes.append(
+            f"numerics.replicas = {ranks}: compared with {ranks} devices, each with a whole model, in place of one"
+        )
     if (every := job.numerics.exchange_every) > _MOST_APART:
         notes.append(
             f"proven with numerics.exchange_every = {_MOST_APART}, not {every}, so that steps after an exchange are compared"
@@ -348,11 +352,15 @@ def _in_precision(subject: Subject, precision: str) -> Subject:
 
 
 def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
-    """Run one device's side in several workers, each a world of one rank; they share the perturbed runs."""
+    """Run one device's side in several workers, each a world of one rank; they share the perturbed runs. A base of several ranks is one
+    world."""
     subject = exact or rounded
     assert subject is not None
     for left in subject.folder.iterdir():
         left.unlink()
+    if (ranks := subject.base.world_size) > 1:
+        _launch(subject, ranks, _alone, exact, rounded)
+        return
     workers = _workers(subject.job.run) if rounded else 1
     _launch(subject, workers, _alone, exact, rounded, apart=True)
 
@@ -365,7 +373,7 @@ def _workers(run: RunTable) -> int:
 
 
 def _alone(place: RankInfo, exact: Subject | None, rounded: Subject | None) -> None:
-    if exact and place.local_rank == 0:
+    if exact and (place.local_rank == 0 or place.world_size > 1):
         sides.one_device(place, exact)
     if rounded:
         sides.measure_rounding(place, rounded)

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -145,7 +145,9 @@ def track_modules(model: nn.Module) -> None:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
-            tracker.hooked[module] = _hook(module, name, tracker)
+            enter, leave = _reports(name, tracker, tracker.num_removed)
+            tracker.hooked[module] = handle = module.register_forward_pre_hook(enter, prepend=True)
+            tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
 
 
 def expect_draws(model: nn.Module) -> None:
@@ -170,14 +172,6 @@ def untrack_modules(model: nn.Module) -> None:
     tracker.hooks.clear()
     tracker.hooked.clear()
     tracker.num_removed += 1
-
-
-def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandle:
-    """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
-    enter, leave = _reports(name, tracker, tracker.num_removed)
-    handle = module.register_forward_pre_hook(enter, prepend=True)
-    tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
-    return handle
 
 
 def _reports(name: str, tracker: _ModeTracker, round_: int | None) -> tuple[Callable[..., None], ...]:
@@ -244,7 +238,7 @@ class DropoutMode(MaskSource, TorchFunctionMode):
         if self._names is not None and self.num_draws and self._tracker.is_expected:
             self._names.end_forward()
 
-    def __enter__(self) -> DropoutMode:
+    def __enter__(self) -> Self:
         names = self._names
         by_name = names is not None and self._tracker.is_expected and not (names.is_tried and names.needs_mode)
         by_mode = names is None or names.needs_mode or not names.is_tried
@@ -472,12 +466,6 @@ def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
     """Let the active mode of a model, if there is one, count the calls of modules by earlier pipeline stages."""
     if (mode := active_mode(model)) is not None:
         mode.count_entries(entries)
-
-
-def after_reading(model: nn.Module) -> None:
-    """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
-    if (mode := active_mode(model)) is not None:
-        mode.settle()
 
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:

@@ -217,7 +217,9 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     store = make(model, program, mesh, host_weights.on_host(functools.partial(placements.materialize, plan), program))
     host_weights.copy_for_calls(model, program, mesh)
     store = owning.owning(store, program, mesh, decided.spec)
-    _mark(model, decided.optimizer.weights.attributes)
+    attributes = decided.optimizer.weights.attributes  # of Python, that the user's parameters had
+    for name, param in model.named_parameters():
+        param.__dict__.update(attributes.get(name, {}))
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
     return store
@@ -281,12 +283,6 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         lr_factor=learning_rate_factor(job),
         in_loops=WeightsInLoops.of(decided.traced.module, program, placements),
     )
-
-
-def _mark(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the run's parameters the Python attributes that the user's had."""
-    for name, param in model.named_parameters():
-        param.__dict__.update(attributes.get(name, {}))
 
 
 def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:

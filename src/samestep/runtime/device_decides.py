@@ -133,7 +133,7 @@ class Deciders:
 
     def begin_step(self, updater: Updater) -> None:
         """Note the weights before the forwards of a step on which the device may decide."""
-        if self._device_may_decide:
+        if self._device.type == "cuda" and self._gpu_may_decide:
             updater.live.begin_step(self._device)
 
     def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> Decider:
@@ -145,8 +145,8 @@ class Deciders:
         updater = self._own.current.weights.updater
         if self._device.type != "cuda":
             return Decider(updater)
-        may_decide = self._device_may_decide
-        is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
+        may_decide = self._gpu_may_decide
+        is_usual = not host_reads and self.num_updates > 0 and not self._own.is_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return Decider(updater, StepState.LAUNCHED, follow)
         if is_usual and updater.offload.is_apart(self._device):
@@ -170,9 +170,9 @@ class Deciders:
             refusals.remark(self._own.job.run.waived("state", "forward-state", reason))
 
     @property
-    def _device_may_decide(self) -> bool:
+    def _gpu_may_decide(self) -> bool:
         """Whether updates may be launched before the host knows the sums: where the optimizer allows it."""
-        return self._device.type == "cuda" and not self.writes_unseen and self._updaters_hold_back
+        return not self.writes_unseen and self._updaters_hold_back
 
     @functools.cached_property
     def _updaters_hold_back(self) -> bool:

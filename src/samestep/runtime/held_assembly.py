@@ -24,7 +24,7 @@ from samestep.state.step_code import states_by_key
 from samestep.wings import required
 
 WEIGHT = "weight"
-"""The key of a replica's own weight among its states."""
+"""The key of the weight of a model that is trained apart, among its states."""
 
 
 class StoredStates(Protocol):
@@ -40,33 +40,28 @@ class StoredStates(Protocol):
 
 
 class HeldAssembly:
-    """The model that this rank trains, together with all ranks: one replica, between whose steps nothing is exchanged.
+    """The model that this rank trains, together with all ranks.
 
-    `LocalReplicas` are several, which are trained independently.
+    `LocalReplica` is one of several, which are trained independently.
     """
 
-    are_apart: ClassVar[bool] = False
-    """Whether each replica has weights and optimizer states of its own: `LocalReplicas`."""
-    first = 0
-    """The number of this rank's first replica."""
-    number = 1
-    """The number of replicas of all ranks."""
+    is_apart: ClassVar[bool] = False
+    """Whether it is one of several that have weights and optimizer states of their own: a `LocalReplica`."""
+    index = 0
+    """Its index among all that are trained independently."""
     is_fresh = True
-    """Whether every replica has the outer weights."""
+    """Whether it has the outer weights."""
     has_exchanged = False
-    """Whether an outer step was taken after the last step; the gradients of the first replica are then the averaged moves."""
+    """Whether an outer step was taken after the last step; the gradients are then the averaged moves."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages
-        self.assemblies: list[Assembly] = []
-        """The model in the layout; empty until it is built."""
-        self.turn = 0
-        """The index of the current one among those of this rank."""
+        self._assembly: Assembly | None = None
 
     @property
     def is_prepared(self) -> bool:
         """Whether the model is built."""
-        return bool(self.assemblies)
+        return self._assembly is not None
 
     def prepared(self) -> HeldAssembly:
         """Return this, once the model is built.
@@ -74,7 +69,7 @@ class HeldAssembly:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        if not self.assemblies:
+        if self._assembly is None:
             raise LayoutError(
                 "run-call-time",
                 "the run is not prepared yet. Use run.prepare(batch), with a batch as run.step takes it, or a step",
@@ -83,12 +78,12 @@ class HeldAssembly:
 
     @property
     def current(self) -> Assembly:
-        """The assembly; with several replicas that of the first one, or within `each` of the one whose turn it is.
+        """The model in the layout.
 
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        return self.assemblies[self.turn] if self.assemblies else self.prepared().current
+        return self._assembly or self.prepared().current
 
     def assemble(self, example: Any) -> tuple[str, ...]:
         """Build the model in its layout, from a batch; return what the user should know of it, as text.
@@ -108,37 +103,28 @@ class HeldAssembly:
 
     def build(self, example: Any) -> None:
         """Build, cut and fill the model; collective over the world, as `assemble` says."""
-        self.assemblies = [assemble(self.source, self.layout, self.job, self.place, example)]
-
-    @property
-    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
-        """The replicas of this rank, with their numbers among all."""
-        return enumerate(self.assemblies, self.first)
+        self._assembly = assemble(self.source, self.layout, self.job, self.place, example)
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces of the first replica, in whose order the outer weights are."""
-        return self.assemblies[0].weights.updater.pieces
-
-    def each(self) -> Iterator[tuple[int, Assembly]]:
-        """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
-        return iter([(self.first, self.assemblies[0])])
+        """The pieces of weights that this rank updates."""
+        return self.current.weights.updater.pieces
 
     def change(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Go on with assemblies that are derived from these."""
-        self.assemblies = [change(assembly) for assembly in self.assemblies]
+        """Go on with an assembly that is derived from this."""
+        self._assembly = change(self.current)
 
-    def sums(self, scalars: Sequence[Tensor]) -> Tensor:
-        """Return the scalars of all replicas in one tensor."""
-        return scalars[0]
+    def to_sum(self, scalars: Tensor) -> Tensor:
+        """Return the scalars of a step as all ranks sum them: those of this rank's replica, with zeros for the others."""
+        return scalars
 
     def value_of(self, index: int) -> Tensor:
-        """Return the values of a piece that a checkpoint holds: for independently trained replicas, the outer ones."""
+        """Return the values of a piece that a checkpoint holds: the outer ones, if there are."""
         return self.pieces[index].master()
 
     def program_behind(self, step: int) -> Program:
         """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""
-        return self.assemblies[0].parallel.program
+        return self.current.parallel.program
 
     def states(
         self, updater: Updater, elsewhere: Collection[str], writes: Callable[[str], bool]
@@ -157,16 +143,6 @@ class HeldAssembly:
         for piece in updater.pieces:
             stored.load(updater, piece)
 
-    def begin_step(self) -> str:
-        """Let all replicas follow the loop; return why its changes since the last step cannot be followed, empty where they can."""
-        return ""
-
-    def note_loop(self) -> None:
-        """Note the state after a step, which the loop may not change."""
-
-    def forget_loop(self) -> None:
-        """Forget it: the weights are read from a file, or set by the loop."""
-
     def exchange(self, step: int) -> None:
         """Do what is due after a step."""
 
@@ -174,7 +150,7 @@ class HeldAssembly:
         """Do what was due after a step up to which a run leaves steps out, as it goes back to earlier weights."""
 
     def outer(self) -> AbstractContextManager[None]:
-        """Let the first replica have the outer weights inside."""
+        """Let the model have the outer weights inside."""
         return nullcontext()
 
     def restart(self, start: Sequence[Tensor]) -> None:
@@ -182,18 +158,18 @@ class HeldAssembly:
 
         Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
         """
-        set_weights(self.assemblies[0], start)
+        set_weights(self.current, start)
 
 
 def held_assembly_of(job: Job) -> type[HeldAssembly]:
-    """Return the class of what a rank holds: one replica, or those that `numerics.exchange_every` trains independently.
+    """Return the class of what a rank holds: the model of all ranks, or with `numerics.exchange_every` one of several.
 
     Raises:
         InputError: it is one of the wing `slow_links`, which is not installed.
     """
     if job.numerics.exchange_every == 1:
         return HeldAssembly
-    apart: type[HeldAssembly] = required("slow_links", "local_replicas").LocalReplicas
+    apart: type[HeldAssembly] = required("slow_links", "local_replicas").LocalReplica
     return apart
 
 
@@ -206,5 +182,5 @@ def set_weights(assembly: Assembly, values: Sequence[Tensor]) -> None:
     updater = assembly.weights.updater
     for piece, value in zip(updater.pieces, values, strict=True):
         piece.set_master(value)
-    updater.publish()
+    updater.live.publish()
     assembly.weights.store.publish()

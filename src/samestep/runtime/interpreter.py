@@ -26,6 +26,7 @@ from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.exchanging_calls import NOTHING_LEFT_OUT
+from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.loss_trials import LossTrials
 from samestep.runtime.guards.step_guards import StepGuards
@@ -38,7 +39,7 @@ from samestep.schedules import TaskKind
 
 @dataclass(slots=True)
 class Interpreter:
-    """Carries out the tasks of one step on one rank. Every rank makes one for each replica that it trains."""
+    """Carries out the tasks of one step on one rank."""
 
     assembly: Assembly
     seed: int
@@ -58,8 +59,8 @@ class Interpreter:
     _left_out: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
     """The ids of the weights that the backward of a micro-batch reaches, though its loss does not need them."""
 
-    def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
-        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, followed by the
+    def forward_backward(self, batch: StepBatch) -> Tensor:
+        """Run the forwards and backwards; return this rank's loss sum and count, followed by the
         sum and the count of each named term and value of the loss (float64 [2 + `StepSpec.num_reported`]).
 
         Collective over the world, see [Note: collective calls].
@@ -76,8 +77,8 @@ class Interpreter:
         parallel.batch_norms.of_losses.held.clear()  # a step that was skipped has written none
         objective.sums.begin_step(batch.shares)
         with parallel.checkpoints, self.trials.begin_step():
-            for task in parallel.program.tasks_of(index):
-                samples = microbatches.indices(task.microbatch)
+            for task in parallel.program.tasks[:-1]:
+                samples = microbatches.shares[task.microbatch]
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
                 with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
@@ -117,9 +118,9 @@ class Interpreter:
         A micro-batch of weight 0 runs the sample of another rank, and counts nothing.
         """
         parallel, objective = self.assembly.parallel, self.assembly.objective
-        samples, weight = microbatches.samples(task.microbatch)
-        if task.chunk == parallel.stage.num_chunks - 1:
-            microbatches.forget(task.microbatch)
+        is_last_use = task.chunk == parallel.stage.num_chunks - 1
+        samples, weight = microbatches.samples(task.microbatch, is_last=is_last_use)
+        indices = microbatches.shares[task.microbatch]
         with self._forward_modes(microbatches, task.microbatch):
             began = autograd_sequence_number()
             outputs = self._outputs(task, samples)
@@ -127,11 +128,11 @@ class Interpreter:
             self.assembly.model.replaced.note()
             if not parallel.stage.is_last(task.chunk):
                 return None
-            microbatches.keep(task.microbatch, outputs)
+            if isinstance(microbatches.batch, LaneBatch):  # what its samples hand to those of the next step
+                microbatches.batch.keep(indices, outputs)
             # The loss: what the user's function finds in the outputs, and the part of the step's sum that it makes.
             loss_inputs = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
-            indices = microbatches.indices(task.microbatch)
             share = part, len(indices)
             objective.watch.pairs.clear()
             try:
@@ -156,11 +157,10 @@ class Interpreter:
         return loss.total * (weight * self.assembly.weights.updater.loss_scale.scale / divisor)
 
     def _later(self, task: Task, microbatches: Microbatches) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's part of each micro-batch after that of a task, of the same replica, and its number of samples."""
+        """Yield this rank's part of each micro-batch after that of a task, and its number of samples."""
         parallel = self.assembly.parallel
-        size = parallel.program.step.num_microbatches // parallel.program.step.replicas_each
-        for index in range(task.microbatch + 1, (task.microbatch // size + 1) * size):
-            yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.indices(index))
+        for index in range(task.microbatch + 1, parallel.program.step.num_microbatches):
+            yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.shares[index])
 
     def _outputs(self, task: Task, samples: Any) -> Any:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""

@@ -9,10 +9,9 @@ import torch
 
 from samestep.building.named_tensors import cast_batch
 from samestep.building.torch_seams import DisableTorchFunction
-from samestep.randomness.mode import after_reading
+from samestep.randomness.mode import active_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.recording import marks
 from samestep.runtime.step_observer import Indices, StepBatch
@@ -26,14 +25,10 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     """
     # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
     with DisableTorchFunction(), precision.default_outside():
-        samples = batch.samples(_never_empty(batch, indices))
+        samples = batch.samples(indices if len(indices) else batch.shares(0, 1, 1)[0][:1])
     model = assembly.model
     cast = cast_batch(samples, model.master_dtype, keeps_double=model.keeps_double)  # on the host, which need not wait
     return batch_to_device(cast, assembly.parallel.mesh.device), 1.0 if len(indices) else 0.0
-
-
-def _never_empty(batch: StepBatch, indices: Indices) -> Indices:
-    return indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
 
 
 class Microbatches:
@@ -44,44 +39,34 @@ class Microbatches:
         self._assembly = assembly
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
         mine = *mesh.data_share, step.num_microbatches
-        self._shares = batch.shares(*mine)
+        self.shares = batch.shares(*mine)
+        """The global indices of each micro-batch's samples; there may be none."""
         batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
         self.wait_s = 0.0
         """Seconds spent so far until samples were read and on their way to the device."""
         self._held: dict[int, tuple[Any, float]] = {}
         self._shapes: dict[int, tuple[torch.Size, ...]] = {}
 
-    def indices(self, microbatch: int) -> Indices:
-        """Return the global indices of a micro-batch's samples; there may be none."""
-        return self._shares[microbatch]
-
     def drawn(self, microbatch: int) -> Indices:
         """Return the global indices of the samples that run, for which dropout draws masks; at least one."""
-        return _never_empty(self.batch, self._shares[microbatch])
+        share = self.shares[microbatch]
+        return share if len(share) else self.batch.shares(0, 1, 1)[0][:1]
 
-    def samples(self, microbatch: int) -> tuple[Any, float]:
-        """Return the samples of a micro-batch, and the weight of its loss."""
+    def samples(self, microbatch: int, *, is_last: bool = False) -> tuple[Any, float]:
+        """Return the samples of a micro-batch, and the weight of its loss; they are not kept after their last use."""
         if microbatch not in self._held:
             began = time.perf_counter()
             with marks.region("data"):
-                self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
-            after_reading(self._assembly.model.module)
+                self._held[microbatch] = read(self._assembly, self.batch, self.shares[microbatch])
+            if (mode := active_mode(self._assembly.model.module)) is not None:
+                mode.settle()  # a reading may move the generator
             self.wait_s += time.perf_counter() - began
             self._shapes[microbatch] = tuple([leaf.shape for leaf in tensors_in(self._held[microbatch][0])])
-        return self._held[microbatch]
+        return self._held.pop(microbatch) if is_last else self._held[microbatch]
 
     def samples_again(self, microbatch: int) -> Any:
         """Return the samples of a micro-batch, which may be forgotten, without the weight of its loss."""
-        return read(self._assembly, self.batch, self._shares[microbatch])[0]
-
-    def keep(self, microbatch: int, outputs: Any) -> None:
-        """Keep what the samples of a micro-batch hand to those of the next step, where they are lanes."""
-        if isinstance(self.batch, LaneBatch):
-            self.batch.keep(self._shares[microbatch], outputs)
-
-    def forget(self, microbatch: int) -> None:
-        """Discard the samples of a micro-batch, after their last use."""
-        del self._held[microbatch]
+        return read(self._assembly, self.batch, self.shares[microbatch])[0]
 
     def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
         """Return the shapes of the tensors in a micro-batch."""

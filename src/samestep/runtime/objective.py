@@ -143,7 +143,7 @@ class Objective:
         Collective over the axes of a balancing loss or of several terms, see [Note: collective calls].
         """
         total, count = self.sums.summed(result, batch, part, others)
-        alone = with_graph(total, result.counted, outputs)
+        alone = with_graph(total, result, outputs)
         is_constant = not total.requires_grad and self.balance is None
         total, left_out = alone, NOTHING_LEFT_OUT
         if self.balance is not None:

@@ -44,8 +44,8 @@ class PreparedRun:
         return self._stepper.guards.spikes
 
     @property
-    def replicas(self) -> HeldAssembly:
-        """All replicas on this rank; `replicas[0] is run.model`. More than one only if the job trains several replicas independently."""
+    def held(self) -> HeldAssembly:
+        """The model that this rank trains, with the outer weights if the job trains several independently."""
         return self._own.prepared()
 
     @property
@@ -94,7 +94,7 @@ class PreparedRun:
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
         self.assembly.weights.store.settle()
-        self.replicas.change(change)
+        self.held.change(change)
 
     @property
     def layout(self) -> Layout:
@@ -109,5 +109,4 @@ class PreparedRun:
     @steps_taken.setter
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
-        self._own.forget_loop()
         self._forget_gradients()

@@ -166,7 +166,7 @@ class Run(RunInParts):
         self._refuse_waiting("step")
         with whereabouts.taking(self.steps_taken + 1, hang_s=self.job.run.hang_s):
             report, batch = self._taken(batch, "step", self._stepper.take, local=local)
-            if report.step > batch.step and (self._own.averages.following or self._own.are_apart):
+            if report.step > batch.step and (self._own.averages.following or self._own.is_apart):
                 self._stepper.end_step(batch.step)
         return self._received(report, batch)
 
@@ -218,7 +218,7 @@ class Run(RunInParts):
     def _computing(self) -> AbstractContextManager[None]:
         """Return a context in which the run computes: with the kernels of its job, with weights that no loop has meanwhile, and without a
         trace of what is no part of a step."""
-        in_loops = [assembly.weights.in_loops for assembly in self._own.assemblies if assembly.weights.in_loops]
+        in_loops = (self._own.current.weights.in_loops or None) if self._own.is_prepared else None
         return computing(in_loops, self._kernels) if in_loops or self._kernels else IGNORING
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
@@ -245,7 +245,7 @@ class Run(RunInParts):
         """
         if not self._own.is_prepared:
             self.prepare(example_in(batch))
-        return self._batches.labelled(batch)
+        return self._batches.labels.of(batch, self._own.current.model.module)
 
     def record(self, steps: int | str, folder: str | Path | None = None) -> Path:
         """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.

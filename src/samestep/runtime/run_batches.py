@@ -102,12 +102,9 @@ class NextLabels:
             _refuse_next_labels(getattr(batch, "dataset", None))
         if not self._moves or isinstance(batch, LabelBatch):
             return batch
-        if getattr(getattr(batch, "dataset", None), "label_convention", None) is not None and self._word != "aligned":
-            return batch
-        return LabelBatch(batch, self._convention(batch), self._word)
-
-    def _convention(self, batch: StepBatch) -> Convention:
         dataset = getattr(batch, "dataset", None)
+        if getattr(dataset, "label_convention", None) is not None and self._word != "aligned":
+            return batch
         form = next((convention for known, convention in self._found if known is dataset), None)
         if form is None:
             if dataset is None:
@@ -116,7 +113,7 @@ class NextLabels:
             else:
                 form = convention_of(dataset, self._word)
             self._found.append((dataset, form))
-        return form
+        return LabelBatch(batch, form, self._word)
 
 
 class _SavedStamp(NamedTuple):
@@ -260,7 +257,7 @@ class RunBatches:
         rank has, and step with those of rank 0."""
         self._loss = assemblies.source.loss
         """The loss of the run, as it was given."""
-        self._labels = NextLabels(assemblies.source.loss, assemblies.job)
+        self.labels = NextLabels(assemblies.source.loss, assemblies.job)
         self.dims: dict[str, int] = {}
         """The number of dimensions of each tensor of a batch by its place; empty in a run that is not prepared."""
 
@@ -274,12 +271,18 @@ class RunBatches:
             ModelError: it has lanes, and the run was prepared for samples without.
         """
         self.data.place(values)
-        compares = (
-            method != "run.step"
-            or not self._own.is_prepared
-            or (self._guards.looks_closer(step) or self._own.current.parallel.batch_norms.takes_statistics)
-        )
-        batch = self._batch_of(values, method, step, local=local, compares=compares)
+        if hasattr(values, "shares") and hasattr(values, "samples"):
+            samples = getattr(values, "held", None) if self._place.world_size > 1 else None
+            if samples is not None:
+                self._compare_ends(values.stream, values.step, values.num_samples)
+                if self._compares(method, step):
+                    self._compare_stream(samples, method)
+            batch = values if self._turn is None else self._first_of(values, self._turn)
+        else:
+            with outside_step():
+                tensors = tensors_of_arrays(values)
+                tensors = tensors if self._turn is None or tensors is None else self._turn.first(tensors)
+                batch = self._of_values(tensors, method, step, local)
         batch = self.lanes.of(batch)
         if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
             self._begin_lanes(batch)
@@ -319,14 +322,6 @@ class RunBatches:
             model, loss = self._turn.around(source.model, source.loss)
             self._own.source = replace(source, model=model, loss=loss)
 
-    def labelled(self, batch: StepBatch) -> StepBatch:
-        """Return a batch as the loss of a prepared run is given it: with labels of the next token, where they are aligned.
-
-        Raises:
-            DataError: the samples do not show which token their labels are, or contradict `data.labels`.
-        """
-        return self._labels.of(batch, self._own.current.model.module)
-
     def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
         """Take notice of the batch of a step: what its stream has to say, and whose data it is; return what a resume has changed."""
         stream = getattr(batch, "stream", None)
@@ -340,32 +335,22 @@ class RunBatches:
 
     # -- values as a batch -------------------------------------------------------------------------
 
-    def _batch_of(self, tensors: Any, method: str, step: int, *, local: bool, compares: bool) -> StepBatch:
-        """Return what `method` was given as a batch of the step with this index; with `compares` ranks compare it."""
-        if hasattr(tensors, "shares") and hasattr(tensors, "samples"):
-            samples = getattr(tensors, "held", None)
-            if samples is not None and self._place.world_size > 1:
-                self._compare_ends(tensors.stream, tensors.step, tensors.num_samples)
-                if compares:
-                    self._compare_stream(samples, method)
-            return self._first_of(tensors)
-        with outside_step():
-            tensors = tensors_of_arrays(tensors)
-            tensors = tensors if self._turn is None or tensors is None else self._turn.first(tensors)
-            return self._of_values(tensors, method, step, local, compares)
+    def _compares(self, method: str, step: int) -> bool:
+        """Return whether ranks compare what `method` was given for the step with this index."""
+        if method != "run.step" or not self._own.is_prepared:
+            return True
+        return self._guards.looks_closer(step) or self._own.current.parallel.batch_norms.takes_statistics
 
-    def _first_of(self, batch: Any) -> Any:
+    def _first_of(self, batch: Any, turn: BatchDim) -> Any:
         """Return a batch whose samples come first where they are read."""
-        if self._turn is None:
-            return batch
         if not isinstance(batch, GivenBatch):
-            return self._turn.batch(batch)
-        values = self._turn.first(batch.values)
+            return turn.batch(batch)
+        values = turn.first(batch.values)
         return replace(batch, values=values, count=num_samples(values) or batch.count)
 
-    def _of_values(self, broadcast: Any, method: str, step: int, local: bool, compares: bool) -> GivenBatch:
+    def _of_values(self, broadcast: Any, method: str, step: int, local: bool) -> GivenBatch:
         world = self._place.world_size
-        compares = compares or method not in self._sends
+        compares = method not in self._sends or self._compares(method, step)
         wrong, count = check_batch(broadcast, method), num_samples(broadcast)
         if not wrong and broadcast is not None and count is None:
             wrong = (

@@ -63,8 +63,6 @@ class StepScalars:
 
     def guarded(self, least: float) -> StepScalars:
         """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
-        if not least:
-            return self
         replicas = tuple([replace(replica, count=max(replica.count, least)) for replica in self.replicas])
         return replace(self, count=sum(replica.count for replica in replicas), replicas=replicas)
 
@@ -76,7 +74,9 @@ class StepScalars:
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
         replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
         loss_sum, count, norm_squared, *columns = map(sum, zip(*parts, strict=True))
-        flags = _flags_in(numbers[-FLAG_SLOTS:])
+        slots, shared = numbers[-FLAG_SLOTS:], FLAG_PLACES[StepFlag.RECORD][1]
+        flags: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
+        flags[StepFlag.RECORD], flags[StepFlag.SAVE] = slots[StepFlag.SAVE] // shared, slots[StepFlag.SAVE] % shared
         return cls(loss_sum, count, norm_squared, replicas, flags, [part[uses] for part in parts], columns[num_uses:])
 
 
@@ -157,15 +157,6 @@ def flag_slots(raised: Mapping[StepFlag, bool | Tensor], device: torch.device) -
         elif value:
             slots[slot].add_(unit)
     return slots
-
-
-def _flags_in(slots: Sequence[float]) -> dict[StepFlag, float]:
-    """Return the number of ranks that raise each flag."""
-    shared = FLAG_PLACES[StepFlag.RECORD][1]
-    asked = slots[StepFlag.SAVE]
-    counts: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
-    counts[StepFlag.RECORD], counts[StepFlag.SAVE] = asked // shared, asked % shared
-    return counts
 
 
 _IN_SLOTS = [flag for flag in StepFlag if flag not in (StepFlag.RECORD, StepFlag.SAVE)]

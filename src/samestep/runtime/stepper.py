@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -108,8 +108,8 @@ class Stepper:
     @functools.cached_property
     def used(self) -> UsedWeights:
         """The agreement of the ranks on the weights that steps use."""
-        parallel, number = self.held.parallel, self._own.number
-        return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
+        parallel = self.held.parallel
+        return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, self._own.index)
 
     # -- inside a step -----------------------------------------------------------------------------
 
@@ -163,18 +163,18 @@ class Stepper:
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
         assembly = self.held
         self.guards.begin_step(assembly, batch)
-        # Forwards and backwards, of one replica after the other.
+        # Forwards and backwards.
         weights = assembly.weights
         running = assembly.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
         names = (of.held or assembly).objective.names
-        if (assembly.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
+        if (assembly.objective.divides_exactly or self.guards.outside.has_hooks) and not of.count:
             of = replace(of, count=self._count_each * batch.num_samples or assembly.objective.nominal_count)
         values = [KeptValues(code) for code in (*assembly.objective.hooks, self._own.source.loss)] if of.count else []
-        values += [KeptValues(replica.model.module, weights=False) for _, replica in self._own.each() if of.count]
+        values += [KeptValues(assembly.model.module, weights=False)] if of.count else []
         numerator = (of.count or assembly.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
-            scalars = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
+            scalars = self._own_scalars(batch, of)
             # Agree: one all_reduce, whose sums the host does not wait for.
             host_reads = (
                 of.count > 0 or of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
@@ -206,7 +206,7 @@ class Stepper:
         numbers = StepNumbers.of(summed, opened.numerator)
         again = functools.partial(self.forward_backward, of=opened.of)
         note = self.guards.note_of(numbers, self.held, opened.batch, again)
-        if not note and not opened.of.is_apart:
+        if not note and self.guards.spikes.acts and not opened.of.is_apart:
             note = self.guards.spikes.judge(numbers.loss)
         return ReadStep(opened, summed, numbers, note)
 
@@ -223,35 +223,32 @@ class Stepper:
         if part is not ALL:  # whose own updates count
             weights = self.held.weights
             opened.lr_factor = weights.updater.rates.factors(weights.lr_factor, opened.batch.step)
-        for number, assembly in self._own.each():
-            if opened.state is not StepState.LAUNCHED:
-                assembly.weights.updater.unused = self.used.unused(number) if unused is None else unused
-                self._update_replica(read, part, number, assembly, skipped=skipped)
-            if math.isfinite(numbers.loss):
-                scale = assembly.weights.updater.loss_scale
-                scale.after(overflowed=not numbers.are_finite, has_moves=self._own.are_apart)
+        updater = self.held.weights.updater
+        if opened.state is not StepState.LAUNCHED:
+            updater.unused = self.used.agreed if unused is None else unused
+            self._update_weights(read, part, skipped=skipped)
+        if math.isfinite(numbers.loss):
+            updater.loss_scale.after(overflowed=not numbers.are_finite, has_moves=self._own.is_apart)
         self.steps_taken = max(self.steps_taken, opened.batch.step + 1) if opened.of.is_apart else opened.batch.step + 1
         return self.report(read, part, skipped=skipped)
 
-    def _update_replica(
-        self, read: ReadStep, part: UpdatedPart, number: int, assembly: Assembly, *, skipped: bool
-    ) -> None:
-        """Update the weights of a replica as the host has decided, or none in a step that is skipped, or in which it counts nothing."""
-        opened, numbers = read.opened, read.numbers
-        updater, scale = assembly.weights.updater, numbers.scales[number]
+    def _update_weights(self, read: ReadStep, part: UpdatedPart, *, skipped: bool) -> None:
+        """Update the weights as the host has decided, or none in a step that is skipped, or in which their model counts nothing."""
+        opened, numbers, assembly = read.opened, read.numbers, self.held
+        updater, scale = assembly.weights.updater, numbers.scales[self._own.index]
         if opened.report is None:  # else it was when its update was launched
             opened.prepare(updater)
         if skipped or scale is None:
             updater.offload.forget()
             return
-        if opened.was_written or opened.of.is_apart or self._own.are_apart:
+        if opened.was_written or opened.of.is_apart or self._own.is_apart:
             updater.live.reread()
         if opened.of.is_apart:
             assembly.weights.store.deliver()
         if updater.whole.evaluates(part):
             closure = Closure(updater.pieces_of(part), functools.partial(self._evaluate, opened), numbers.loss)
             part = replace(part, evaluating=updater.whole.evaluating, closure=closure)
-        factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
+        factor = scale * clip_factor(numbers.norms[self._own.index], self.job.optimizer.clip_norm)
         were_sent = opened.state is StepState.SENT
         self.change(assembly, functools.partial(updater.step, factor, were_sent=were_sent, part=part))
 
@@ -261,7 +258,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         weights = self.held.weights
-        weights.updater.publish()
+        weights.updater.live.publish()
         weights.store.publish()
         again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
         numbers = StepNumbers.of(self._sums_of(again), again.numerator)
@@ -280,13 +277,14 @@ class Stepper:
         """
         summed = opened.read(len(self.used.unsure))
         world_size = self._own.layout.world_size
-        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or self._has_other_count(
-            summed, opened
+        while (summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(world_size)) or (
+            opened.of.count and self._has_other_count(summed, opened)
         ):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
         self._answer(summed, opened.batch)
-        return summed.guarded(self.refusals.watch.least_count(opened.names))
+        least = self.refusals.watch.least_count(opened.names)
+        return summed.guarded(least) if least else summed
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -296,8 +294,7 @@ class Stepper:
         opened.running_buffers.restore()
         for values in opened.values_before:
             values.restore()
-        for _, assembly in self._own.each():
-            assembly.weights.updater.offload.forget()
+        self.held.weights.updater.offload.forget()
         progress, self.progress = self.progress, Progress.REPEATING
         again = self.backward(opened.batch, opened.of)
         self.progress = progress
@@ -305,22 +302,19 @@ class Stepper:
 
     def _has_other_count(self, summed: StepScalars, opened: OpenStep) -> bool:
         """Return whether the count of a step is another than what its backward has divided by, and let its repetition divide by it."""
-        count = opened.of.count
-        if not count:
-            return False
         counted = max(summed.count, self.refusals.watch.least_count(opened.names))
-        if not counted or self._own.are_apart:
+        if not counted or self._own.is_apart:
             return False
         self._count_each = counted / opened.batch.num_samples
-        opened.of = replace(opened.of, count=counted)
-        return not math.isclose(counted, count, rel_tol=1e-9)
+        divided_by, opened.of = opened.of.count, replace(opened.of, count=counted)
+        return not math.isclose(counted, divided_by, rel_tol=1e-9)
 
     def _answer(self, summed: StepScalars, batch: StepBatch) -> None:
         """Do what the flags of all ranks ask for: agree on the weights of the step, record, stop.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
         """
-        self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
+        self.used.read(summed.uses[self._own.index], exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.observer.agreed(summed)
@@ -373,15 +367,14 @@ class Stepper:
             remarks=self.refusals.news(),
         )
 
-    def _own_scalars(self, batch: StepBatch, of: StepBackward, index: int, number: int, assembly: Assembly) -> Tensor:
-        """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count
-        and squared norm, and its uses of weights.
-        """
-        totals = self.forward_backward(batch, index, of)
+    def _own_scalars(self, batch: StepBatch, of: StepBackward) -> Tensor:
+        """Run the forwards and backwards; return this rank's share of loss, count and squared norm, and its uses of weights."""
+        totals = self.forward_backward(batch, of)
+        assembly = self.held
         weights = assembly.weights
         without = weights.store.without_gradient()
-        uses = self.used.note(number, {name: without[name] for name in without if name in (of.names or without)})
-        if reason := self.used.unproven(number):
+        uses = self.used.note({name: without[name] for name in without if name in (of.names or without)})
+        if reason := self.used.unproven():
             self.guards.refuse_state(batch, reason)
         self.guards.refuse_lost_writes(assembly, batch)
         updater = weights.updater
@@ -392,21 +385,18 @@ class Stepper:
             return torch.cat([totals, norm_squared.view(1), uses])
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 
-    def forward_backward(self, batch: StepBatch, index: int = 0, of: StepBackward = WHOLE) -> Tensor:
+    def forward_backward(self, batch: StepBatch, of: StepBackward = WHOLE) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, and what the loss reports, float64.
-
-        Of a rank that trains several replicas, they are those of the replica at `index`.
 
         Collective over the world, see [Note: collective calls].
         """
         current = self.held
         assembly, trials = of.held or current, of.trials or self.guards.trials
-        assembly.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
         self.refusals.watch = assembly.objective.watch
         self.refusals.try_step = functools.partial(self.guards.try_step, trials, assembly, batch)
         interpreter = Interpreter(assembly, self.job.train.seed, self.guards, trials, self.steps_taken + 1, of)
         try:
-            totals = interpreter.forward_backward(batch, index)
+            totals = interpreter.forward_backward(batch)
         except Exception:
             self.refusals.raise_own()  # such as a replaced module, by which the forward fails
             raise
@@ -418,24 +408,22 @@ class Stepper:
             self.refusals.remark(line)
         return totals
 
-    def _agree(self, scalars: Sequence[Tensor], wrote_unseen: bool | Tensor = False) -> Tensor:
-        """Sum the scalars of each replica and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
+    def _agree(self, scalars: Tensor, wrote_unseen: bool | Tensor = False) -> Tensor:
+        """Sum the scalars and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
         flags = {
-            StepFlag.STOP: join.stop_requested(),
-            StepFlag.SAVE: join.save_requested(),
+            **join.requests(),
             StepFlag.WROTE_UNSEEN: wrote_unseen,
             StepFlag.REFUSES: self.refusals.is_pending,
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
-            StepFlag.RECORD: join.record_requested(),
         }
-        sums = torch.cat([self._own.sums(scalars), flag_slots(flags, self.place.device)])
+        sums = torch.cat([self._own.to_sum(scalars), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
         return sums
 
     def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
-        """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
+        """Let code of the optimizer change this rank's weights, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self.guards.generators.settle()
@@ -447,15 +435,13 @@ class Stepper:
                 part.end_update()
             if assembly.parallel.batch_norms.of_losses.held:
                 assembly.parallel.batch_norms.of_losses.write()
-            weights.updater.publish()
+            weights.updater.live.publish()
             weights.store.publish(waits=not self._owns_weights)
 
     def end_step(self, step: int) -> None:
-        """Let models that follow others move after a step, and exchange the weights of replicas that exchange now and then."""
+        """Let models that follow others move after a step, and models that are trained apart exchange weights where that is due."""
         self.follow(step)
-        if self._own.are_apart:
-            self._own.exchange(step + 1)
-            self._own.note_loop()
+        self._own.exchange(step + 1)
 
     def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
         """Let models that follow others move after a step, or after an update of some of its weights.

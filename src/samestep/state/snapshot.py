@@ -123,7 +123,15 @@ class Snapshot:
         else:
             self._variable(Variable(getattr(root, "__name__", type(root).__name__), None, "", root))
         while self._rest:
-            self._search(*self._rest.popleft())
+            name, value = self._rest.popleft()
+            if isinstance(value, nn.Module):
+                self.modules.append((name, value))
+                self._parts(name, value)
+                continue
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._caches.append((value, value.cache_info()))
+            for variable in variables_of(name, value, self.homes):
+                self._variable(variable)
 
     @property
     def named_generators(self) -> Iterator[tuple[str, Any]]:
@@ -140,16 +148,6 @@ class Snapshot:
             self._searched[id(value)] = value
             self._rest.append((name, value))
 
-    def _search(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            self.modules.append((name, value))
-            self._parts(name, value)
-            return
-        if isinstance(value, functools._lru_cache_wrapper):
-            self._caches.append((value, value.cache_info()))
-        for variable in variables_of(name, value, self.homes):
-            self._variable(variable)
-
     def _is_state(self, value: Any) -> bool:
         """Return whether the content of a variable is state."""
         return isinstance(value, PLAIN) or home_of(type(value).__module__) in self.homes
@@ -165,7 +163,7 @@ class Snapshot:
         if isinstance(value, (*SEARCHED, nn.Module)):
             self._meet(name, value)
         elif holder is None and isinstance(value, _SINGLE):
-            self._note(value)
+            self._skeleton(name, value, [], 0)
         elif self._is_iterator(value):
             self.iterators.append(name)
         elif holder is None and callable(value) and type(value).__module__.startswith(_OURS):  # as a mean over a loss
@@ -237,7 +235,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             tensors.append(value)
             return ("tensor", value.dtype)
-        self._note(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
+            self.numbers.add(value)
         if value is None or isinstance(value, str | bytes | bool | int | complex):
             return value
         if isinstance(value, float):
@@ -262,10 +261,6 @@ class Snapshot:
             return self._seen.get(id(value), type(value).__name__)
         self._seen[id(value)] = type(value).__name__  # for what contains itself
         return self._items(name, value, tensors, depth - 1)
-
-    def _note(self, value: Any) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
-            self.numbers.add(value)
 
     def _items(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return the skeleton of a container, or of an object's attributes."""
@@ -424,7 +419,14 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
 def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(container, dict):
-        if type(container) in _EXACT and _has_items(container, items):
+        more = len(container) - len(items)  # most often none, or besides the entries of a module those of torch
+        is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
+        has_as_many = is_module or not more
+        if (
+            type(container) in _EXACT
+            and has_as_many
+            and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
+        ):
             return
         kind, now = built_in_kind(container), items_of(container)
         of_torch = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
@@ -439,13 +441,6 @@ def put_items(container: Any, items: Any) -> None:
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)
-
-
-def _has_items(container: dict[Any, Any], items: dict[Any, Any]) -> bool:
-    """Return whether a dictionary has these items alone, most often none; or besides torch's entries those of a module."""
-    more = len(container) - len(items)
-    is_module = more == len(OF_TORCH) and OF_TORCH.isdisjoint(items) and container.keys() >= OF_TORCH
-    return (is_module or not more) and all(map(operator.is_, map(container.get, items, repeat(items)), items.values()))
 
 
 class ModelState:

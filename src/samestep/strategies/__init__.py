@@ -263,9 +263,8 @@ def _on_one_rank(step: StepSpec) -> Program:
 def _with_tasks(program: Program) -> Program:
     """Return the program with the tasks of one stage: forward and backward of each micro-batch, then the update."""
     count = program.step.num_microbatches
-    size = count // program.step.replicas_each  # of a replica, whose step begins and ends with its own micro-batches
     tasks = [
-        Task(BodyKey(kind, position=position(microbatch % size, size)), microbatch)
+        Task(BodyKey(kind, position=position(microbatch, count)), microbatch)
         for microbatch in range(count)
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     ]

@@ -61,24 +61,16 @@ def refusal(step: StepSpec) -> LayoutError | None:
 def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> LayoutError:
     """Return why micro-batches that divide groups are refused, and what works."""
     layout, size, ranks = step.layout, groups.size, step.layout.dp
-    contributions = step.contributions
-    each = contributions.each if contributions is not None else 1  # of a rank, one behind the other
-    fitting = (
+    fewer = next(
         number
         for number in range(step.num_microbatches, 0, -1)
-        if number % each == 0 and SampleGroups.of(step.global_batch, size, ranks, number).fit
+        if SampleGroups.of(step.global_batch, size, ranks, number).fit
     )
-    fewer = next(fitting, None)
     common = math.gcd(*groups.totals)
     totals = " or ".join(map(str, groups.totals))
-    works = f"Use dp={step.sharing.replicas}" if fewer is None else f"Use microbatch={-(-step.rank_samples // fewer)}"
-    if common > 1 and contributions is None:
+    works = f"Use microbatch={-(-step.rank_samples // fewer)}"
+    if common > 1 and step.contributions is None:
         works += f", or numerics.batch_norm_group = {common}, which changes the result"
-    if layout.microbatch is None:
-        return LayoutError(
-            "batch-norm-layout",
-            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one after the other, and {path} takes the statistics of {size} samples at once (batch norm). {works}",
-        )
     return LayoutError(
         "batch-norm-layout",
         f"batch norm {module_name(path)} takes the statistics of {size} samples at once, and a micro-batch has {totals} "

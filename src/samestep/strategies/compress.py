@@ -51,7 +51,7 @@ def refusal(step: StepSpec) -> LayoutError | None:
 def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, after all sums within a contribution."""
     contributions = program.step.contributions
-    if contributions is not None and contributions.ranks > 1 and program.step.sharing.trains_apart:
+    if contributions is not None and program.step.sharing.trains_apart:
         axes = {**program.axes, contributions.axis: contributions.ranks}
         return replace(program, axes=axes, exchange=tuple(_exchange_of_moves(program, contributions)))
     if contributions is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
@@ -67,7 +67,7 @@ def _exchange_of_moves(program: Program, contributions: Contributions) -> Iterat
     buffers = [(bucket.name, bucket.codec, [bucket.coded(contributions)]) for bucket in program.buckets]
     buffers += [(unit.name, unit.codec, [*coded_parts(step, contributions, unit)]) for unit in program.units]
     sent = [
-        [*exchange(name, codec, contributions.axis, parts, contributions.each, step.master_dtype, gathers=True)]
+        [*exchange(name, codec, contributions.axis, parts, step.master_dtype, gathers=True)]
         for name, codec, parts in buffers
         if parts
     ]
@@ -92,9 +92,7 @@ def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> 
             parts = [*coded_parts(program.step, contributions, unit)]
             dtype = program.step.master_dtype
             for sent in (
-                exchange(unit.name, unit.codec, contributions.axis, parts, contributions.each, dtype, gathers=True)
-                if parts
-                else ()
+                exchange(unit.name, unit.codec, contributions.axis, parts, dtype, gathers=True) if parts else ()
             ):
                 yield sent.but(after=waits)
                 waits = (*op.after, sent.name)
@@ -102,11 +100,14 @@ def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> 
 
 
 def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, replicas: int) -> Iterator[LayoutError]:
-    wanted = f"Use dp_replicate={replicas}" if layout.num_shards > 1 else f"Use dp={replicas}"
-    if replicas % contributions.ranks:
+    if replicas != (ranks := contributions.ranks):
+        works = (
+            f"Use dp_replicate={replicas}" if layout.dp_shard > 1 and layout.dp_replicate > 1 else f"Use dp={replicas}"
+        )
+        of_job = "" if ranks == 1 else f", or numerics.replicas = {ranks}, which changes the result"
         yield LayoutError(
             "contributions-uneven",
-            f"{contributions.ranks} ranks of {contributions.axis} make no equal number of contributions. {wanted}",
+            f"each data rank makes one contribution, and {str(layout)!r} has {ranks}. {works}{of_job}",
         )
     if layout.reduce != "ring":
         yield LayoutError(
@@ -132,9 +133,7 @@ def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, repli
         )
     if step.sharing.trains_apart and (error := _refuse_apart(step, contributions)):
         yield error
-    if contributions.each > 1 and (error := _refuse_several(step, contributions)):
-        yield LayoutError(error.code, f"{error}. {wanted}")
-    if (contributions.each > 1 or layout.dp > replicas) and step.global_batch % (layout.dp * step.num_microbatches):
+    if layout.dp > replicas and step.global_batch % (layout.dp * step.num_microbatches):
         yield (
             LayoutError(
                 "contributions-uneven",
@@ -242,31 +241,3 @@ def _together(step: StepSpec) -> str:
     """Return what works where replicas cannot be trained independently: one model, whose gradients may be compressed."""
     alone = " with replicas=1" if step.sharing.codec == PLAIN else ""
     return f"Use exchange_every=1{alone}"
-
-
-def _refuse_several(step: StepSpec, contributions: Contributions) -> LayoutError | None:
-    """Return why a rank cannot make several contributions one after the other."""
-    layout = step.layout
-    for axis, degree in (("pp", layout.pp), ("tp", layout.tp), ("cp", layout.cp)):
-        if degree > 1:
-            return LayoutError(
-                "contributions-uneven",
-                f"with {axis}={degree} a data rank makes one contribution, not {contributions.each}",
-            )
-    if step.zero and contributions.axis == REPLICAS:
-        return LayoutError(
-            "contributions-uneven",
-            f"with dp_shard={layout.dp_shard} a replica makes one contribution, not {contributions.each}",
-        )
-    if step.zero >= 2:
-        return LayoutError(
-            "contributions-uneven", f"with zero={step.zero} a rank makes one contribution, not {contributions.each}"
-        )
-    if step.num_microbatches % contributions.each:
-        works = -(-step.rank_samples // contributions.each)
-        return LayoutError(
-            "contributions-uneven",
-            f"{step.num_microbatches} micro-batches of a rank do not divide among {contributions.each} contributions. Use "
-            f"microbatch={works}",
-        )
-    return None

@@ -101,7 +101,7 @@ def _with_buckets(program: Program, *, sums: bool) -> Program:
     """Return the program with the buckets of its gradients, which it `sums` or not, and the axes over which they are summed."""
     step, contributions = program.step, program.step.contributions
     if contributions is not None:
-        axes = {contributions.axis: contributions.ranks} if contributions.ranks > 1 else {}
+        axes = {contributions.axis: contributions.ranks}
     else:
         axes = _axes_of_way(step) if step.layout.num_replicas > 1 else {}
     # Mixed precision and codecs need their buffers on one rank too.

@@ -106,13 +106,6 @@ def _refuse_balance(step: StepSpec) -> LayoutError | None:
         )
     if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are
         return None
-    contributions = step.contributions
-    if contributions is not None and contributions.each > 1:
-        return LayoutError(
-            "contributions-uneven",
-            f"numerics.replicas = {step.sharing.replicas} makes {contributions.each} contributions on a data rank, one after the other, and the loss "
-            f"that balances experts is one of the whole batch. Use dp={step.sharing.replicas}, with no microbatch",
-        )
     if step.num_microbatches > 1:
         return LayoutError(
             "batch-values-microbatch",

@@ -260,9 +260,7 @@ def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
     if (contributions := step.contributions) is not None and step.scatters_codes:
         parts = [*coded_parts(step, contributions, unit)]
-        (sent,) = exchange(
-            unit.name, unit.codec, unit.shard_axis, parts, contributions.each, step.master_dtype, gathers=False
-        )
+        (sent,) = exchange(unit.name, unit.codec, unit.shard_axis, parts, step.master_dtype, gathers=False)
         return sent.but(implied=True, after=(after.name,))
     dtype, axis = step.master_dtype, unit.shard_axis
     op = Op(kind=OpKind.REDUCE_SCATTER, owner=unit.name, axis=axis, dtype=dtype, codec=PLAIN, after=(after.name,))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,8 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.building.families import GROUPED_FALLBACK
 from samestep.models.layer_parts import Cutting, Exchange, Factors, OtherWork, Product
-from samestep.tracing.checkpointed import Point
 from samestep.tracing.meta_tensors import GROUPED_PRODUCTS
-from samestep.tracing.operations import PlacedExchange, SavedTensor, Work
+from samestep.tracing.operations import SavedTensor, Work
 
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -326,11 +325,3 @@ def exchanges_of(
                 takes_gradient=has_gradient if role == "output" else tensor.requires_grad,
             ),
         )
-
-
-def exchanges_behind(exchanges: Sequence[PlacedExchange], point: Point) -> list[PlacedExchange]:
-    """Return the exchanges of an attention, which is over at a point: its output is sent there, and its inputs take part in the output."""
-    return [
-        (region, key, exchange, point if exchange.role == "output" else start._replace(nodes=point.nodes))
-        for region, key, exchange, start in exchanges
-    ]

@@ -6,8 +6,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,17 +38,8 @@ SEVERAL = "a hook on several gradients"
 """How a hook of `register_multi_grad_hook` is named."""
 
 
-@contextmanager
-def report_functions(applied: Applied, hooked: Hooked) -> Iterator[None]:
-    """Report every custom Function that this thread calls inside, and every hook that it puts on a tensor.
-
-    Those of torch and samestep are known.
-    """
-    with _functions(applied), _tensor_hooks(hooked):
-        yield
-
-
-def _tensor_hooks(hooked: Hooked) -> Replaced:
+def report_hooks(hooked: Hooked) -> Replaced:
+    """Report every hook that this thread puts on a tensor inside. Those of torch and samestep are known."""
     original, thread = Tensor.register_hook, threading.get_ident()
     of_nodes: Any = torch.autograd.Function._register_hook
     grad_fn: Any = Tensor.grad_fn
@@ -220,7 +210,9 @@ def _calls_carried_out(carry_out: Callable[[type, Function, tuple[Any, ...], dic
     return Replaced((torch.autograd.Function, "apply", replacing))
 
 
-def _functions(applied: Applied) -> Replaced:
+def report_functions(applied: Applied) -> Replaced:
+    """Report every custom Function that this thread calls inside. Those of torch and samestep are known."""
+
     def report(_: type, plain: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         outcome = plain(*args, **named)
         applied(plain, args, named, outcome)

@@ -189,7 +189,7 @@ class FlowRecorder(TorchFunctionMode):
         with ExitStack() as hooks:
             for path, part in module.named_modules():
                 if not is_outside(path) and makes_event(part):
-                    enter, leave = self._enter(path), self._leave(path)
+                    enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
             hooks.enter_context(backward_hooks_pass_on())
@@ -370,24 +370,18 @@ class FlowRecorder(TorchFunctionMode):
         text = f"{name} reads a tensor of {maker_name} that is not passed on by arguments and results"
         self._hidden.setdefault((maker, reader), text)
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.at.is_between:
-                tensors = tensors_in((args, kwargs))
-                self._note_untracked(tensors, path)
-                self._begin(len(self._events), path, tensors, containers_in((args, kwargs)))
-            self.at.depth += 1
+    def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.at.is_between:
+            tensors = tensors_in((args, kwargs))
+            self._note_untracked(tensors, path)
+            self._begin(len(self._events), path, tensors, containers_in((args, kwargs)))
+        self.at.depth += 1
 
-        return hook
-
-    def _leave(self, path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
-            self.at.depth -= 1
-            if self.at.depth == 0 and (running := self.at.running) is not None and running.is_call:
-                self._append(running, outcome, first_input_of(args, kwargs))
-                self.at.running, self.at.last_call = None, path
-
-        return hook
+    def _leave(self, path: str, _: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
+        self.at.depth -= 1
+        if self.at.depth == 0 and (running := self.at.running) is not None and running.is_call:
+            self._append(running, outcome, first_input_of(args, kwargs))
+            self.at.running, self.at.last_call = None, path
 
     def _append(self, running: _Running, outcome: Any, first: Tensor | None = None) -> None:
         """Add the event that has just run."""

@@ -30,15 +30,7 @@ from samestep.building.torch_seams import DisableTorchFunction, DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
 from samestep.tracing import batch_norms
-from samestep.tracing.costs import (
-    CutStorages,
-    exchanges_behind,
-    exchanges_of,
-    factors_of,
-    flops_of,
-    is_fusible,
-    product_of,
-)
+from samestep.tracing.costs import CutStorages, exchanges_of, factors_of, flops_of, is_fusible, product_of
 from samestep.tracing.custom_functions import SEVERAL, Function, Hook, report_module_hooks
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.looks import PACKS, Looks, PickedRows
@@ -340,7 +332,11 @@ class ForwardTracer(DispatchMode):
         self.analysis.attended(call, output)
         sent = self.events.exchanges
         if sent and output.dim() == 4:
-            sent[-4:] = exchanges_behind(sent[-4:], self.places.point(output))
+            point = self.places.point(output)  # where the output is sent, in which the inputs take part
+            sent[-4:] = [
+                (region, key, exchange, point if exchange.role == "output" else start._replace(nodes=point.nodes))
+                for region, key, exchange, start in sent[-4:]
+            ]
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Report the call of a custom Function of autograd, whose operations have been recorded before.

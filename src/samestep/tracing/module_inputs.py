@@ -212,22 +212,19 @@ class ForwardCalls:
         )
         calls = self.of.setdefault(path, [])
         if not is_outside and not self.is_inside:
-            self._begin_top_most(call, part, is_first=not calls)
+            self._is_within = makes_event(part)
+            if self._is_within:
+                number = 1 + [*self.regions.values()].count(path)
+                self.region = path if number == 1 else f"{path}#{number}"
+                self.regions[self.region] = path
+                self.begins.append((call.first, self.region))
+            if self._is_within or not calls:
+                self.order.append(self.region if self._is_within else path)
         self.innermost = path
         call.region, call.is_within = self.region, self._is_within and not is_outside
         calls.append(call)
         self.running.append(call)
         self._depth += not is_outside
-
-    def _begin_top_most(self, call: ModuleCall, part: nn.Module, *, is_first: bool) -> None:
-        self._is_within = makes_event(part)
-        if self._is_within:
-            number = 1 + [*self.regions.values()].count(call.path)
-            self.region = call.path if number == 1 else f"{call.path}#{number}"
-            self.regions[self.region] = call.path
-            self.begins.append((call.first, self.region))
-        if self._is_within or is_first:
-            self.order.append(self.region if self._is_within else call.path)
 
     def leave(self, output: Any) -> None:
         """Record that the forward that started last ends."""

@@ -193,12 +193,12 @@ def trace_whole_batch(module: nn.Module, num_samples: int) -> None:
 
 
 def _coupled_modules(module: nn.Module) -> tuple[str, ...]:
-    return tuple(path for path, part in module.named_modules() if _couples_samples(part))
-
-
-def _couples_samples(module: nn.Module) -> bool:
-    """Return whether samples of a batch influence each other through this module, or through its statistics."""
-    return takes_statistics(module) and (module.training or getattr(module, "running_mean", None) is None)
+    """Return the paths of modules through which samples of a batch influence each other, or through their statistics."""
+    return tuple(
+        path
+        for path, part in module.named_modules()
+        if takes_statistics(part) and (part.training or getattr(part, "running_mean", None) is None)
+    )
 
 
 def _unseen(name: str, watch: ForwardTracer) -> ModelError:
@@ -273,7 +273,7 @@ def _layer_specs(
             saved_selective_elements=elements(selective),
             saved_cut_elements=elements(saved[index] & divided),
             saved_selective_cut_elements=elements(selective & divided),
-            products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
+            products=tuple(_products_of(regions, num_samples)),
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, costs, num_samples),
             token_parts=tuple(
@@ -294,14 +294,17 @@ def _layer_specs(
     return tuple(specs)
 
 
-def _products_of(regions: Sequence[Region]) -> Iterator[Product]:
-    """Yield the products of a layer's regions, and whether a repeated forward repeats them: those after the last tensor that
-    autograd keeps are not."""
+def _products_of(regions: Sequence[Region], num_samples: int) -> Iterator[Product]:
+    """Yield one sample's share of the products of a layer's regions, and whether a repeated forward repeats them: those after the last
+    tensor that autograd keeps are not."""
     last = max((number for number, region in enumerate(regions) if region.repeated), default=-1)
     for number, region in enumerate(regions):
         for index, product in enumerate(region.products):
             is_repeated = number < last or (number == last and index < region.repeated)
-            yield dataclasses.replace(product, is_repeated=is_repeated)
+            if product.factors in ("weight", "frozen"):
+                yield dataclasses.replace(product, rows=product.rows // num_samples, is_repeated=is_repeated)
+            else:
+                yield dataclasses.replace(product, count=product.count // num_samples, is_repeated=is_repeated)
 
 
 def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[str, KeptBuffer]]:
@@ -371,13 +374,6 @@ def _with_costs(head: HeadSpec, sizes: Mapping[int, int], saved: set[int], peak:
     """Return the head with the elements for one sample that its layer keeps, and works on in the backward, besides the logits."""
     rest = sum(sizes[key] for key in saved if sizes[key] != head.logits * num_samples)
     return dataclasses.replace(head, saved_elements=rest // num_samples, working_elements=peak // num_samples)
-
-
-def _of_one(product: Product, num_samples: int) -> Product:
-    """Return a product's share of one sample."""
-    if product.factors in ("weight", "frozen"):
-        return dataclasses.replace(product, rows=product.rows // num_samples)
-    return dataclasses.replace(product, count=product.count // num_samples)
 
 
 def _backward_reads_weights(module: nn.Module, layer: Layer) -> bool:

@@ -46,7 +46,7 @@ from samestep.models.spec import is_below
 from samestep.state import snapshot
 from samestep.tracing.arranged_layers import containers_of
 from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
-from samestep.tracing.custom_functions import report_functions
+from samestep.tracing.custom_functions import report_functions, report_hooks
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in
@@ -210,17 +210,22 @@ def watch_forward(
     """
     containers = containers_of(module) if containers is None else containers
     batch = watch.copies_of(sample, num_samples)
-    for key, part in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = tensors_in(part)
+    for key, value in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
+        tensors = tensors_in(value)
         watch.inputs.of_sample |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }
     try:
         with ExitStack() as stack:
             stack.enter_context(_on_meta(module, watch, value_of))
-            stack.enter_context(_hooks(module, containers, watch))
+            for path, part in module.named_modules():
+                enter = functools.partial(watch.enter, path, is_outside(path, containers))
+                stack.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+                leave = functools.partial(watch.leave, path)
+                stack.enter_context(part.register_forward_hook(leave, with_kwargs=True))
             stack.enter_context(replaced_checkpoint(functools.partial(_checkpoint, watch)))
-            stack.enter_context(report_functions(watch.applied, watch.hooked))
+            stack.enter_context(report_functions(watch.applied))
+            stack.enter_context(report_hooks(watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(within(TracedValues(watch.take_values)))
             stack.enter_context(Keeping(watch))
@@ -266,17 +271,6 @@ def _checkpoint(watch: ForwardTracer, begin: Begin, contexts: ContextFn) -> Iter
 def _unpack_saved(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "a watch that goes back"
     return tensor
-
-
-@contextmanager
-def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
-    """Report every module that is entered and left to `watch`."""
-    with ExitStack() as hooks:
-        for path, part in module.named_modules():
-            enter = functools.partial(watch.enter, path, is_outside(path, containers))
-            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(functools.partial(watch.leave, path), with_kwargs=True))
-        yield
 
 
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:

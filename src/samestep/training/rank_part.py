@@ -265,7 +265,7 @@ class Saver:
         spikes = run.spikes.count
         checkpoint.load(run, Path(newest))
         back, run.steps_taken, run.spikes.count = run.steps_taken, step, spikes
-        run.replicas.catch_up(step)
+        run.held.catch_up(step)
         return f"step {step}: continues with the weights from after step {back}, without the samples since"
 
     def _begin(self) -> None:

@@ -26,7 +26,7 @@ from samestep.building.predictions import prediction_of
 from samestep.building.pretrained_form import Merged, PretrainedForm, is_of_transformers
 from samestep.datasets import open_tokenizer
 from samestep.errors import CheckpointError, DataError, JobError, ModelError
-from samestep.job import Job
+from samestep.job import OF_SEVERAL, Job
 from samestep.job_tables import Precision
 from samestep.layout import Layout
 from samestep.models.weight_files import ONE_FILE
@@ -270,9 +270,9 @@ def sample(
 def _prepare_run(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
     """Return a run of one rank with the weights of a checkpoint, or with their averages."""
     place = RankInfo(0, 0, 1, 1, torch.device(resolve_device(stored.job.run.device)))
-    ready = Run(workload.source, Layout(), workload.job, place)
+    ready = Run(workload.source, Layout(), workload.job.of_one_model, place)
     ready.prepare(workload.example)
-    checkpoint.load(ready, stored.checkpoint, averaged=averaged)
+    checkpoint.load(ready, stored.checkpoint, averaged=averaged, may_change=OF_SEVERAL)
     return ready
 
 

@@ -25,18 +25,9 @@ _NESTED = [0]
 
 @contextmanager
 def forward_only(*, takes_gradients: bool) -> Iterator[None]:
-    """Run the forwards inside without a backward, and without gradients unless the model itself takes some."""
-    _NESTED[0] += 1
-    try:
-        with torch.set_grad_enabled(takes_gradients), IGNORING, _hooks_unused():
-            yield
-    finally:
-        _NESTED[0] -= 1
-
-
-@contextmanager
-def _hooks_unused() -> Iterator[None]:
-    """Let code put hooks on the gradients of tensors that have none here, and keep these gradients: torch refuses both."""
+    """Run the forwards inside without a backward, and without gradients unless the model itself takes some. Code may put hooks on the
+    gradients of tensors that have none here, and keep these gradients: torch refuses both.
+    """
     register, retain = Tensor.register_hook, Tensor.retain_grad
 
     def register_hook(tensor: Tensor, hook: Any) -> Any:
@@ -47,9 +38,12 @@ def _hooks_unused() -> Iterator[None]:
             retain(tensor)
 
     Tensor.register_hook, Tensor.retain_grad = register_hook, retain_grad  # type: ignore[method-assign, assignment]
+    _NESTED[0] += 1
     try:
-        yield
+        with torch.set_grad_enabled(takes_gradients), IGNORING:
+            yield
     finally:
+        _NESTED[0] -= 1
         Tensor.register_hook, Tensor.retain_grad = register, retain  # type: ignore[method-assign]
 
 

@@ -253,7 +253,7 @@ class WholeBatch:
         else:
             number, grads = _one_number(result, self._all.number), [None] * len(roots)
             if differentiates:
-                total = with_graph(number[0], result.counted, roots)
+                total = with_graph(number[0], result, roots)
                 self.graph = (total, roots) if tries else None
                 grads = list(torch.autograd.grad(total, roots, allow_unused=True))
                 number = total.detach(), number[1]
@@ -394,7 +394,7 @@ def computed(
         rows, factor = (part, 1.0) if len(part) else (part.new_zeros(1), 0.0)
         with of_rows(rows):
             result = loss()
-        own_sum = with_graph(result.only[0], result.counted, list(roots)) * factor
+        own_sum = with_graph(result.only[0], result, list(roots)) * factor
         if differentiates:
             new = torch.autograd.grad(own_sum, roots, allow_unused=True)
             gradients = [a if b is None else b if a is None else a + b for a, b in zip(gradients, new, strict=True)]
@@ -421,7 +421,7 @@ def tried(loss: Callable[[], LossResult], num_rows: int, roots: Sequence[Tensor]
         )
     if len(rows) > 1:
         _compare(result, loss, rows)
-    return with_graph(result.only[0], result.counted, list(roots)), [*roots]
+    return with_graph(result.only[0], result, list(roots)), [*roots]
 
 
 def _compare(of_all: LossResult, loss: Callable[[], LossResult], rows: Tensor) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,9 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     return int(told[0][1])
 
 
-def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
-    """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights.
+def load(run: PreparedRun, folder: Path, *, averaged: bool = False, may_change: Collection[str] = ()) -> None:
+    """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights. The keys of the job
+    that `may_change` may differ.
 
     Collective over the world, see [Note: collective calls].
 
@@ -198,7 +199,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         CheckpointError: it is damaged, lacks a tensor or averages, or belongs to a job with another result.
     """
     manifest = read_manifest(folder)
-    changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder)]
+    changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder, may_change=may_change)]
     if manifest["layout"] != str(run.layout):
         changes.append(
             f"after step {manifest['step']}: the layout is {str(run.layout)!r}, which was {manifest['layout']!r}"
@@ -210,20 +211,18 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
-        for assembly in run.replicas.assemblies:
-            assembly.weights.updater.forget_states()
+        run.assembly.weights.updater.forget_states()
         for piece in updater.pieces:
             runs = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, runs))
-        run.replicas.load_states(updater, _StoredStates(run, stored))
+        run.held.load_states(updater, _StoredStates(run, stored))
         for lost in run.assembly.weights.store.codes.residuals():
             runs = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
-            lost.values.copy_(stored.read_lost(lost.key, lost.name, runs, lost.summed))
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, runs))
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
-        updater.publish()  # otherwise the values that were read look like a write into the weights by other code
-        for assembly in run.replicas.assemblies:
-            _load_untrained(run, assembly, stored)
+        updater.live.publish()  # otherwise the values that were read look like a write into the weights by other code
+        _load_untrained(run, run.assembly, stored)
         other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
         count = manifest["nominal_count"]
@@ -232,10 +231,9 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
                 assembly, objective=dataclasses.replace(assembly.objective, nominal_count=count)
             )
         )
-    for replica in run.replicas.assemblies:
-        scale = replica.weights.updater.loss_scale
-        if scale.is_dynamic and manifest["loss_scale"]:
-            scale.scale, scale.steps_since = manifest["loss_scale"]
+    scale = run.assembly.weights.updater.loss_scale
+    if scale.is_dynamic and manifest["loss_scale"]:
+        scale.scale, scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
     changes += run.data.resumes_from(folder, manifest["step"], manifest.get("data", []))
@@ -256,21 +254,21 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
-    for assembly in run.replicas.assemblies:
-        updater, store = assembly.weights.updater, assembly.weights.store
-        for piece in updater.pieces:
-            if (values := mine(piece)) is not None:
-                piece.set_master(values)
-        updater.publish()
-        for piece in store.frozen:
-            if (values := mine(piece)) is not None:
-                piece.set_master(values)
-        for name, buffer in assembly.model.module.named_buffers():
-            if (full := value(name)) is not None:
-                buffer.copy_(full)
-        store.publish()
-    if run.replicas.are_apart:
-        run.replicas.restart([piece.master().clone() for piece in run.replicas.pieces])
+    assembly = run.assembly
+    updater, store = assembly.weights.updater, assembly.weights.store
+    for piece in updater.pieces:
+        if (values := mine(piece)) is not None:
+            piece.set_master(values)
+    updater.live.publish()
+    for piece in store.frozen:
+        if (values := mine(piece)) is not None:
+            piece.set_master(values)
+    for name, buffer in assembly.model.module.named_buffers():
+        if (full := value(name)) is not None:
+            buffer.copy_(full)
+    store.publish()
+    if run.held.is_apart:
+        run.held.restart([piece.master().clone() for piece in run.held.pieces])
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -328,11 +326,11 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
         if piece.name in elsewhere:
             continue
         stored = writer.name_of(run, piece)
-        value, is_new = run.replicas.value_of(index), piece.split is not None and not run.replicas.are_apart
+        value, is_new = run.held.value_of(index), piece.split is not None and not run.held.is_apart
         tensors[f"value/{stored}/{piece.start}"] = writer.copy_to_host(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
             tensors[f"average/{stored}/{piece.start}"] = writer.copy_to_host(average.flatten())
-    for piece, states in run.replicas.states(run.updater, elsewhere, lambda name: writer.encodes_first(run, name)):
+    for piece, states in run.held.states(run.updater, elsewhere, lambda name: writer.encodes_first(run, name)):
         stored = writer.name_of(run, piece)
         for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"

@@ -133,23 +133,13 @@ class OpenCheckpoint:
         stored = self.states[weight][what] if known is None else known.get(weight, [])
         return self._assemble(stored, what, weight, runs, block)
 
-    def read_lost(self, key: str, weight: str, runs: Runs, summed: int = 0) -> Tensor:
+    def read_lost(self, key: str, weight: str, runs: Runs) -> Tensor:
         """Assemble the losses of a contribution's codes for some elements of a weight's gradient.
-
-        Of sums of contributions, of the `summed` ones from `key` on, it is the sum of those that begin with one of these.
 
         Raises:
             CheckpointError: the files lack some of the elements.
         """
-        stored = self.lost.get(weight, {})
-        keys = [other for other in map(str, range(int(key), int(key) + summed)) if other in stored] if summed else [key]
-        if stored and not keys:
-            return torch.zeros(int(runs.lengths.sum()))
-        tensors = [
-            self._assemble(stored.get(contribution, []), f"lost by contribution {contribution}", weight, runs, 1)
-            for contribution in keys or [key]
-        ]
-        return sum(tensors[1:], tensors[0])
+        return self._assemble(self.lost.get(weight, {}).get(key, []), f"lost by contribution {key}", weight, runs, 1)
 
     def read_directions(self, weight: str) -> Tensor:
         """Read the directions along which the next gradient of a weight is projected.

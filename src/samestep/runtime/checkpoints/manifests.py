@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -248,8 +248,12 @@ _SOURCE_OF_NO_MODEL = "hf:llama"
 """The `model.source` in older checkpoints of a model that was given in Python, whose job named none."""
 
 
-def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str, ...]:
+def check_job(
+    manifest: Mapping[str, Any], job: Job, folder: Path, *, may_change: Collection[str] = ()
+) -> tuple[str, ...]:
     """Refuse the checkpoint of a job that computes something else, and return what the job changes, as texts.
+
+    The keys that `may_change` may differ.
 
     Raises:
         CheckpointError: it names the keys that differ, and are not in `run.allow`.
@@ -269,7 +273,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
     if now["numerics"]["exchange_every"] == saved.get("numerics", {}).get("exchange_every") == 1:
         for key in _OF_EXCHANGES:  # without an effect, so that another default is no other job
             changed.pop(f"numerics.{key}", None)
-    differs = [key for key in changed if key not in (*_MAY_CHANGE, *job.run.allow)]
+    differs = [key for key in changed if key not in (*_MAY_CHANGE, *may_change, *job.run.allow)]
     if differs:
         may = [key for key in differs if key in get_args(MayChange)]
         works = f"; --allow {' '.join(may)} lets it change" if may and may == differs else ""

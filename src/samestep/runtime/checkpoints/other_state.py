@@ -139,7 +139,7 @@ def _changed(places: Mapping[Slot, Variable], first: Mapping[Slot, int]) -> dict
 
 def _nested_states(run: PreparedRun) -> dict[str, Any]:
     """Return the states of weights that are lists or dicts, as L-BFGS keeps the steps before, as `state/WEIGHT/KEY`."""
-    if run.replicas.are_apart:
+    if run.held.is_apart:
         return {}
     optimizers = run.updater.with_states
     return {
@@ -274,15 +274,15 @@ def _give_back_at(place: Variable | None, value: Any) -> None:
 
 def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
     of_weight, of_index = _options_in(manifest, read)
-    for updater in [assembly.weights.updater for assembly in run.replicas.assemblies]:
-        assert updater.optimizer is not None
-        for index, group in enumerate(updater.optimizer.param_groups):
-            ids = {id(param) for param in group["params"]}
-            names = [piece.name for piece in updater.pieces if id(piece.value) in ids]
-            options: dict[str, Any] = next((of_weight[name] for name in names if name in of_weight), {})
-            updater.rates.resume(index, options if names else of_index.get(index, {}))
-            for key in options:  # an instance may have had them from the start, and the next checkpoint holds them too
-                updater.first_digests.pop(f"{index}/{key}", None)
+    updater = run.assembly.weights.updater
+    assert updater.optimizer is not None
+    for index, group in enumerate(updater.optimizer.param_groups):
+        ids = {id(param) for param in group["params"]}
+        names = [piece.name for piece in updater.pieces if id(piece.value) in ids]
+        options: dict[str, Any] = next((of_weight[name] for name in names if name in of_weight), {})
+        updater.rates.resume(index, options if names else of_index.get(index, {}))
+        for key in options:  # an instance may have had them from the start, and the next checkpoint holds them too
+            updater.first_digests.pop(f"{index}/{key}", None)
 
 
 def give_back_to_instances(

@@ -115,7 +115,7 @@ class SavedRun(PreparedRun):
         """
         self._refuse_lent("load_state_dict")
         if self._own.is_prepared:
-            whole_state.load(self, whole_state.checked_state(state), self._own.forget_loop)
+            whole_state.load(self, whole_state.checked_state(state))
         else:
             self._dict = whole_state.copied(state)
 
@@ -144,7 +144,7 @@ class SavedRun(PreparedRun):
             for group, of_loop in zip(groups, options, strict=True):  # what the loop has set since the load stays
                 set_options(group, of_loop)
         if self._dict is not None:
-            whole_state.load(self, self._dict, self._own.forget_loop)
+            whole_state.load(self, self._dict)
             self._dict = None
 
     # -- to files and dicts ------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class SavedRun(PreparedRun):
         """
         self._refuse_lent("state_dict", Lent.WHOLE)
         if self._own.is_prepared:
-            with self.replicas.outer():
+            with self.held.outer():
                 return whole_state.state_dict(self, on_every_rank=on_every_rank)
         if (unread := self._unread) is not None:
             return self._stored(unread) if on_every_rank or self.place.rank == 0 else {}
@@ -227,8 +227,7 @@ class SavedRun(PreparedRun):
         """
         self._refuse_lent("gathered")
         if self._own.is_prepared:
-            note_written = self._own.forget_loop
-            with whole_state.gathered(self, note_written) as model, self._lending(Lent.WHOLE):
+            with whole_state.gathered(self) as model, self._lending(Lent.WHOLE):
                 yield model
             return
         model = self._first(self.place.device)
@@ -316,5 +315,5 @@ class SavedRun(PreparedRun):
             values = piece.master().clone()
             piece.set_master(average)
             average.copy_(values)
-        weights.updater.publish()
+        weights.updater.live.publish()
         weights.store.publish()

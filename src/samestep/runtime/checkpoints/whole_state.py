@@ -9,7 +9,7 @@ the parts that it holds of the whole. The optimizer's state, the averages of wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,8 +158,8 @@ def copied(values: Any) -> dict[str, Any]:
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], None]) -> None:
-    """Set the weights and buffers of a prepared run to those of a state dict, which rank 0 or all ranks have; call `note_written` then.
+def load(run: PreparedRun, given: Mapping[str, Any]) -> None:
+    """Set the weights and buffers of a prepared run to those of a state dict, which rank 0 or all ranks have.
 
     Gradients that wait for an update go on waiting, as in torch.
 
@@ -174,7 +174,6 @@ def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], 
     firsts = run.assembly.model.state_names
     values = {firsts[name]: tensor for name, tensor in reversed(tensors.items())}
     checkpoint.set_weights(run, values.get)
-    note_written()
     _set_extra_state(run, {name: value for name, value in state.items() if name not in tensors})
 
 
@@ -298,9 +297,8 @@ class _Slot(NamedTuple):
 
 
 @contextmanager
-def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.Module]:
-    """Let a run's model have all weights and buffers inside, whole and in master precision, and keep what is written into them; call
-    `note_written` if something was.
+def gathered(run: PreparedRun) -> Iterator[nn.Module]:
+    """Let a run's model have all weights and buffers inside, whole and in master precision, and keep what is written into them.
 
     Where the body raises, nothing is kept. Gradients that wait for an update go on waiting, as in torch.
 
@@ -309,7 +307,7 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
     Raises:
         ModelError: ranks have written different values.
     """
-    with run.replicas.outer():
+    with run.held.outer():
         state = state_dict(run, on_every_rank=True)
     with run.assembly.model.plain.worn():
         slots = _slots(run, state)
@@ -328,7 +326,6 @@ def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.
     values |= {name: _in_place_of(name, values[name], other) for name, other in present.items()}
     if compare(run, values) != fingerprints:
         checkpoint.set_weights(run, values.get)
-        note_written()
 
 
 def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:

@@ -91,11 +91,7 @@ def encodes_first(run: PreparedRun, name: str) -> bool:
 def index_of_contributions(run: PreparedRun) -> int:
     """Return the index of this rank among those between which contributions are encoded."""
     contributions = run.program.step.contributions
-    return (
-        run.assembly.parallel.mesh.index(contributions.axis)
-        if contributions is not None and contributions.ranks > 1
-        else 0
-    )
+    return run.assembly.parallel.mesh.index(contributions.axis) if contributions is not None else 0
 
 
 def copy_to_host(tensor: Tensor, *, is_new: bool = False) -> Tensor:

@@ -54,8 +54,6 @@ class BufferResidual(NamedTuple):
     start: int
     """First element in the buffer."""
     values: Tensor
-    summed: int = 0
-    """If not 0, the number of contributions, of which `key` is the first, that it is the sum of."""
 
 
 class Residual(NamedTuple):
@@ -67,8 +65,6 @@ class Residual(NamedTuple):
     start: int
     """First element in the flattened weight, or in the part of it that `tp` and `ep` leave this rank."""
     values: Tensor
-    summed: int = 0
-    """If not 0, the number of contributions, of which `key` is the first, that it is the sum of."""
 
 
 class Directions(NamedTuple):
@@ -86,4 +82,4 @@ def residuals_of_weights(buffer_residual: BufferResidual, places: Iterable[tuple
         start, stop = max(first, buffer_residual.start), min(first + numel, end)
         if start < stop:
             values = buffer_residual.values[start - buffer_residual.start : stop - buffer_residual.start]
-            yield Residual(name, buffer_residual.key, start - first, values, buffer_residual.summed)
+            yield Residual(name, buffer_residual.key, start - first, values)

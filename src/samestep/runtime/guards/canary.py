@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +49,6 @@ from samestep.runtime.guards.loss_trials import is_split
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import HalvedRun, Nudge, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
-from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
@@ -58,21 +56,6 @@ from samestep.trees import have_same_values, tensors_in
 
 _ELEMENTS = 2**16
 """Of each input and output of the step at most twice as many elements are kept."""
-_TRIED = 4
-"""Of so many samples of each group the sizes are compared."""
-
-
-def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], list[torch.Size]]) -> Indices | None:
-    """Return two samples that are larger together than one of them alone, of the first of each group; None if there are none.
-
-    `shapes_of` returns the shapes of samples that are read together, without the dimension of the samples.
-    """
-    tried = dict.fromkeys(index for group in groups for index in group[:_TRIED].tolist())
-    sized = sorted((sum(math.prod(shape) for shape in shapes_of([index])), index) for index in tried)
-    (least, small), (most, large) = sized[0], sized[-1]
-    if least == most or shapes_of([small, large]) == shapes_of([small]):
-        return None
-    return np.array([large, small], dtype=np.int64)
 
 
 _PADDED = (
@@ -123,11 +106,6 @@ class _Sampled(NamedTuple):
         return self.shape == other.shape and have_same_values(self.values, other.values)
 
 
-def _off_halves(run: HalvedRun) -> float | None:
-    """Return how far the outputs of halves are off those of their samples together; None if no dimension holds the samples."""
-    return 0.0 if run.together.outputs is None else deviation_of_halves(run.together, run.halves)
-
-
 @dataclass(slots=True)
 class WatchRecord:
     """The outcome of the watched steps of a run so far, on this rank."""
@@ -162,56 +140,62 @@ class WatchedStep(StepObserver):
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self.again, self._inner, self._refusals, self._shown = again, inner, refusals, shown
         self._replays, self._is_event = replays, is_event
-        self._is_routed = any(layer.dispatches for layer in spec.layers)
+        self.is_routed = any(layer.dispatches for layer in spec.layers)
+        """Whether its repetitions choose experts as the step does."""
         self._is_divided = is_split(assembly.parallel.program) and not spec.couples_samples
         """Whether samples are run without the rest of their micro-batch."""
         if number is None:
             number = -(shown.num_watched + 1) % step.num_microbatches  # the last one first, too
-        self._microbatch, self._indices = number, Microbatches(assembly, again.batch).drawn(number)
+        self._microbatch, self._indices = number, again.of_microbatch(number)
         self._noted: tuple[list[_Sampled], list[_Sampled]] | None = [], []
         """Elements of what the model was given, and of its outputs, in the forward of the step; None once it was run again."""
-        self._task: Task | None = None
+        self._forward_task: Task | None = None
+        """The forward of the micro-batch that is run again, while it runs in the step."""
 
-    @property
-    def repeat(self) -> Repeat | None:
-        """The repetitions of the step, for the trial of its loss; None if they choose experts as the step does."""
-        return None if self._is_routed else self.again
+    def take(self, step: Callable[[], StepReport]) -> StepReport:
+        """Take the step and watch it; return its report with what a repeated update has shown.
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Return the context of the step."""
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            RepeatError: the repeated update gave something else on some rank.
+        """
         model, store = self.again.assembly.model, self.again.assembly.weights.store
         store.compare_values(True)
         handle = model.module.register_forward_hook(self._see, with_kwargs=True)
         try:
-            yield
+            report = step()
         finally:
             self._shown.num_watched += 1
             handle.remove()
             store.compare_values(False)
             if model.dropout.dropout is Dropout.ABSENT:
                 dropout.untrack_modules(model.module)
+        if self._replays:
+            self._refusals.raise_found(self.again.world_size)
+        return replace(report, remarks=(*report.remarks, *self._refusals.news()))
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
-        """Note which task runs; before the update copy a weight, and make its update again afterwards."""
-        replay = None
+        """Note whether the forward runs that is run again; before the update copy a weight, and make its update again afterwards."""
+        replay, kind = None, task.body.kind
         with self._inner.running(task, samples):
-            self._task = task
-            if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._shown.waived:
+            is_repeated = kind is TaskKind.FORWARD and task.microbatch == self._microbatch
+            self._forward_task = task if is_repeated else None
+            if kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._shown.waived:
                 updater = self.again.assembly.weights.updater
                 replay = (
                     None if updater.whole.couples_weights else UpdateReplay.before(updater, self._shown.num_watched)
                 )
             yield
-            self._task = None
+            self._forward_task = None
         if replay is not None and (deviation := replay.deviation()):
             self._refuse("optimizer", _OTHER_UPDATE.format(replay.piece.name, deviation, replay.optimizer))
 
     def dropout_mode(self) -> MakeMode | None:
         """Return the mode that notes the experts of the micro-batch that is run again."""
         make = self._inner.dropout_mode()
-        if make is not None or not (self._is_routed and self._is_chosen()):
+        if make is not None or not self.is_routed or self._forward_task is None:
             return make
         return functools.partial(RouteMode, routes=self.again.routes, own=tokens_of_first, replays=False)
 
@@ -249,18 +233,6 @@ class WatchedStep(StepObserver):
             self._refuse(*finding)
             self._refusals.raise_found(self.again.world_size)
 
-    def checked(self, report: StepReport) -> StepReport:
-        """Return the report of the step, in which an update may have been made again.
-
-        Collective over the world, see [Note: collective calls].
-
-        Raises:
-            RepeatError: the repeated update gave something else on some rank.
-        """
-        if self._replays:
-            self._refusals.raise_found(self.again.world_size)
-        return replace(report, remarks=(*report.remarks, *self._refusals.news()))
-
     def _refuse(self, waiver: Waiver, text: str) -> None:
         """Refuse the step, on all ranks at the next `Refusals.raise_found`; what `run.allow` waives is looked for no more."""
         if self._refusals.is_waived(waiver):
@@ -274,14 +246,13 @@ class WatchedStep(StepObserver):
         """Hold the loss of two samples read together against the sum of theirs alone: of two of different sizes, padded to one, or of any
         two, where none can be taken out of those that are read together.
         """
-        if not self._is_divided or self._is_routed:
+        if not self._is_divided or self.is_routed:
             return None
-        everything, words = self.again.everyone, _TOGETHER if any_two else _PADDED
-        groups = self._indices, everything
+        words, groups = _TOGETHER if any_two else _PADDED, (self._indices, self.again.everyone)
         pair = (
             next((some[:2] for some in groups if len(some) > 1), None)
             if any_two
-            else pair_of_two_sizes(groups, self.again.shapes)
+            else self.again.two_sizes(self._indices)
         )
         if not self.again.largest(float(pair is not None)):
             return None
@@ -291,16 +262,12 @@ class WatchedStep(StepObserver):
 
     # -- what the step computes --------------------------------------------------------------------
 
-    def _is_chosen(self) -> bool:
-        task = self._task
-        return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == self._microbatch
-
     def _see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep elements of the model's inputs and outputs in the forward of the step."""
-        if self._noted is None or self._task is None or not self._is_chosen():
+        if self._noted is None or self._forward_task is None:
             return
         inputs = [*map(_Sampled.of, tensors_in((args, kwargs)))]
-        is_last = self.again.assembly.parallel.stage.is_last(self._task.chunk)
+        is_last = self.again.assembly.parallel.stage.is_last(self._forward_task.chunk)
         self._noted = inputs, [_Sampled.of(leaf) for leaf in floating_tensors(output)] if is_last else self._noted[1]
 
     # -- once more ---------------------------------------------------------------------------------
@@ -317,23 +284,26 @@ class WatchedStep(StepObserver):
         if finding := self._pair(rounding):
             return finding
         # Of experts, whose choices are known for a micro-batch alone.
-        is_one = self._is_routed and again.largest(float(len(self._indices) < 2)) > 0
-        run = again.halves if self._is_routed else again.divided_first
+        is_one = self.is_routed and again.largest(float(len(self._indices) < 2)) > 0
+        run = again.halves if self.is_routed else again.divided_first
         halved = run(self._indices) if self._is_divided and not is_one else None
         same, few, offs = None, self._indices, []
         if halved is not None:
             same, few = self._same(halved), halved.indices[: halved.halves[0].size]
-            offs, pair = [_off_halves(halved)], halved.indices[:2]
+            offs, pair = [deviation_of_halves(halved.together, halved.halves)], halved.indices[:2]
         has_more = again.largest(float(halved is not None and halved.together.size > 2)) > 0
         has_other = again.largest(float(same is None))  # as on a rank with a smaller micro-batch than others have
         repeated = self._forward() if same is None or has_other else same.outputs
-        finding = self._changed(inputs, _deviation(outputs, repeated), rounding)
+        now = () if repeated is None else map(_Sampled.of, floating_tensors(repeated))
+        pairs = [(old, new) for old, new in zip(outputs, now, strict=False) if old.shape == new.shape]
+        deviation = max((relative_deviation(old.values, new.values) for old, new in pairs), default=0.0)
+        finding = self._changed(inputs, deviation, rounding)
         again.latest = None
-        del halved, same, repeated  # before further forwards
+        del halved, same, repeated, now, pairs  # before further forwards
         if finding is not None:
             return finding
         if has_more and (paired := again.halves(pair)) is not None:
-            offs.append(_off_halves(paired))
+            offs.append(deviation_of_halves(paired.together, paired.halves))
             few = pair[:1]  # of fewer samples, fewer meet
             del paired
         if offs:
@@ -399,10 +369,3 @@ class WatchedStep(StepObserver):
         samples = self.again.read(indices)
         for nudge in nudges:
             yield self.again.run(indices, samples, microbatch=microbatch, nudge=nudge)[0]
-
-
-def _deviation(noted: list[_Sampled], outputs: Any) -> float:
-    """Return the largest relative deviation of outputs from those that were noted."""
-    sampled = () if outputs is None else map(_Sampled.of, floating_tensors(outputs))
-    pairs = [(before, now) for before, now in zip(noted, sampled, strict=False) if before.shape == now.shape]
-    return max((relative_deviation(before.values, now.values) for before, now in pairs), default=0.0)

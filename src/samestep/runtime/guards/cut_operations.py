@@ -23,7 +23,6 @@ from samestep.building.torch_seams import DispatchMode
 from samestep.independence.dimension_maps import is_elementwise
 from samestep.models.spec import owner_of
 from samestep.runtime.guards.repeat import Repeat
-from samestep.runtime.microbatches import Microbatches
 from samestep.trees import operands, tensors_in
 
 _OF_ELEMENTS = frozenset({"detach", "alias", "unsqueeze", "empty_like"})
@@ -55,7 +54,7 @@ class CutOperations:
         self._of_stages = layout.pp > 1
         self._parts: dict[int, StorageWeakRef] = {}
         self._stands: dict[int, StorageWeakRef] = {}
-        spec, indices = self._assembly.model.spec, Microbatches(self._assembly, again.batch).drawn(microbatch)
+        spec, indices = self._assembly.model.spec, again.of_microbatch(microbatch)
         samples = again.read(indices)
         self.shapes: Shapes = tuple(tensor.shape for tensor in tensors_in(samples))
         if self.of_tokens:

@@ -11,7 +11,7 @@ statistic of the batch, numbers that begin anew in each batch, names, or lists w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.independence.roundings import is_let_go, limit_of_values, relative_deviation
 from samestep.tracing import pending_logits
 from samestep.trees import map_tensors, tree_leaves
+from samestep.trees import tensors_in as tensors_in_tree
 
 _FAR, _BESIDE = 1000.0, 0.01
 """Other values are so many times the mean size, or differ by this part from a number."""
@@ -274,20 +275,20 @@ def along_tokens(samples: Samples, length: int) -> DividedSamples:
 
 def deviation_of_halves(together: Samples, halves: tuple[Samples, Samples]) -> float | None:
     """Return the largest relative deviation of outputs of halves, which ran by themselves, from their rows of the whole; None if they cannot be
-    divided. Statistics of the batch are left out.
+    divided, and 0 on a stage without outputs. Statistics of the batch are left out.
     """
-    ways = divisions(together, halves)
-    return min(map(_off, ways)) if ways else None
-
-
-def _off(some: DividedSamples) -> float:
-    distances = [0.0]
-    for index, place in enumerate(some.places[: some.num_outputs]):
-        leaf = some.tensors[WHOLE][index]
-        if place is not None and leaf.is_floating_point():
-            rows = ((place.take(leaf, half, some.sizes), some.tensors[half][index]) for half in PARTS[1:])
-            distances += [_distance(part, alone) for part, alone in rows]
-    return max(distances)
+    if together.outputs is None:
+        return 0.0
+    of_ways = list[float]()
+    for way in divisions(together, halves):
+        distances = [0.0]
+        for index, place in enumerate(way.places[: way.num_outputs]):
+            leaf = way.tensors[WHOLE][index]
+            if place is not None and leaf.is_floating_point():
+                rows = ((place.take(leaf, half, way.sizes), way.tensors[half][index]) for half in PARTS[1:])
+                distances += [_distance(part, alone) for part, alone in rows]
+        of_ways.append(max(distances))
+    return min(of_ways, default=None)
 
 
 def _places(
@@ -332,28 +333,27 @@ def _words_of(tree: Any) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects."""
+    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects, each before its attributes."""
     tensors: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    _map_tensors(value, note)
+    rest = tensors_in_tree(value)[::-1]
+    while rest:
+        tensor = rest.pop()
+        if isinstance(tensor, pending_logits.PendingLogits):
+            tensors.append(tensor.made.hidden)
+        else:
+            tensors.append(tensor)
+            rest += [item for item in vars(tensor).values() if isinstance(item, Tensor)][::-1]
     return tensors
 
 
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return a copy of outputs and batches with other tensors, in the order of `tensors_in`."""
     rest = iter(tensors)
-    return _map_tensors(value, lambda _: next(rest))
 
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def leaf(tensor: Tensor) -> Tensor:
         if isinstance(tensor, pending_logits.PendingLogits):
-            return pending_logits.detach_logits(tensor).with_hidden(change(tensor.made.hidden))
-        twin = change(tensor)
+            return pending_logits.detach_logits(tensor).with_hidden(next(rest))
+        twin = next(rest)
         for name, item in vars(tensor).items():  # of the user: `logits.aux = ...`
             if isinstance(item, Tensor):
                 setattr(twin, name, leaf(item))

@@ -350,14 +350,10 @@ def refuse_collectives() -> Replaced:
     Raises:
         ModelError: there is one.
     """
-    return Replaced(*((dist, name, functools.partial(_refusing, name)) for name in _CALLS))
+    return Replaced(*((dist, name, functools.partial(functools.partial, _call, name)) for name in _CALLS))
 
 
-def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_call, function, name)
-
-
-def _call(function: Callable[..., Any], name: str, *args: Any, **named: Any) -> Any:
+def _call(name: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     if caller := _calling_user():
         raise ModelError(
             "own-collective",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from samestep.datasets.values import num_samples, rows_of
@@ -19,6 +19,8 @@ from samestep.trees import have_same_values, tensors_in, tree_leaves
 
 _READ_ALONE, _READ_TWICE = 4, 8
 """A data set that flips every other image is found with 255 of 256 chances."""
+_TRIED = 4
+"""Of so many samples of a group the sizes are compared."""
 
 
 def have_same_leaves(first: Any, second: Any) -> bool:
@@ -38,21 +40,18 @@ class NamedSamples:
 
     def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
         self.assembly, self.batch = assembly, batch
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.assembly.parallel.mesh.size("world")
-
-    @property
-    def everyone(self) -> Indices:
+        mesh = assembly.parallel.mesh
+        self.world_size = assembly.parallel.program.step.layout.world_size
+        self.everyone: Indices = batch.shares(0, 1, 1)[0]
         """The indices of the samples of all ranks."""
-        return self.batch.shares(0, 1, 1)[0]
-
-    @property
-    def mine(self) -> Indices:
+        self.mine: Indices = batch.shares(*mesh.data_share, 1)[0]
         """The indices of this rank's samples; there may be none."""
-        return self.batch.shares(*self.assembly.parallel.mesh.data_share, 1)[0]
+
+    def of_microbatch(self, number: int) -> Indices:
+        """Return the indices of the samples that run in one of this rank's micro-batches; at least one."""
+        parallel = self.assembly.parallel
+        share = self.batch.shares(*parallel.mesh.data_share, parallel.program.step.num_microbatches)[number]
+        return share if len(share) else self.everyone[:1]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""
@@ -66,9 +65,15 @@ class NamedSamples:
         indices = np.array([*dict.fromkeys(np.concatenate(groups).tolist())][: max(2, number)], dtype=np.int64)
         return indices if len(indices) > 1 else np.concatenate([indices, indices])
 
-    def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
-        """Return the shapes of samples that are read together, without the dimension of the samples."""
-        return [leaf.shape[1:] for leaf in tensors_in(self.read(indices))]
+    def two_sizes(self, first: Indices) -> Indices | None:
+        """Return two samples that are larger together than one of them alone, of the first of `first` and of all; None if there are none."""
+        tried = dict.fromkeys([*first[:_TRIED].tolist(), *self.everyone[:_TRIED].tolist()])
+        shapes = {index: [leaf.shape[1:] for leaf in tensors_in(self.read([index]))] for index in tried}
+        sized = sorted((sum(map(math.prod, shapes[index])), index) for index in tried)
+        (least, small), (most, large) = sized[0], sized[-1]
+        if least == most or [leaf.shape[1:] for leaf in tensors_in(self.read([small, large]))] == shapes[small]:
+            return None
+        return np.array([large, small], dtype=np.int64)
 
     def refusal(self, *, is_split: bool) -> str:
         """Read some samples more than once; return why the data set is refused, or nothing: a sample must be the same one whenever, and on

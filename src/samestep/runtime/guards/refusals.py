@@ -30,7 +30,8 @@ class Refusals:
         self._settings = settings
         self._num_reported = 0
         self._pending: _Reason | None = None
-        self._evaluated = self._agreed = frozenset[str]()
+        self.evaluated = self._agreed = frozenset[str]()
+        """The modules that this rank's loop has put into evaluation mode, which must be those of all ranks, and those that were compared last."""
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
         self.asks_again = False
@@ -56,10 +57,6 @@ class Refusals:
         elif self._pending is None:
             self._pending = code, reason, waiver, is_event
 
-    def compare(self, evaluated: frozenset[str]) -> None:
-        """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
-        self._evaluated = evaluated
-
     def remark(self, text: str) -> None:
         """Keep a remark, once."""
         if text not in self.remarks:
@@ -78,7 +75,7 @@ class Refusals:
         """
         asks = bool(self.gave_up_at) or self.asks_again or self.new_forward is not None
         asks |= self.watch.least != self.watch.agreed or self.asks > 0
-        return self._pending is not None or asks or self._evaluated != self._agreed
+        return self._pending is not None or asks or self.evaluated != self._agreed
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -114,7 +111,7 @@ class Refusals:
         with outside_step():
             values = (
                 self._pending,
-                sorted(self._evaluated),
+                sorted(self.evaluated),
                 self.gave_up_at,
                 self.asks,
                 self.watch.least,
@@ -125,7 +122,7 @@ class Refusals:
         reasons, evaluated, paths, asks, least, again, new = zip(*everyone, strict=True)
         self.watch.agree(least)
         self.new_forward = None
-        self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
+        self._agreed, self.gave_up_at, self.asks_again = self.evaluated, "", False
         is_again, new_forwards = any(paths) or any(again), [*filter(None, new)]
         if (max(asks) or new_forwards) and self.try_step is not None and not is_again and not any(reasons):
             self.try_step(max(asks), new_forwards)

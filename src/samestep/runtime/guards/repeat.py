@@ -197,7 +197,13 @@ class Repeat(NamedSamples):
             for few, samples in parts:
                 if samples is not None and (result := self._attempt(self.run, few, samples, with_loss=with_loss)):
                     losses += [] if result[1] is None else [result[1]]
-                    runs.append(Samples(result[0], samples if result[0] is None else self._own(samples), len(few)))
+                    runs.append(
+                        Samples(
+                            result[0],
+                            samples if result[0] is None else self.assembly.parallel.slicing.part(samples),
+                            len(few),
+                        )
+                    )
         return None if self.largest(float(len(runs) < 3)) else HalvedRun(indices, runs[0], (runs[1], runs[2]), losses)
 
     def _attempt(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -359,12 +365,8 @@ class Repeat(NamedSamples):
         like = torch.zeros((), dtype=torch.float64, device=self.assembly.parallel.mesh.device)
         with modes():
             loss = self._measure or self.assembly.objective.loss
-            result = loss_result(loss(outputs, self._own(samples)))
+            result = loss_result(loss(outputs, self.assembly.parallel.slicing.part(samples)))
         return torch.stack([as_number(number, like) for amount in result.amounts.values() for number in amount])
-
-    def _own(self, samples: Any) -> Any:
-        """Return this rank's tokens of samples."""
-        return self.assembly.parallel.slicing.part(samples)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -133,6 +133,7 @@ class StepGuards:
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
         self._own = assemblies
+        self._seed = assemblies.job.train.seed
         self._is_data_tried = False
         self._shown = WatchRecord()
         self._weights: Marks | None = None
@@ -148,7 +149,7 @@ class StepGuards:
 
     def looks_closer(self, step: int) -> bool:
         """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
-        return self.num_taken == 0 or any(self._due(step, self.num_taken + 1))
+        return self.num_taken == 0 or any(self._due(step, self.num_taken + 1)[1:])
 
     def watch(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
         """Take a step or a part of one by `take`; where one is due, do a part of it once more, and compare what ranks hold.
@@ -157,14 +158,14 @@ class StepGuards:
         """
         self.num_taken += 1
         taken, assembly = self.num_taken, self._own.current
-        is_early, regularly = self._due(batch.step, taken)
-        tries_parts = self._graphs.tries_parts and len(self._own.assemblies) == 1 and not self.observer.is_proof
-        self._compares_operations = tries_parts and (regularly or self._is_early(taken))
+        is_early, tries_samples, regularly = self._due(batch.step, taken)
+        tries_parts = self._graphs.tries_parts and not self.observer.is_proof
+        self._compares_operations = tries_parts and (regularly or is_early)
         if taken == 1 and tries_parts:
             take = functools.partial(self._noting_operations, batch, take)
-        self._weights = marks_of_weights(assembly) if is_early or regularly or taken == 1 else None
+        self._weights = marks_of_weights(assembly) if tries_samples or regularly or taken == 1 else None
         self._again = None
-        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # a repetition knows one model
+        if not (tries_samples or regularly):
             return take()
         assembly.weights.store.settle()  # what is repeated or compared reads any weight
         if self.observer.is_proof:  # which compares more
@@ -177,42 +178,30 @@ class StepGuards:
         watched = WatchedStep(
             again, self.observer, self.refusals, self._shown, replays=replays, is_event=replays and not is_first
         )
-        self._again = watched.repeat
-        with watched.watching(), self._observing_by(watched):
-            return watched.checked(self._compare(batch, take) if regularly else take())
+        self._again = None if watched.is_routed else again
+        outer, self.observer = self.observer, watched
+        try:
+            return watched.take(functools.partial(self._compare, batch, take) if regularly else take)
+        finally:
+            self.observer = outer
 
-    @property
-    def _seed(self) -> int:
-        return self._own.job.train.seed
-
-    def _due(self, step: int, taken: int) -> tuple[bool, bool]:
-        """Return whether samples are run again in a step, counted from 0, since it is an early one: the first, second, fourth and so on
-        of this process; and whether it is one of `train.watch_every`, or the first of a model with what no rule shows.
+    def _due(self, step: int, taken: int) -> tuple[bool, bool, bool]:
+        """Return whether a step, counted from 0, is an early one: the first, second, fourth and so on of this process; whether samples are
+        run again in it for that; and whether it is one of `train.watch_every`, or the first of a model with what no rule shows.
 
         `taken` is the number of steps of this process, with this one.
         """
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
         is_first = taken == 1 and bool(program.step.model.tried)
         is_regular = every > 0 and (step + 1) % every == 0
-        is_early = self._is_early(taken) and is_split(program)
-        return is_early, is_regular or (is_first and is_split(program))
-
-    def _is_early(self, taken: int) -> bool:
-        return taken & (taken - 1) == 0 and (taken == 1 or taken < self._own.job.train.watch_every)
+        is_early, is_divided = taken & (taken - 1) == 0 and (taken == 1 or taken < every), is_split(program)
+        return is_early, is_early and is_divided, is_regular or (is_first and is_divided)
 
     def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
         """Take a step or a part of one, and compare what several ranks must hold alike."""
         if self._own.layout.world_size == 1:
             return take()
         return self._drift_monitor.watch(take, batch.shares(0, 1, 1)[0])
-
-    @contextmanager
-    def _observing_by(self, observer: StepObserver) -> Iterator[None]:
-        outer, self.observer = self.observer, observer
-        try:
-            yield
-        finally:
-            self.observer = outer
 
     # -- parts of a step ---------------------------------------------------------------------------
 
@@ -255,8 +244,7 @@ class StepGuards:
         again = again or Repeat(assembly, batch, trials.loss, self._seed, self.observer.dropout_mode, weights=weights)
         if asks:
             trials.run(assembly, again, asks)
-        # A repetition knows one model.
-        if new_forwards and len(self._own.assemblies) == 1 and not self.observer.is_proof:
+        if new_forwards and not self.observer.is_proof:
             share, _ = assembly.parallel.mesh.data_share
             number = next((microbatch for other, microbatch in new_forwards if other == share), 0)
             if self._graphs.tries_samples and self._again is None:
@@ -330,10 +318,10 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        reason = self._own.begin_step() or self._outside.refusal(assembly)
+        reason = self.outside.refusal(assembly)
         if reason:
             self.refuse_state(batch, reason)
-        self.refusals.compare(self._outside.evaluated_paths())
+        self.refusals.evaluated = self.outside.evaluated_paths()
         if not self._is_data_tried:
             self._is_data_tried = True
             is_parted = is_split(assembly.parallel.program)
@@ -364,11 +352,6 @@ class StepGuards:
                     path = self.generators.first_module_that_draws(model, lambda: call_model(model, again))
             reason = refusal(f"{path} in the forward" if path else "a forward, a loss or a backward", generator)
         self.refusals.add("random", "random-numbers", f"step {step}: {reason}")
-
-    @property
-    def sees_hooks(self) -> bool:
-        """Whether the loop has registered hooks on weights that see the gradients of whole steps."""
-        return self._outside.has_hooks
 
     def note_of(
         self, numbers: StepNumbers, assembly: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
@@ -432,5 +415,6 @@ class StepGuards:
         return DriftMonitor(self._own.current)
 
     @functools.cached_property
-    def _outside(self) -> OutsideChanges:
+    def outside(self) -> OutsideChanges:
+        """What the loop may change between two steps."""
         return OutsideChanges(self._own.current)

@@ -42,8 +42,6 @@ class SpikeWatch:
 
     def judge(self, loss: float) -> str:
         """Return why a step's finite loss is a spike, as text; empty where it is none, and it is kept then."""
-        if not self.acts:
-            return ""
         if len(self.losses) == self.losses.maxlen:
             mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
             deviation = max(deviation, _LEAST_DEVIATION * abs(mean))

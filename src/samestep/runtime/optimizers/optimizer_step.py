@@ -260,10 +260,6 @@ class Updater:
             return {key: row[None] if is_row[key] else row for key, row in rows.items()}  # of a group of that weight
         return dict(state) if self.packing is None else self.packing.wide(piece, state)
 
-    def publish(self) -> None:
-        """Copy updated values to the tensors that the forward reads."""
-        self.live.publish()
-
 
 def _as_tensor(factor: float, gradient: Tensor) -> Any:
     """Return a factor on gradients: on a CPU as a tensor, since a number becomes one for each gradient; a GPU takes the number."""

@@ -147,7 +147,7 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     Raises:
         ModelError: there is such a weight.
     """
-    names = names_in(optimizer)
+    names = optimizer.names if isinstance(optimizer, CombinedOptimizer) else ()
     if not names:
         return
     ids = {id(param) for param in _params_of(optimizer)}
@@ -162,11 +162,6 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
 def names_of(source: OptimizerSource) -> Names:
     """Return the names of the optimizers that a source builds; none where the user gave one."""
     return tuple(source.sources) if isinstance(source, NamedOptimizers) else ()
-
-
-def names_in(optimizer: Optimizer | None) -> Names:
-    """Return the names of the optimizers that the user gave; none where there is one."""
-    return optimizer.names if isinstance(optimizer, CombinedOptimizer) else ()
 
 
 def sources_by_name(

@@ -35,7 +35,7 @@ Unused = frozenset[str]
 
 @dataclass(slots=True)
 class _Known:
-    """The last findings about one replica."""
+    """The last findings."""
 
     own: Unused = frozenset()
     """The unused weights of this rank's micro-batches."""
@@ -55,7 +55,7 @@ class _Known:
 
 @dataclass(slots=True)
 class UsedWeights:
-    """The agreement of all ranks on the unused weights of each step, for each replica that is trained independently."""
+    """The agreement of the ranks on the unused weights of each step; of models that are trained apart, each has another one."""
 
     program: Program
     names: Sequence[str]
@@ -67,16 +67,17 @@ class UsedWeights:
     device: torch.device
     held: frozenset[str] = frozenset()
     """The trained weights of which this rank holds a part."""
-    num_replicas: int = 1
+    index: int = 0
+    """The index of this rank's model among those that are trained apart."""
     asleep: Unused | None = None
     """The weights that no step of this process has used, which have no state yet; None before the first update."""
-    _known: dict[int, _Known] = field(default_factory=dict)
+    _known: _Known = field(default_factory=_Known)
     _expected: tuple[Unused, Tensor] | None = None
     """The weights that `expected_flags` was made for last, and these flags."""
 
     @classmethod
-    def of(cls, program: Program, mesh: Mesh, model: ModelSpec, num_replicas: int) -> UsedWeights:
-        """Return the agreement about the weights of a program; `model` is the uncut model."""
+    def of(cls, program: Program, mesh: Mesh, model: ModelSpec, index: int) -> UsedWeights:
+        """Return the agreement about the weights of a program; `model` is the uncut model, at this index of those that are trained apart."""
         return cls(
             program=program,
             names=[p.name for p in model.params if p.trainable and p.numel],
@@ -84,14 +85,14 @@ class UsedWeights:
             world=mesh.groups["world"] if program.step.layout.world_size > 1 else None,
             device=mesh.device,
             held=frozenset(p.name for p in program.step.model.params if p.trainable and p.numel),
-            num_replicas=num_replicas,
+            index=index,
         )
 
-    def note(self, replica: int, without: Mapping[str, bool]) -> Tensor:
-        """Note the weights that this rank's micro-batches of a replica left without a gradient, and whether they are frozen;
+    def note(self, without: Mapping[str, bool]) -> Tensor:
+        """Note the weights that this rank's micro-batches left without a gradient, and whether they are frozen;
         return this rank's numbers in the scalars (float64), for which the host waits for nothing.
         """
-        known = self._known.get(replica) or self._known.setdefault(replica, _Known())
+        known = self._known
         unused_here = frozenset([name for name in without if name in self.held])
         if known.flags is None or unused_here != known.own:
             flags = [float(name in self.held and name not in unused_here) for name in self.unsure]
@@ -103,12 +104,11 @@ class UsedWeights:
     @property
     def has_changed(self) -> bool:
         """Whether the ranks have to exchange their sets, because this rank's are no longer those of the last exchange."""
-        return self.world is not None and any(known.exchanged != known.exchangeable for known in self._known.values())
+        return self.world is not None and self._known.exchanged != self._known.exchangeable
 
     def expected(self) -> Unused:
         """Return the weights that an update may leave out before the host has read the step's scalars."""
-        known = self._known[0]
-        return known.own if self.world is None else known.agreed
+        return self._known.own if self.world is None else self.agreed
 
     def can_be_expected(self) -> bool:
         """Return whether all weights of such an update have a state already."""
@@ -124,13 +124,13 @@ class UsedWeights:
             self._expected = left_out, host_copies.to_device(flags, self.device)
         return self._expected[1]
 
-    def unproven(self, replica: int) -> str:
+    def unproven(self) -> str:
         """Return why this rank's uses of weights are not those of one device; empty if nothing shows it."""
         layout = self.program.step.layout
         word = next((word for word, degree in {**layout.model_axes, "pp": layout.pp}.items() if degree > 1), "")
         if not word:
             return ""
-        used = self.held - self._known[replica].own
+        used = self.held - self._known.own
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
             f"the loss depends on {name}, and did not when the model was traced, so samestep does not know how {word} shards its use. "
@@ -138,8 +138,8 @@ class UsedWeights:
             "given another loss than `parallelize`, give `parallelize` a loss with the terms of both"
         )
 
-    def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool) -> None:
-        """Take the summed numbers of each replica; `exchanges` if some rank's sets have changed.
+    def read(self, sums: Sequence[float], *, exchanges: bool) -> None:
+        """Take the summed numbers of weights; `exchanges` if some rank's sets have changed.
 
         Collective over the world with `exchanges`: every rank calls it with the same numbers, so all exchange alike.
 
@@ -147,47 +147,42 @@ class UsedWeights:
             ModelError: some of the ranks that hold a weight have frozen it.
         """
         if self.world is None:
-            for known in self._known.values():
-                known.agreed = known.own
+            self._known.agreed = self._known.own
             return
         if exchanges:
-            self._exchange()
-        for replica, numbers in enumerate(sums):
-            known = self._known.setdefault(replica, _Known())
-            none = (name for name, number in zip(self.unsure, numbers, strict=True) if number == 0.0)
-            known.agreed = known.others.union(none)
+            self._exchange(self.world)
+        none = (name for name, number in zip(self.unsure, sums, strict=True) if number == 0.0)
+        self._known.agreed = self._known.others.union(none)
 
-    def _exchange(self) -> None:
+    def _exchange(self, world: dist.ProcessGroup) -> None:
         """Sum over all ranks how many hold each weight, used it, and have frozen it."""
         place = {name: index for index, name in enumerate(self.names)}
-        rows = torch.zeros(self.num_replicas, 3, len(place), dtype=torch.float64)
-        for replica, known in self._known.items():
-            if known.flags is None:  # a replica of other ranks
-                continue
-            for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
-                rows[replica, row, [place[name] for name in names]] = 1.0
-            known.exchanged = known.exchangeable
+        known, sharing = self._known, self.program.step.sharing
+        rows = torch.zeros(sharing.num_apart, 3, len(place), dtype=torch.float64)
+        for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
+            rows[self.index, row, [place[name] for name in names]] = 1.0
+        known.exchanged = known.exchangeable
         summed = rows.to(self.device)
         with outside_step():
-            dist.all_reduce(summed, group=self.world)
-        for replica, (holders, used, frozen) in enumerate(summed.tolist()):
-            for name, index in place.items():
-                if 0.0 < frozen[index] < holders[index]:
-                    raise ModelError(
-                        "frozen-on-some-ranks",
-                        f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {holders[index]:g} ranks that hold "
-                        "it and trained on the others. Use a loop that freezes it on all ranks before the same step",
-                    )
-            known = self._known.setdefault(replica, _Known())
-            known.others = frozenset(
-                name for name, i in place.items() if holders[i] and not used[i] and name not in self.unsure
-            )
+            dist.all_reduce(summed, group=world)
+        all_holders, _, all_frozen = summed.sum(0).tolist()
+        for name, index in place.items():
+            if 0.0 < all_frozen[index] < all_holders[index]:
+                raise ModelError(
+                    "frozen-on-some-ranks",
+                    f"{name} is frozen (requires_grad_(False)) on {all_frozen[index]:g} of the {all_holders[index]:g} ranks that hold "
+                    "it and trained on the others. Use a loop that freezes it on all ranks before the same step",
+                )
+        holders, used, _ = summed[self.index].tolist()
+        known.others = frozenset(
+            name for name, i in place.items() if holders[i] and not used[i] and name not in self.unsure
+        )
 
-    def unused(self, replica: int) -> Unused:
-        """Return the unused weights of the last step that `read` has taken."""
-        return self._known[replica].agreed
+    @property
+    def agreed(self) -> Unused:
+        """The unused weights of the last step that `read` has taken."""
+        return self._known.agreed
 
     def updated(self, *, is_first: bool) -> None:
         """Note that the weights that are not unused were updated, `is_first` for the first time in this process."""
-        unused = frozenset.intersection(*[known.agreed for known in self._known.values()])
-        self.asleep = unused if is_first or self.asleep is None else self.asleep & unused
+        self.asleep = self.agreed if is_first or self.asleep is None else self.asleep & self.agreed

@@ -186,7 +186,7 @@ class RunInParts(SavedRun):
         self._left.refuse_changes("run.backward")
         waiting.make_room()
         read = self._stepper.read(self._stepper.backward(batch, of))
-        used = self._weights_of(None) - self._stepper.used.unused(0)
+        used = self._weights_of(None) - self._stepper.used.agreed
         names = used if of.names is None else used & of.names
         waiting.add(names, read.numbers.scales[0] or 0.0, is_reduced=not of.waits)
         loss = read.numbers.loss + sum(entry.read.numbers.loss for entry in self._entries)

@@ -29,6 +29,7 @@ from samestep.building.torch_seams import abandon_groups, default_store
 from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
+from samestep.program.ops import StepFlag
 from samestep.runtime.processes import rank_order
 from samestep.runtime.processes.launch_info import LOOPBACK, UNKNOWN, LaunchInfo, check_interfaces, interface_towards
 from samestep.runtime.processes.launchers import discover
@@ -144,7 +145,7 @@ def join(
     except BaseException:
         _return(borrowed)
         raise
-    # A process of the user keeps its signal handlers: its code may never call stop_requested().
+    # A process of the user keeps its signal handlers: its code may never call requests().
     handlers = _listen_for_stop() if info.is_engine else {}
     local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
     place = RankInfo(info.rank, local_rank, info.world_size, per_node, where, hosts)
@@ -201,12 +202,17 @@ def leave() -> None:
     restore_signals(joined.old_handlers)
 
 
-def stop_requested() -> bool:
-    """Return whether this rank was asked to stop, by SIGTERM, SIGINT or SIGHUP.
+def requests() -> dict[StepFlag, bool]:
+    """Return what signals have asked of this rank: to stop (SIGTERM, SIGINT, SIGHUP); since the last call also to save a checkpoint
+    (SIGUSR1), and to record where the time of steps goes (SIGUSR2).
 
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
-    return _stop_signal != 0
+    return {
+        StepFlag.STOP: _stop_signal != 0,
+        StepFlag.SAVE: _requests.pop(SAVE_SIGNAL, False),
+        StepFlag.RECORD: _requests.pop(RECORD_SIGNAL, False),
+    }
 
 
 def note_stop() -> None:
@@ -221,16 +227,6 @@ def ended_by() -> int:
     Under torchrun it is 0: its agent would start a rank that ends otherwise again, at once.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else int(_ended_by)
-
-
-def save_requested() -> bool:
-    """Return whether this rank was asked to save a checkpoint, by SIGUSR1, since the last call."""
-    return _requests.pop(SAVE_SIGNAL, False)
-
-
-def record_requested() -> bool:
-    """Return whether this rank was asked to record where the time of steps goes, by SIGUSR2, since the last call."""
-    return _requests.pop(RECORD_SIGNAL, False)
 
 
 def _on_request(signal_number: int, _frame: FrameType | None) -> None:

@@ -151,8 +151,8 @@ def run_workers(
 
     A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
     of memory still ends in one line. Rank 0 writes to the terminal (a notebook shows it below the cell), the others to files,
-    which are read only after a failure. The first SIGINT, SIGTERM or SIGHUP asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
-    asks them to save (`save_requested`), and SIGUSR2 to record steps (`record_requested`).
+    which are read only after a failure. The first SIGINT, SIGTERM or SIGHUP asks all workers to stop, and a second one kills them; SIGUSR1
+    asks them to save, and SIGUSR2 to record steps (`join.requests`).
 
     Args:
         main: a function; with GPUs, with more than one thread or outside Linux it must be importable from a module.

@@ -144,7 +144,13 @@ class _RunningTask:
     def __enter__(self) -> None:
         if self._inner is not None:
             self._inner.__enter__()
-        self._event = self._recorder.note_task(self._task, self._opened)
+        recorder, opened, kind = self._recorder, self._opened, self._task.body.kind
+        self._event = ["task", f"{kind}{self._task.microbatch}", recorder.now(), None]
+        if recorder.device.type == "cuda":
+            opened.begun.append((time.perf_counter_ns(), self._event[2]))
+        if opened.window is not None:
+            recorder.doing = _AROUND_LAYERS.get(kind, "host")
+        recorder.append(self._event)
 
     def __exit__(self, *error: Any) -> bool | None:
         self._event[3] = self._recorder.now()
@@ -157,7 +163,7 @@ class StepRecorder(StepObserver):
     """Records the steps of a run on one rank; what it observes, the observer that it is given observes too."""
 
     def __init__(self, inner: StepObserver, job: Job, device: torch.device, rank: int) -> None:
-        self._inner, self._job, self._device, self.rank = inner, job, device, rank
+        self._inner, self._job, self.device, self.rank = inner, job, device, rank
         self.is_proof, self.hears_scalars = inner.is_proof, inner.hears_scalars
         self._clock = clock_of(device)
         self.now: Callable[[], Stamp] = self._clock.now
@@ -172,7 +178,7 @@ class StepRecorder(StepObserver):
         self._axes: dict[str, str] | None = None
         """The axis of each collective of the program, by owner, from the first step on."""
         self._memory = MemorySampler(device)
-        self._doing = ""
+        self.doing = ""
         """The op that is being done."""
         self._processor = ProcessorTime()
         self._newest: _OpenStep | RecordedStep | None = None
@@ -231,8 +237,8 @@ class StepRecorder(StepObserver):
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
         self._finish_open()
-        if self._unread and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._unread and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         self._read()
         for window in [*self._windows]:
             self._leave(window)
@@ -270,16 +276,6 @@ class StepRecorder(StepObserver):
             return self._inner.running(task, samples)
         return _RunningTask(self, self._inner.running(task, samples) if self._sees_tasks else None, task, opened)
 
-    def note_task(self, task: Task, opened: _OpenStep) -> list[Any]:
-        """Note that a task begins; return its event, which awaits its end."""
-        event: list[Any] = ["task", f"{task.body.kind}{task.microbatch}", self.now(), None]
-        if self._device.type == "cuda":
-            opened.begun.append((time.perf_counter_ns(), event[2]))
-        if opened.window is not None:
-            self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
-        self.append(event)
-        return event
-
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
         opened = self._open
@@ -287,7 +283,13 @@ class StepRecorder(StepObserver):
 
     def begin(self, region: str) -> Callable[[], None]:
         """Note that the host does something outside of tasks; return a function that ends it."""
-        return self.add(["region", region, self.now(), None])
+        event: list[Any] = ["region", region, self.now(), None]
+        self.append(event)
+
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
 
     def begin_copy(self, owner: str, stream: str, *, is_awaited: bool) -> Callable[[], None]:
         """Note that a copy between device and host begins on the current stream, or a wait for one; in a window alone."""
@@ -296,15 +298,6 @@ class StepRecorder(StepObserver):
             return _nothing
         event = ["awaited" if is_awaited else "copy", owner, self.now(), None, stream]
         opened.events.append(event)
-
-        def end() -> None:
-            event[3] = self.now()
-
-        return end
-
-    def add(self, event: list[Any]) -> Callable[[], None]:
-        """Add an event that has begun; return a function that ends it."""
-        self.append(event)
 
         def end() -> None:
             event[3] = self.now()
@@ -320,7 +313,7 @@ class StepRecorder(StepObserver):
     def begin_layer(self, name: str, op: str) -> LayerEvent:
         """Note that the forward of a layer begins."""
         event = ["layer", name, self.now(), None]
-        self._doing = op
+        self.doing = op
         self.append(event)
         return event
 
@@ -334,13 +327,13 @@ class StepRecorder(StepObserver):
         now = self.now()
         self.append(["backward", name, now, now])
         self.sample(now)
-        self._doing = op
+        self.doing = op
 
     def sample(self, stamp: Stamp) -> None:
         """Note the memory at the end of an op of a step in a window."""
         opened = self._open
         if opened is not None and opened.window is not None and opened.end is None:
-            opened.memory.append((stamp, self._memory.sample(), self._doing))
+            opened.memory.append((stamp, self._memory.sample(), self.doing))
 
     # -- steps and windows -------------------------------------------------------------------------
 
@@ -349,7 +342,7 @@ class StepRecorder(StepObserver):
         window = self._window_of(step) if self._windows else None
         is_first = window is not None and not window.is_open
         if window is not None and is_first:
-            window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
+            window.open(self, head_of(program, spec, self.rank, self.device), module, spec)
         if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window, is_first)
@@ -373,8 +366,6 @@ class StepRecorder(StepObserver):
         if opened.end is None:  # the step has failed
             return
         self._unread.append(opened)
-        if self._device.type != "cuda":
-            self._read()
 
     def _read(self, until_empty: bool = False) -> None:
         """Read the steps that the device has passed."""

@@ -12,7 +12,7 @@ in its place    `slot.gradient`, its window of the buffer: in master precision a
 ```
 
 The squared norm of the gradients of all weights is a sum over ranks, in which each element counts once: what several ranks hold alike is
-divided by their number (`norm_of_pieces`, `norm_of_buckets`).
+divided by their number (`sum_of_shares`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.weights.pieces import NO_ROW, Piece, dense_of_rows, gradients_of
 
@@ -91,15 +90,13 @@ class FlatBuffer:
 
     def take_in(self) -> None:
         """Copy the gradients that have arrived to their places, or add them to those of earlier micro-batches, all at once."""
-        if self.arrived:
-            self._take_in()
-
-    @torch.no_grad()
-    def _take_in(self) -> None:
+        if not self.arrived:
+            return
         for is_first, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
             slots = [slot for slot, _ in self.arrived if (slot.name in self.untouched) is is_first]
             if slots:
-                write([slot.gradient for slot in slots], [slot.found for slot in slots if slot.found is not None])
+                with torch.no_grad():
+                    write([slot.gradient for slot in slots], [slot.found for slot in slots if slot.found is not None])
         for slot, param in self.arrived:
             slot.found = None
             # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
@@ -128,20 +125,6 @@ class FlatBuffer:
             if member.name in self.untouched:
                 self.gradients[member.span].fill_(NO_ROW)
         self.untouched = set()
-
-    def send(self, op: Op, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Issue one collective of the bucket, on all of a buffer or on what this rank still has to reduce.
-
-        Collective over `group`, see [Note: collective calls].
-        """
-        with owned(op.owner) as issue:
-            sent = self.remaining if op.kind is OpKind.ALL_REDUCE else tensor
-            work: dist.Work = issue.sent(start_collective(op.kind, sent, group))
-        if op.kind is OpKind.REDUCE_SCATTER:
-            self.chunk = own_part(tensor, group)
-        elif op.kind is OpKind.ALL_GATHER:
-            self.chunk = None
-        return work
 
     def wait(self) -> None:
         """Wait for the collective that was issued last."""
@@ -249,10 +232,10 @@ def norm_of_pieces(
         alike.append(
             (number, gradients_of(some if names is None else [piece for piece in some if piece.name in names]))
         )
-    return _sum_of_shares(alike, device)
+    return sum_of_shares(alike, device)
 
 
-def _sum_of_shares(alike: Iterable[tuple[int, list[Tensor]]], device: torch.device) -> Tensor:
+def sum_of_shares(alike: Iterable[tuple[int, list[Tensor]]], device: torch.device) -> Tensor:
     """Return the sum of squares (float64 []) of gradients, each divided by the number of ranks that add it up too.
 
     Most often all have one number: each call of torch costs the host as much as that of a model.
@@ -269,17 +252,6 @@ def num_alike(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> int:
     whole = ("cp",) if step.sharing.trains_apart else holding.data_axes
     axes = summed_replicas(step) if holding.num_shards > 1 else whole
     return math.prod(map(mesh.size, axes)) * holding.num_copies
-
-
-def norm_of_buckets(
-    flats: Sequence[tuple[int, FlatBuffer]], device: torch.device, names: Set[str] | None = None
-) -> Tensor:
-    """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights; each bucket is
-    given with the number of ranks that add up the same."""
-    alike: dict[int, list[Tensor]] = {}
-    for number, flat in flats:
-        alike.setdefault(number, []).extend(flat.windows(names))
-    return _sum_of_shares(alike.items(), device)
 
 
 def summed_replicas(step: StepSpec) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ The steps of a replica then send nothing encoded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, coded_bytes
-from samestep.program.ops import UPDATE_BODY, Op, OpKind, Task, ends_step
+from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, coded_parts, padded_rows
 from samestep.runtime.axes.precision import DTYPES
@@ -37,7 +37,6 @@ from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer
 from samestep.runtime.weights.pieces import Piece
-from samestep.schedules import TaskKind
 
 
 class GradientCodes:
@@ -63,11 +62,11 @@ class GradientCodes:
         With 0 everything that is kept becomes as it was before the first step.
         """
 
-    def sum_moves(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients of the store's pieces to the sums, over all replicas, of what `fill(index)` writes into them.
+    def sum_moves(self) -> None:
+        """Replace the gradients of the store's pieces, which are the moves of this rank's weights, by their sums over all replicas.
 
-        `fill` is called for each replica of this rank; nothing is summed where all ranks train one model. Collective over the axis of the
-        program's contributions: see [Note: collective calls] in runtime/processes/mesh.py.
+        Nothing is summed where all ranks train one model. Collective over the axis of the program's contributions: see
+        [Note: collective calls] in runtime/processes/mesh.py.
         """
 
 
@@ -89,41 +88,24 @@ class BucketCodes(GradientCodes):
         assert contributions is not None, "a step without contributions"
         self._made = contributions
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group = mesh.groups[contributions.axis] if contributions.ranks > 1 else None
+        group = mesh.groups[contributions.axis]
         for bucket in program.buckets:
             parts, gathers = [bucket.coded(contributions)], bucket.gathers_codes(contributions)
             self.exchanges[bucket.name] = exchange_of(
-                bucket.codec, parts, contributions, group, like, gathers=gathers, backend=step.sharing.backend
+                bucket.codec, parts, group, like, gathers=gathers, backend=step.sharing.backend
             )
 
     def begin_step(self) -> None:
-        """Discard the contributions of the previous step."""
+        """Discard the contribution of the previous step."""
         for exchange in self._of_steps.values():
             exchange.begin_step()
-
-    def take_contribution(self, task: Task) -> bool:
-        """Encode the gradients of a contribution whose last ones a task leaves, if this rank follows it by another one; return whether
-        it does, and gradients begin anew."""
-        if not self._ends_contribution(task):
-            return False
-        for flat in self._flats:
-            flat.zero_untouched()
-            self.exchanges[flat.bucket.name].add([flat.gradients])
-            flat.untouched = set(flat.names)
-        return True
-
-    def _ends_contribution(self, task: Task) -> bool:
-        step = self._program.step
-        if not self._of_steps or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
-            return False
-        return (task.microbatch + 1) % (step.num_microbatches // self._made.each) == 0
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program carries codes."""
         return op.codec not in (None, PLAIN)
 
     def send(self, op: Op, gradients: Tensor) -> dist.Work:
-        """Encode the last contribution and issue a collective.
+        """Encode the contribution and issue a collective.
 
         Collective over `op.axis`, see [Note: collective calls].
         """
@@ -136,19 +118,14 @@ class BucketCodes(GradientCodes):
         if (exchange := self._of_steps.get(bucket)) is not None:
             exchange.finish([gradients])
 
-    def sum_moves(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients to the sums of what `fill` writes; collective as `GradientCodes.sum_moves` says."""
+    def sum_moves(self) -> None:
+        """Replace the gradients by their sums; collective as `GradientCodes.sum_moves` says."""
         # Of each bucket all gradients, or the chunk that this rank updates under zero=1.
         moved = {
             flat.bucket.name: (self.exchanges[flat.bucket.name], [flat.gradients[flat.mine]]) for flat in self._flats
         }
         for exchange, _ in moved.values():
             exchange.begin_step()
-        last = self._program.step.replicas_each - 1
-        for index in range(last + 1):
-            fill(index)
-            for exchange, gradients in moved.values() if index < last else ():
-                exchange.add(gradients)
         works: dict[str, dist.Work] = {}
         for op in _sends_of(self._program):
             if op.owner in works:
@@ -211,14 +188,12 @@ class UnitCodes(GradientCodes):
         for unit in program.units:
             if not (parts := coded_parts(step, contributions, unit)):
                 continue
-            exchange = exchange_of(
-                unit.codec, [*parts], contributions, group, like, gathers=True, backend=step.sharing.backend
-            )
+            exchange = exchange_of(unit.codec, [*parts], group, like, gathers=True, backend=step.sharing.backend)
             pieces_of = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
             self._shards[unit.name] = _Shard(exchange, pieces_of, [like.new_zeros(part.numel) for part in parts])
 
     def begin_step(self) -> None:
-        """Discard the contributions of the previous step."""
+        """Discard the contribution of the previous step."""
         for exchange in () if self._trains_apart else self._exchanges():
             exchange.begin_step()
 
@@ -248,11 +223,10 @@ class UnitCodes(GradientCodes):
         if not self._trains_apart:
             self._take_sums()
 
-    def sum_moves(self, fill: Callable[[int], None]) -> None:
-        """Set the gradients to the sums of what `fill` writes, for the one replica of a rank; collective as `GradientCodes.sum_moves` says."""
+    def sum_moves(self) -> None:
+        """Replace the gradients by their sums; collective as `GradientCodes.sum_moves` says."""
         for shard in self._shards.values():
             shard.exchange.begin_step()
-        fill(0)
         for op in _sends_of(self._program):
             self.send(op)
         self._take_sums()
@@ -353,9 +327,7 @@ class EncodedScatter:
         assert sum(part.numel for part in parts) == unit.padded_grad_numel, f"weights of {unit.name} are missing"
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
         group, backend = mesh.groups[contributions.axis], step.sharing.backend
-        self.exchange = CodedExchange(
-            unit.codec, parts, contributions, group, like, gathers=False, backend=backend, scratch=scratch
-        )
+        self.exchange = CodedExchange(unit.codec, parts, group, like, gathers=False, backend=backend, scratch=scratch)
         self._index = mesh.index(contributions.axis)
 
     @torch.no_grad()

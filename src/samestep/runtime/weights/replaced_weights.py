@@ -48,6 +48,8 @@ class ReplacedWeights:
         `known` are the weights that a forward writes, as the trace has shown, and that it may write in this layout.
         """
         self._model, self._known, self._program = model, frozenset(known), program
+        self._gathers = program.step.layout.gathers_weights
+        """Whether the store compares the weights that a forward gathers (`fsdp_units.py`)."""
         self._owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
         self._tables = [table for _, owner in self._owners for table in (owner._parameters, owner._modules)]
         self._places = [
@@ -76,8 +78,7 @@ class ReplacedWeights:
 
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
-        gathers = self._program.step.layout.gathers_weights  # then the store compares them (`fsdp_units.py`)
-        if not (gathers or self._are_as_seen()):
+        if not (self._gathers or self._are_as_seen()):
             for place in self._changed():
                 if place.name in self._weights:
                     self._put_back(place)
@@ -88,8 +89,7 @@ class ReplacedWeights:
         `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
         if not self._are_as_seen():
-            gathers = inside and self._program.step.layout.gathers_weights
-            for place in () if gathers else self._changed():
+            for place in () if inside and self._gathers else self._changed():
                 yield from self._other_tensor(place) if place.name in self._weights else self._other_module(place)
             yield from self._added_weights()
         for name, new in self._new.items():

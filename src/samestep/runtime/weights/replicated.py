@@ -45,8 +45,17 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.host_copies import master_on_host
+from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot, norm_of_buckets, num_alike, squared_norm
+from samestep.runtime.weights.flat_buffers import (
+    FlatBuffer,
+    GradientSlot,
+    num_alike,
+    own_part,
+    squared_norm,
+    start_collective,
+    sum_of_shares,
+)
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
@@ -205,6 +214,7 @@ class Replicated(WeightStore):
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
         self._alike = [(num_alike(flat, program.step, mesh), flat) for flat in self._flats]
+        """The buckets, each with the number of ranks that add up the same gradients."""
         self.codes = GradientCodes()
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
@@ -287,15 +297,12 @@ class Replicated(WeightStore):
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
         self._waits = waits
         self.take_back()
-        self._drop_gradients()
+        for param in self.params.values():
+            param.grad = None
         self._unused = set(self.params)
         for flat in self._flats:
             flat.begin_step()
         self._next = 0
-
-    def _drop_gradients(self) -> None:
-        for param in self.params.values():
-            param.grad = None
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
@@ -351,16 +358,30 @@ class Replicated(WeightStore):
             flat.wait()
 
     def _send(self, flat: FlatBuffer, op: Op, tensor: Tensor) -> dist.Work:
-        """Issue one collective on the bucket's buffer, or on this rank's part of it."""
+        """Issue one collective of a bucket, on all of a buffer or on what this rank still has to reduce.
+
+        Collective over `op.axis`, see [Note: collective calls].
+        """
         assert op.axis is not None
-        return flat.send(op, tensor, self.mesh.groups[op.axis])
+        group = self.mesh.groups[op.axis]
+        with owned(op.owner) as issue:
+            sent = flat.remaining if op.kind is OpKind.ALL_REDUCE else tensor
+            work: dist.Work = issue.sent(start_collective(op.kind, sent, group))
+        if op.kind is OpKind.REDUCE_SCATTER:
+            flat.chunk = own_part(tensor, group)
+        elif op.kind is OpKind.ALL_GATHER:
+            flat.chunk = None
+        return work
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
-        if not self._waits:
-            return norm_of_buckets(self._alike, self.mesh.device, names)
-        gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
-        return squared_norm(gradients, self.mesh.device)
+        if self._waits:
+            gradients = [gradient for name, gradient in self.unreduced().items() if names is None or name in names]
+            return squared_norm(gradients, self.mesh.device)
+        alike: dict[int, list[Tensor]] = {}
+        for number, flat in self._alike:
+            alike.setdefault(number, []).extend(flat.windows(names))
+        return sum_of_shares(alike.items(), self.mesh.device)
 
     def publish(self, *, waits: bool = True) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.

@@ -73,18 +73,9 @@ class EncodedBuckets(Replicated):
         self.codes = BucketCodes(program, mesh, self._flats)
 
     def begin_step(self, *, waits: bool = False) -> None:
-        """Discard the gradients and the contributions of the previous step."""
+        """Discard the gradients and the contribution of the previous step."""
         super().begin_step(waits=waits)
         self.codes.begin_step()
-
-    def end_task(self, task: Task, *, completes: bool) -> None:
-        """Take in the gradients of a task, and encode those of a contribution that it ends.
-
-        Collective over the axes of the program's buckets, see [Note: collective calls].
-        """
-        super().end_task(task, completes=completes)
-        if self.codes.take_contribution(task):
-            self._drop_gradients()
 
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Finish the reductions, and set the gradients to the sums of all contributions.

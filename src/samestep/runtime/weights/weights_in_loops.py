@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -286,13 +286,6 @@ class _Lent:
     in_loop: type[Tensor]
 
 
-def _lend(weights: Iterable[_Lent]) -> None:
-    """Let the loop have some weights."""
-    for lent in weights:
-        lent.param.__class__ = lent.in_loop  # type: ignore[assignment]
-        lent.param.__dict__["part_facts"] = lent.facts
-
-
 def _take(weights: Iterable[_Lent]) -> None:
     """Make some weights what they were, also for files."""
     for lent in weights:
@@ -345,8 +338,9 @@ class WeightsInLoops:
     def lend(self) -> None:
         """Give these weights to the loop, unless something else has taken them too."""
         self._entered = max(self._entered - 1, 0)
-        if not self._entered:
-            _lend(self._now_lent)
+        for lent in () if self._entered else self._now_lent:
+            lent.param.__class__ = lent.in_loop  # type: ignore[assignment]
+            lent.param.__dict__["part_facts"] = lent.facts
 
     def wait(self, gradients: Callable[[], Mapping[str, Tensor]] | None) -> None:
         """Note what returns the gradients that wait from now on; None if none do."""
@@ -426,14 +420,14 @@ def _returns_whole(program: Program, path: str) -> bool:
 
 @contextmanager
 def computing(
-    models: Sequence[WeightsInLoops], kernels: Callable[[], AbstractContextManager[None]] | None
+    in_loops: WeightsInLoops | None, kernels: Callable[[], AbstractContextManager[None]] | None
 ) -> Iterator[None]:
     """Let a run compute inside, with weights that no loop has meanwhile; what is no part of a step leaves no trace."""
-    for in_loops in models:
+    if in_loops is not None:
         in_loops.take()
     try:
         with IGNORING, kernels() if kernels else nullcontext():
             yield
     finally:
-        for in_loops in models:
+        if in_loops is not None:
             in_loops.lend()

@@ -81,7 +81,7 @@ def _changes(best: Prediction, job: Job, hardware: Hardware) -> Iterator[tuple[s
         yield text, {"compression": "none", "replicas": 1 if numerics.exchange_every == 1 else numerics.replicas}
         return
     # Gradients between the outermost data ranks as one byte each.
-    ranks = Contributions.of(best.layout, best.programs[0].step.zero, 1).ranks
+    ranks = Contributions.of(best.layout, best.programs[0].step.zero).ranks
     if ranks > 1 and job.train.global_batch % ranks == 0:
         text = f"numerics.compression=int8 with numerics.replicas={ranks}"
         yield text, {"compression": "int8", "replicas": ranks}

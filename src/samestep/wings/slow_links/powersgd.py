@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CodedPart, Matrix
-from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import BufferResidual, Directions
 
 SMALLEST_SINE_SQUARED = 1e-10
@@ -111,19 +110,15 @@ class FactoredExchange:
     rank i      G_i + e_i ─ times Q ─► P_i and the elements outside of matrices ─ all_reduce ─► P ─ orthonormal ─►
                 M_i^T P ─ all_reduce ─► Q' ─► D = P Q'^T            (meanwhile e_i = M_i - P (M_i^T P)^T)
     ```
-    A rank that makes several contributions sends the factors of their sum, whose residual it keeps as one.
     """
 
-    def __init__(
-        self, part: CodedPart, sums: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
-    ) -> None:
-        """Make an exchange over `group`, None for a single rank, of a buffer in the dtype and on the device of `like`.
+    def __init__(self, part: CodedPart, group: dist.ProcessGroup, like: Tensor, *, gathers: bool) -> None:
+        """Make an exchange over `group` of a buffer in the dtype and on the device of `like`.
 
         Unless it `gathers`, each rank gets only its chunk of the sum.
         """
-        self._part, self._made, self._group = part, sums, group
-        self._index = dist.get_rank(group) if group is not None else 0
-        self._gathers = gathers or sums.ranks == 1
+        self._part, self._group, self._gathers = part, group, gathers
+        self._index, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         first, second = part.factor_numels
         self._first, self._own, self._second, self._directions = map(like.new_zeros, (first, second, second, second))
         self._kept = like.new_zeros(part.numel)
@@ -160,11 +155,10 @@ class FactoredExchange:
             directions.copy_(first_directions(matrix, *directions.shape))
 
     def residuals(self, number: int) -> Iterator[BufferResidual]:
-        """Yield the residuals of this rank's contributions: views, flat."""
-        each = self._made.each
+        """Yield the residuals of this rank's contribution: views, flat."""
         for alike in self._factored:
             for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
-                yield BufferResidual(str(self._index * each), matrix.offset, rest.view(-1), each)
+                yield BufferResidual(str(self._index), matrix.offset, rest.view(-1))
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which each weight's next gradient is projected, which are equal on all ranks."""
@@ -181,24 +175,17 @@ class FactoredExchange:
             self._kept.mul_(factor)
 
     def begin_step(self) -> None:
-        """Discard the contributions of the previous step."""
-        self._num_added = self._num_sent = 0
-
-    @torch.no_grad()
-    def add(self, values: Sequence[Tensor]) -> None:
-        """Add this rank's next contribution, a flat buffer."""
-        self._kept += values[0]
-        self._num_added += 1
+        """Discard the contribution of the previous step."""
+        self._num_sent = 0
 
     def send(self, values: Sequence[Tensor]) -> dist.Work:
-        """Add the last contribution and start to sum the left factors; called again, start to sum the right ones.
+        """Add the residuals to this rank's contribution, a flat buffer, and start to sum the left factors; called again, start to sum the
+        right ones.
 
         Collective over the group, see [Note: collective calls].
         """
-        assert self._group is not None
         if self._num_sent == 0:
-            self.add(values)
-            self._project()
+            self._project(values[0])
         else:
             self._find()
         sent = self._second if self._num_sent else self._first
@@ -212,11 +199,6 @@ class FactoredExchange:
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
         """Write the sums to the buffer, or only this rank's chunk; called once the collectives of `send` have ended."""
-        if self._made.ranks == 1:
-            self.add(values)
-            self._project()
-            self._find()
-            self._keep_rest()
         self._decode(values[0])
         for run, summed in zip(self._outside, self._runs(), strict=True):
             values[0][run] = summed
@@ -230,7 +212,7 @@ class FactoredExchange:
 
     def _decode(self, value: Tensor) -> None:
         """Write the sums of matrices to the buffer, at least the rows in this rank's chunk."""
-        size = value.numel() if self._gathers else value.numel() // self._made.ranks
+        size = value.numel() if self._gathers else value.numel() // self._ranks
         first = 0 if self._gathers else self._index * size
         for alike in self._factored:
             start, stop = alike.matrices[0].offset, alike.matrices[-1].offset + alike.matrices[-1].numel
@@ -245,9 +227,9 @@ class FactoredExchange:
                     torch.mm(left[:, rows].T, right, out=whole[rows])
 
     @torch.no_grad()
-    def _project(self) -> None:
-        """Compute this rank's left factors, and take the elements outside of matrices from the contributions."""
-        assert self._num_added == self._made.each, "a contribution is missing"
+    def _project(self, value: Tensor) -> None:
+        """Compute this rank's left factors, and take the elements outside of matrices from the contribution."""
+        self._kept += value
         for alike in self._factored:
             torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
         for run, sent in zip(self._outside, self._runs(), strict=True):
