@@ -86,8 +86,9 @@ class Interpreter:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.is_tried = True  # where the model ends
-        again = functools.partial(microbatches.samples_again, 0)
-        self.guards.check_generators(self.assembly, self.step, again)
+        if generator := self.guards.generators.moved():
+            again = functools.partial(microbatches.samples_again, 0)
+            self.guards.refuse_generator(generator, self.assembly, self.step, again)
         if self.of.is_apart:  # the loop's code runs before the update
             self.guards.generators.leave()
         self.data_wait_s = microbatches.wait_s

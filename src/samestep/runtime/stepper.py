@@ -27,6 +27,7 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.device_decides import Deciders, StepState
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
@@ -38,7 +39,7 @@ from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, Updated
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, StepScalars, flag_slots
-from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
+from samestep.runtime.step_report import StepReport, peaks_of
 from samestep.state.snapshot import KeptValues
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -159,7 +160,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         began = time.perf_counter()
-        forget_peak(self.place.device)
+        if self.place.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
         assembly = self.held
         self.guards.begin_step(assembly, batch)
@@ -181,7 +183,8 @@ class Stepper:
             )
             least = self.refusals.watch.least_count(names)
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads, least=least)
-            sums = self._agree(scalars, decider.wrote_unseen(self.place.device))
+            unseen = decider.is_exception and decider.updater.live.was_written_unseen(self.place.device)
+            sums = self._agree(scalars, unseen)
         return OpenStep(
             batch=batch,
             began_s=began,
@@ -204,9 +207,11 @@ class Stepper:
         """
         summed = self._sums_of(opened)
         numbers = StepNumbers.of(summed, opened.numerator)
-        again = functools.partial(self.forward_backward, of=opened.of)
-        note = self.guards.note_of(numbers, self.held, opened.batch, again)
-        if not note and self.guards.spikes.acts and not opened.of.is_apart:
+        note = ""
+        if not numbers.are_finite:
+            again = functools.partial(self.forward_backward, of=opened.of)
+            note = self.guards.note_of(numbers, self.held, opened.batch, again)
+        elif self.guards.spikes.acts and not opened.of.is_apart:
             note = self.guards.spikes.judge(numbers.loss)
         return ReadStep(opened, summed, numbers, note)
 
@@ -218,18 +223,22 @@ class Stepper:
         Raises:
             NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
         """
-        opened, numbers = read.opened, read.numbers
-        skipped = self._is_skipped(read)
+        opened, numbers, weights = read.opened, read.numbers, self.held.weights
+        updater, number = weights.updater, opened.batch.step + 1
+        is_scaled = updater.loss_scale.scale > 1.0
+        if skipped := self.guards.skipped.judge(number, read.note, numbers, is_scaled=is_scaled):
+            opened.running_buffers.restore()
+        else:
+            self.used.updated(is_first=not self._deciders.num_updates)
+            self._deciders.num_updates += 1
         if part is not ALL:  # whose own updates count
-            weights = self.held.weights
-            opened.lr_factor = weights.updater.rates.factors(weights.lr_factor, opened.batch.step)
-        updater = self.held.weights.updater
+            opened.lr_factor = updater.rates.factors(weights.lr_factor, opened.batch.step)
         if opened.state is not StepState.LAUNCHED:
             updater.unused = self.used.agreed if unused is None else unused
             self._update_weights(read, part, skipped=skipped)
         if math.isfinite(numbers.loss):
             updater.loss_scale.after(overflowed=not numbers.are_finite, has_moves=self._own.is_apart)
-        self.steps_taken = max(self.steps_taken, opened.batch.step + 1) if opened.of.is_apart else opened.batch.step + 1
+        self.steps_taken = max(self.steps_taken, number) if opened.of.is_apart else number
         return self.report(read, part, skipped=skipped)
 
     def _update_weights(self, read: ReadStep, part: UpdatedPart, *, skipped: bool) -> None:
@@ -324,22 +333,6 @@ class Stepper:
             batch.end_stream()
             join.note_stop()
 
-    def _is_skipped(self, read: ReadStep) -> bool:
-        """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
-
-        Raises:
-            NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
-        """
-        is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
-        step = read.opened.batch.step + 1
-        skipped = self.guards.skipped.judge(step, read.note, read.numbers, is_scaled=is_scaled)
-        if skipped:
-            read.opened.running_buffers.restore()
-        else:
-            self.used.updated(is_first=not self._deciders.num_updates)
-            self._deciders.num_updates += 1
-        return skipped
-
     def report(self, read: ReadStep, part: UpdatedPart = ALL, *, skipped: bool = False) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         opened, summed, numbers = read.opened, read.summed, read.numbers
@@ -370,16 +363,17 @@ class Stepper:
     def _own_scalars(self, batch: StepBatch, of: StepBackward) -> Tensor:
         """Run the forwards and backwards; return this rank's share of loss, count and squared norm, and its uses of weights."""
         totals = self.forward_backward(batch, of)
-        assembly = self.held
-        weights = assembly.weights
+        weights = self.held.weights
         without = weights.store.without_gradient()
         uses = self.used.note({name: without[name] for name in without if name in (of.names or without)})
-        if reason := self.used.unproven():
+        if self.used.cut_by and (reason := self.used.unproven()):
             self.guards.refuse_state(batch, reason)
-        self.guards.refuse_lost_writes(assembly, batch)
+        for name in weights.store.lost_writes():
+            self.guards.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
         updater = weights.updater
         norm_squared = weights.store.norm_squared(of.names)
-        norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
+        if updater.loss_scale.scale > 1.0:
+            norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
         weights.store.take_back()
         if totals.numel() == 2:  # the loss reports nothing
             return torch.cat([totals, norm_squared.view(1), uses])
@@ -404,7 +398,7 @@ class Stepper:
         self.refusals.gave_up_at = current.weights.store.gave_up
         self.guards.take_over(current, batch, inside=True)
         current.weights.store.settle()
-        for line in current.model.compiled.news():
+        for line in current.model.compiled.news() if self.job.run.compile != "none" else ():
             self.refusals.remark(line)
         return totals
 
@@ -428,7 +422,8 @@ class Stepper:
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self.guards.generators.settle()
             update()
-            self.guards.check_generators(assembly, self.steps_taken + 1)
+            if generator := self.guards.generators.moved():
+                self.guards.refuse_generator(generator, assembly, self.steps_taken + 1)
             self.guards.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
