@@ -98,7 +98,8 @@ class Stepper:
         """
         assembly = self.held
         if self.progress is Progress.BETWEEN:
-            self.guards.take_over(assembly, batch, inside=False)
+            for reason in assembly.model.replaced.take_over(inside=False):  # what the loop has put in place of weights
+                self.guards.refuse_state(batch, reason)
         self.guards.find_loss(assembly, batch)
         self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
@@ -396,7 +397,8 @@ class Stepper:
             raise
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = current.weights.store.gave_up
-        self.guards.take_over(current, batch, inside=True)
+        for reason in current.model.replaced.take_over(inside=True):  # what the forward has
+            self.guards.refuse_state(batch, reason)
         current.weights.store.settle()
         for line in current.model.compiled.news() if self.job.run.compile != "none" else ():
             self.refusals.remark(line)

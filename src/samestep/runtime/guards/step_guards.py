@@ -6,7 +6,6 @@ begin   ─► begin_step     what the loop has changed since the last step; sam
 tasks   ─► observer       that of the run, in a watched step by way of `WatchedStep`
         ─► generators     random numbers
         ─► trials         the loss, calls of torch.distributed
-        ─► take_over      weights that code replaces
 agree   ─► refusals       one flag of the step's all_reduce
 decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked
         ─► spikes         a loss far above those before
@@ -364,14 +363,6 @@ class StepGuards:
         if numbers.is_masked:
             return MASKED
         return nonfinite.cause_of_nonfinite(assembly, lambda: again(batch)[0], batch)
-
-    def take_over(self, assembly: Assembly, batch: StepBatch, *, inside: bool) -> None:
-        """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.
-
-        `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
-        """
-        for reason in assembly.model.replaced.take_over(inside=inside):
-            self.refuse_state(batch, reason)
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""
