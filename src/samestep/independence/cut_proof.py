@@ -290,8 +290,11 @@ def run_forward(
     except DiffersError:
         raise
     except NeedsValuesError:
-        raise DiffersError(f"{watch.modules.where} reads values of the part that a rank has", watch.where) from None
+        where = watch.modules.where
+        raise DiffersError(f"{where} reads values of the part that a rank has", where) from None
     except InputError as error:
         reason = str(error).removeprefix("it cannot be traced: ")
-        raise DiffersError(f"with the shapes of a rank {reason}", watch.modules.where, watch.modules.innermost) from None
+        raise DiffersError(
+            f"with the shapes of a rank {reason}", watch.modules.where, watch.modules.innermost
+        ) from None
     return watch.looks
