@@ -81,7 +81,8 @@ class Interpreter:
                 samples = microbatches.shares[task.microbatch]
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
-                with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
+                recording = self.guards.recorder.running(task, samples, self.guards.observer)
+                with recording, store.running(task, counts=counts, left_out=left_out):
                     if not store.gave_up:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):

@@ -109,8 +109,8 @@ class Run(RunInParts):
         self.ended: StepReport | None = None
         """The report of a loop that had ended before this process began, which takes no step more."""
         self._own = held_assembly_of(job)(source, layout, job, place, averages)
-        self.recorder = StepRecorder(observer, job, place.device, place.rank)
-        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
+        self.recorder = StepRecorder(job, place.device, place.rank)
+        self._stepper = Stepper(self._own, observer, self.recorder, owns_weights=owns_weights)
         self._losses = OtherLosses(self._stepper, self._own)
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes

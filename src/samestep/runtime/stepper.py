@@ -38,6 +38,7 @@ from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, StepScalars, flag_slots
 from samestep.runtime.step_report import StepReport, peaks_of
 from samestep.state.snapshot import KeptValues
@@ -48,12 +49,14 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, assemblies: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
+    def __init__(
+        self, assemblies: HeldAssembly, observer: StepObserver, recorder: StepRecorder, *, owns_weights: bool
+    ) -> None:
         """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
         self._own, self._owns_weights = assemblies, owns_weights
         self.job, self.place = assemblies.job, assemblies.place
         self.steps_taken = 0
-        self.guards = StepGuards(assemblies, observer)
+        self.guards = StepGuards(assemblies, observer, recorder)
         self.refusals = self.guards.refusals
         self._deciders = Deciders(assemblies, self.guards.spikes)
         self.progress = Progress.BETWEEN
@@ -328,7 +331,7 @@ class Stepper:
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.observer.agreed(summed)
-        if summed.flags[StepFlag.RECORD] and (line := self.guards.observer.asked_to_record(batch.step + 1)):
+        if summed.flags[StepFlag.RECORD] and (line := self.guards.recorder.asked_to_record(batch.step + 1)):
             self.refusals.remark(line)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
@@ -421,12 +424,13 @@ class Stepper:
     def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Let code of the optimizer change this rank's weights, and make them visible to the next forward."""
         weights = assembly.weights
-        with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.generators.settle()
+        guards, task = self.guards, assembly.parallel.program.tasks[-1]
+        with guards.recorder.running(task, _NO_SAMPLES, guards.observer):
+            guards.generators.settle()
             update()
-            if generator := self.guards.generators.moved():
-                self.guards.refuse_generator(generator, assembly, self.steps_taken + 1)
-            self.guards.generators.leave()  # to the loop
+            if generator := guards.generators.moved():
+                guards.refuse_generator(generator, assembly, self.steps_taken + 1)
+            guards.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()

@@ -53,6 +53,7 @@ from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
 from samestep.runtime.guards.unusual_steps import MASKED, SkippedSteps, SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
@@ -121,10 +122,12 @@ def _kind_of(node: type) -> tuple[str, str]:
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, assemblies: HeldAssembly, observer: StepObserver) -> None:
+    def __init__(self, assemblies: HeldAssembly, observer: StepObserver, recorder: StepRecorder) -> None:
         """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
         """What sees the steps: in a watched step the one that watches it, which passes on what it hears."""
+        self.recorder = recorder
+        """What records where the time of steps goes."""
         self.refusals = Refusals(assemblies.job.run)
         self.skipped = SkippedSteps(assemblies.job.numerics)
         self.spikes = SpikeWatch(assemblies.job.numerics)
