@@ -1,4 +1,4 @@
-"""The interfaces of a step: its batch, its scalars, and its observers, the one seam for proofs and for recorders of spans.
+"""The interfaces of a step: its batch, its scalars, and its observers, the one seam for proofs and profilers.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
