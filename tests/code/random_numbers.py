@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.runtime.run import Run
 from tests.code.rows import Remarked, equal, refused, unproven
-from tests.code.vectors import LENGTH, VOCABULARY, WIDTH, Net, Pairs, allowing, code, loss
+from tests.code.vectors import WIDTH, Net, Pairs, allowing, code, loss
 
 
 class LateDropout(Net):
@@ -183,20 +183,6 @@ class NoisySGD(torch.optim.SGD):
         return super().step()
 
 
-class Augmented(Pairs):
-    """Features with noise that is drawn when they are read."""
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x + 0.1 * torch.randn(WIDTH, dtype=x.dtype), y
-
-
-class SometimesFlipped(Pairs):
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return (x.flip(0) if random.random() < 0.5 else x), y
-
-
 class OwnNoise(Pairs):
     """Features with noise of a generator that the data set holds, which no layout shares."""
 
@@ -219,22 +205,10 @@ class SeededByIndex(Pairs):
         return x + 0.1 * torch.from_numpy(noise) * random.random(), y
 
 
-class TokensSeededByIndex(Pairs):
-    """Tokens of which some are replaced, drawn by the process's generators after these are seeded by the index."""
-
-    def __getitem__(self, index: int) -> Any:
-        random.seed(index)
-        np.random.seed(index)
-        sample = super().__getitem__(index)
-        replaced = torch.from_numpy(np.random.rand(LENGTH) < 0.3)
-        return {**sample, "input_ids": sample["input_ids"].masked_fill(replaced, random.randrange(VOCABULARY))}
-
-
 def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return NoisySGD([tensor for _, tensor in named], lr=0.3)
 
 
-_AUGMENTED, _FLIPPED = functools.partial(Augmented, tokens=False), functools.partial(SometimesFlipped, tokens=False)
 _OWN = functools.partial(OwnNoise, tokens=False)
 _LATE_PYTHON = code(PythonNoiseAfterWarmUp, "warmed up", each=noisy)
 _WARM = code(NoiseAfterWarmUp, "warmed up", each=noisy)
@@ -249,8 +223,6 @@ EQUAL = [
         for build in (DrawnInParts, DrawnForCopies, DrawnSideBySide)
         for row in equal(code(build), "dp=1 microbatch=2")
     ),
-    *equal(code(Net, "of noisy samples", data=_AUGMENTED), "dp=2"),
-    *equal(code(Net, "of flipped samples", data=_FLIPPED), "dp=2 microbatch=1"),
     *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), "dp=2"),
 ]
 REFUSED = [

@@ -88,7 +88,6 @@ def sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 JOB = job_of(steps=3, train={"watch_every": 100})
 VECTORS, SEQUENCES = functools.partial(Pairs, tokens=False), functools.partial(Pairs, tokens=True)
-DATA = ("dp=2", "dp=1 microbatch=2")
 
 
 def allowing(word: str) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,8 +160,7 @@ def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) ->
     return run_from(Source(model, samestep.building.loss.mse, source), layout, job, rank, world), copy.deepcopy(model)
 
 
-def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+_sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def _compared(

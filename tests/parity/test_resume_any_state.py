@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ from samestep.datasets import batches
 from samestep.errors import UnprovenError
 from samestep.examination.examine import Source
 from samestep.job import Job
-from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run, parallelize
 from samestep.state.fingerprints import digest
-from tests import traced
 from tests.covering import daily
-from tests.laboratory import run_from
+from tests.laboratory import traced_run
 from tests.models import VOCABULARY, Tokens
 from tests.parts import Words
 from tests.plain import train_plainly
@@ -305,14 +303,12 @@ CASES = {
 
 
 def _prepared(rank: int, world: int, name: str, layout: str, allow: tuple[str, ...] = ()) -> Run:
-    case, where = CASES[name], Layout(layout)
+    case = CASES[name]
     train, numerics = {"global_batch": 8, "steps": STEPS, "seed": 3}, {"precision": "float64"}
     job = Job(train=train, numerics=numerics, run={"allow": list(allow)})
     source = Source(case.build, cross_entropy, case.optimizer, name)
-    example = next(batches(Tokens(), job)).samples([0])
-    prepared = traced.prepared((name, "resumed"), source, job, example, where)
-    run = run_from(replace(source, prepared=prepared), where, job, rank, world)
-    run.prepare(example)
+    run = traced_run((name, "resumed"), source, Tokens(), layout, job, rank, world)
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
     return run
 
 

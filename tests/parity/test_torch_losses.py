@@ -133,8 +133,7 @@ def batch_of(case: Case, step: int) -> dict[str, Tensor]:
     return {"x": x, "labels": target}
 
 
-def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def trained(
