@@ -1,10 +1,12 @@
-"""Damages to a checkpoint on disk, drawn at random: what a bad disk, a careless copy or somebody with bad intentions does."""
+"""Damages to a checkpoint on disk and to nested tables, drawn at random: what a bad disk, a careless copy or somebody with bad intentions does."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,40 @@ def _damage_file(folder: Path, damage: str, drawn: random.Random) -> None:
     path.unlink()
     if damage != "remove":
         path.write_bytes(content)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2**31, 2**40, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", "../x", "/dev/zero", "\0", "a/b",
+    "subprocess:getoutput", "\x1b[31m", [], {}, [[]], [0], [2**40], {"a": 1}, "x" * 5000,
+)  # fmt: skip
+
+
+def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the place of every value in nested tables and lists."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, held in inner:
+        yield (*above, key)
+        yield from _places(held, (*above, key))
+
+
+def mutated(value: Any, draw: random.Random) -> tuple[Any, str]:
+    """Return nested tables of which one or two values are odd, missing, doubled or exchanged, and what was done."""
+    changed, done = copy.deepcopy(value), []
+    for _ in range(draw.choice([1, 1, 1, 2])):
+        *above, last = draw.choice([*_places(changed)])
+        table = changed
+        for key in above:
+            table = table[key]
+        how = draw.random()
+        if how < 0.15:
+            del table[last]
+        elif how < 0.25 and isinstance(table, dict):
+            table[draw.choice(["x", "code", "auto_map", f"{last}2"])] = table.pop(last)
+        elif how < 0.35 and isinstance(table, list):
+            table.append(copy.deepcopy(table[last]))
+        else:
+            table[last] = copy.deepcopy(draw.choice(ODD))
+        done.append(f"{above}/{last}")
+    return changed, ", ".join(done)

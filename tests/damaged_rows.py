@@ -99,7 +99,12 @@ def _names_row(damage: Damage, text: str) -> bool:
     if damage.row is None:
         return True
     near = range(damage.row, damage.row + 2)  # what joins two lines may show in the second one
-    return any(f"{damage.path.name}:{row}" in text or f"row {row}" in text for row in near)
+    words = (
+        f"{damage.path.name}:",
+        "row ",
+        "row 0, or one soon after it, is damaged: In column 0: Invalid: Invalid UTF8 sequence at string index ",
+    )
+    return any(f"{begin}{row}" in text for begin in words for row in near)
 
 
 # -- lines of JSON ---------------------------------------------------------------------------------

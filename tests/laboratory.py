@@ -200,17 +200,6 @@ def trace_ahead() -> None:
             source_of(model, Layout(layout), job_for(model))
 
 
-@contextlib.contextmanager
-def entered_and_traced(models: dict[str, Callable[[], nn.Module]]) -> Iterator[None]:
-    """Enter models into `MODELS` for a while, and trace all before the first pool of ranks is forked, which inherits them."""
-    MODELS.update(models)
-    for name in models:
-        source_of(name, Layout("tp=2"), clipped())
-    yield
-    for name in models:
-        del MODELS[name]
-
-
 def make_run(
     rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: Callable[[], Any] | None = None
 ) -> Run:
@@ -224,6 +213,15 @@ def run_from(source: Source, layout: str | Layout, job: Job, rank: int = 0, worl
     """Return a run of a source on a rank of one host."""
     where = Layout(layout) if isinstance(layout, str) else layout
     return Run(source, where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+
+
+def traced_run(
+    key: Any, source: Source, data: Any, layout: str, job: Job, rank: int, world: int, *, for_any: bool = False
+) -> Run:
+    """Return a run of a source that is traced on a sample, once for all ranks that are forked later (`traced.prepared`)."""
+    example = next(batches(data, job)).samples([0])
+    prepared = traced.prepared(key, source, job, example, Layout(layout), for_any=for_any)
+    return run_from(replace(source, prepared=prepared), layout, job, rank, world)
 
 
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:

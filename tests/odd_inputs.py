@@ -42,9 +42,9 @@ from samestep.models import weight_files
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
 from tests import damage
+from tests.damage import mutated
 from tests.folders import saved
 from tests.laboratory import job_of, make_run
-from tests.security.test_mutated_files import mutated
 
 HANGS_S = 60.0
 """The seconds after which a reader hangs: the process ends with the stacks of its threads."""
@@ -147,23 +147,23 @@ def _written(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value if one is not None] if isinstance(value, list) else value
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return [without_none(one) for one in value if one is not None] if isinstance(value, list) else value
 
 
 def _harmed_table(
     table: dict[str, Any], folder: Path, name: str, drawn: random.Random
 ) -> tuple[Path, str, tuple[str, ...]]:
     """Write a TOML table with odd bytes or odd values; return its path, what was done, and the keys that are harmed."""
-    sound = tomli_w.dumps(_without_none(table)).encode()
+    sound = tomli_w.dumps(without_none(table)).encode()
     if drawn.random() < 0.4:
         content, what = harmed(sound, drawn)
         return _written(folder, name, content), what, ()
     changed, what = mutated(table, drawn)
     with contextlib.suppress(ValueError, TypeError, AttributeError):
-        sound = tomli_w.dumps(_without_none(changed)).encode("utf-8", "surrogatepass")
+        sound = tomli_w.dumps(without_none(changed)).encode("utf-8", "surrogatepass")
     return _written(folder, name, sound), what, tuple(_keys_in(what))
 
 
@@ -184,7 +184,7 @@ _PROFILE = tomllib.loads((Path(samestep.__file__).parent / "profiles" / "cpu-lap
 def job_file(folder: Path, drawn: random.Random) -> Odd:
     """Draw a job file."""
     path, what, keys = _harmed_table(_JOB, folder, "odd-job.toml", drawn)
-    twin = _written(folder, "job.toml", tomli_w.dumps(_without_none(_JOB)).encode())
+    twin = _written(folder, "job.toml", tomli_w.dumps(without_none(_JOB)).encode())
     return Odd(
         f"{what} in {path.name}",
         lambda: jobs.load(path).to_toml(),
@@ -224,7 +224,7 @@ def _copied(sound: Path, folder: Path) -> Path:
     return made
 
 
-def _built(folder: Path) -> list[str]:
+def built(folder: Path) -> list[str]:
     source = pretrained_source(folder, {}, "causal")
     with torch.device("meta"):
         module = source.build()
@@ -250,7 +250,7 @@ def model_folder(folder: Path, drawn: random.Random) -> Odd:
     name = drawn.choice((weight_files.CONFIG, weight_files.INDEX))
     path = made / name
     what = _harm_json(path, drawn)
-    return Odd(f"{what} in {name}", lambda: _built(made), None, lambda: _built(sound), (made.name, name))
+    return Odd(f"{what} in {name}", lambda: built(made), None, lambda: built(sound), (made.name, name))
 
 
 def weights(folder: Path, drawn: random.Random) -> Odd:
@@ -259,11 +259,15 @@ def weights(folder: Path, drawn: random.Random) -> Odd:
     made = _copied(sound, folder)
     path = drawn.choice(sorted(made.glob("*.safetensors")))
     content = bytearray(path.read_bytes())
-    kind = drawn.choice(("head", "cut", "length", "empty", "missing", "text"))
+    kind = drawn.choice(("head", "mutated", "mutated", "cut", "length", "empty", "missing", "text"))
     size = int.from_bytes(content[:8], "little")
     match kind:
         case "head":
             content[8 + drawn.randrange(size)] ^= 1 << drawn.randrange(8)
+        case "mutated":
+            changed, kind = mutated(json.loads(content[8 : 8 + size]), drawn)
+            text = json.dumps(changed).encode()
+            content = bytearray(len(text).to_bytes(8, "little") + text + content[8 + size :])
         case "cut":
             del content[drawn.randrange(len(content)) :]
         case "length":
@@ -275,7 +279,7 @@ def weights(folder: Path, drawn: random.Random) -> Odd:
     path.unlink()
     if kind != "missing":
         path.write_bytes(content)
-    return Odd(f"{kind} in {path.name}", lambda: _built(made), None, lambda: _built(sound), (made.name, path.name))
+    return Odd(f"{kind} in {path.name}", lambda: built(made), None, lambda: built(sound), (made.name, path.name))
 
 
 @functools.cache
@@ -349,8 +353,13 @@ def stored(folder: Path, drawn: random.Random) -> Odd:
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(sound, made)
     newest = made / "step-000002"
-    kind = drawn.choice(damage.DAMAGES)
-    damage.damaged(newest, kind, drawn)
+    kind = drawn.choice((*damage.DAMAGES, *["mutated"] * 9))
+    if kind == "mutated":
+        manifest, kind = mutated(manifests.read_manifest(newest), drawn)
+        (newest / manifests.NAME).unlink()
+        manifests.write_manifest(newest, manifest)
+    else:
+        damage.damaged(newest, kind, drawn)
 
     def read() -> int:
         checkpoint.load(run, newest)
@@ -395,7 +404,7 @@ def _files(kind: str, folder: Path, drawn: random.Random) -> Odd:
     )
 
 
-_OTHERS: dict[str, tuple[str, Callable[[str, Path, random.Random], Odd]]] = {
+JUDGED_BY_THEMSELVES: dict[str, tuple[str, Callable[[str, Path, random.Random], Odd]]] = {
     **dict.fromkeys(("jsonl", "chat", "parquet", "text"), ("tests.damaged_rows", _rows)),
     **dict.fromkeys(("images", "tokens"), ("tests.damaged_data", _files)),
 }
@@ -411,7 +420,7 @@ READERS: dict[str, Reader] = {
     "checkpoint": stored,
     **{
         kind: functools.partial(draw, kind)
-        for kind, (module, draw) in _OTHERS.items()
+        for kind, (module, draw) in JUDGED_BY_THEMSELVES.items()
         if importlib.util.find_spec(module) is not None
     },
 }

@@ -1,7 +1,7 @@
 """With `pytest -q`: one line for each file when its last test is done, which a log of a CI keeps readable.
 
 ```
-[ 43%]    12:31  tests/parity/test_tensor_axis.py  31 tests, 1 failed, 48 s, processor 52 s
+[ 43%]    12:31  tests/parity/test_axes.py  31 tests, 1 failed, 48 s, processor 52 s
 ...
 by folder: parity 700 s, code 60 s
 812 s of processor time, 640 s elapsed

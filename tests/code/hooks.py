@@ -236,7 +236,7 @@ REFUSED = [
         for layout, hook in (("dp=2", skipped_beyond_50), ("tp=2", chosen_by_size), ("dp=1 microbatch=4", looked_at))
     ),
     *(
-        Refused("dp=1 microbatch=4", _code("weights", hook), "acts by the number of its calls", ModelError)
+        Refused("dp=1 microbatch=4", _code("weights", hook), "depends on the number of its calls", ModelError)
         for hook in (Counted(30), counting(5))
     ),
     Refused("dp=2 zero=3", _code("weights", Counted(4)), "zero=3 calls it for .* in another order", ModelError),

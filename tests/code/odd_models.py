@@ -12,31 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.datasets import batches
 from samestep.errors import ModelError
 from tests.code.rows import Equal, Refused, learned
-from tests.laboratory import Code, job_of
-from tests.models import LENGTH, MODELS, VOCABULARY, Plain, Tokens
+from tests.laboratory import Code
+from tests.models import LENGTH, MODELS, VOCABULARY, Plain
+from tests.parts import Words
 
 WIDTH = 10
 
 
-class Language(nn.Module):
-    """Embedding, parts, head: [B, T] tokens to [B, T, V] logits. What is special about a model is how it calls its parts (`through`)."""
-
+class Language(Words):
     def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.parts = nn.ModuleList(kind() for kind in kinds)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.through(self.embed(input_ids), input_ids))
-
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
+        super().__init__(*kinds, width=WIDTH, entries=VOCABULARY)
 
 
 class Block(nn.Module):
@@ -87,49 +74,12 @@ def viewed(weight: Tensor) -> Tensor:
     return weight.view(weight.dtype.to_complex()).squeeze(-1)
 
 
-class Routed(nn.Module):
-    """Two experts within a block: samples with an even first token go to one, the others to the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even, self.odd = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, is_even: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        if is_even.any():
-            y = y + self.even(x) * is_even[:, None, None]
-        if not is_even.all():
-            y = y + self.odd(x) * ~is_even[:, None, None]
-        return x + torch.tanh(y)
-
-
-class Skipping(Language):
-    """Only samples with an even first token go through the part in the middle."""
-
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        is_even = (input_ids[:, 0] % 2 == 0)[:, None, None]
-        x = self.parts[0](x)
-        if is_even.any():
-            x = torch.where(is_even, self.parts[1](x), x)
-        return self.parts[2](x)
-
-
-class Halves(Tokens):
-    """In every step the first half of the samples has even first tokens, the other half odd ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for batch in batches(self, job_of()):
-            for index in range(2):
-                self.input_ids[batch.shares(index, 2, 1)[0], 0] = index
-
-
 class Repeated(Language):
     """Universal Transformer: one part used three times, another once."""
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def through(self, x: Tensor) -> Tensor:
         for index in (0, 1, 0, 0):
-            x = self.parts[index](x)
+            x = self.blocks[index](x)
         return x
 
 
@@ -152,7 +102,7 @@ class ReadOutside(Language):
         del self.head
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.through(self.embed(input_ids), input_ids) @ self.embed.weight.T
+        return self.through(self.embed(input_ids)) @ self.embed.weight.T
 
 
 class Empty(nn.Module):
@@ -162,10 +112,10 @@ class Empty(nn.Module):
         super().__init__()
         self.nothing = nn.Parameter(torch.randn(0, WIDTH))
         self.inner = Language(Block, Block, Block)
-        self.inner.parts[1].nothing = nn.Parameter(torch.randn(3, 0))
+        self.inner.blocks[1].nothing = nn.Parameter(torch.randn(3, 0))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids) + self.nothing.sum() + self.inner.parts[1].nothing.sum()
+        return self.inner(input_ids) + self.nothing.sum() + self.inner.blocks[1].nothing.sum()
 
 
 def twice_listed() -> nn.Module:
@@ -174,30 +124,17 @@ def twice_listed() -> nn.Module:
     return Language(lambda: block, Block, lambda: block)
 
 
-class Tied(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
 class NamedAtRoot(Language):
     """A part's weight has a second name at the root, whose code reads it."""
 
     def __init__(self) -> None:
         super().__init__(Block, Block, Block)
-        self.gain = self.parts[1].norm.weight
+        self.gain = self.blocks[1].norm.weight
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for part in self.parts:
+    def through(self, x: Tensor) -> Tensor:
+        for part in self.blocks:
             x = part(x) * self.gain
         return x
-
-
-class TiedAndRead(Tied):
-    """The embedding is the head's weight, and read by the model's own code too."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) + self.embed(input_ids) @ self.embed.weight.T
 
 
 class _Predictions(nn.Module):
@@ -234,16 +171,6 @@ class OwnedByRoot(nn.Module):
         return self.blocks(self.table[input_ids] + self.positions) @ self.table.T + self.bias
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, VOCABULARY)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(input_ids))[0])
-
-
 def convolutional() -> nn.Module:
     """No names, no container within the container: an nn.Sequential alone."""
     return nn.Sequential(
@@ -259,11 +186,11 @@ class Biased(Language):
         super().__init__(BiasedBlock, BiasedBlock, BiasedBlock)
         self.bias = nn.Embedding(VOCABULARY, WIDTH)
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        bias = self.bias(input_ids)
-        for part in self.parts:
-            x = part(x, bias)
-        return x
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, bias = self.embed(input_ids), self.bias(input_ids)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(x)
 
 
 class BiasedBlock(nn.Module):
@@ -294,8 +221,8 @@ class Nested(Language):
         super().__init__(*(lambda: nn.ModuleList([Block(), Block()]) for _ in range(2)))
         self.joins = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for stage, join in zip(self.parts, self.joins, strict=True):
+    def through(self, x: Tensor) -> Tensor:
+        for stage, join in zip(self.blocks, self.joins, strict=True):
             for block in stage:
                 x = block(x)
             x = join(x)
@@ -330,12 +257,12 @@ class EncoderDecoder(Language):
 
     def __init__(self) -> None:
         super().__init__()
-        del self.parts
+        del self.blocks
         self.encoder = nn.ModuleList(Block() for _ in range(2))
         self.middle = nn.LayerNorm(WIDTH)
         self.decoder = nn.ModuleList(CrossBlock() for _ in range(2))
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def through(self, x: Tensor) -> Tensor:
         memory = x
         for block in self.encoder:
             memory = block(memory)
@@ -353,21 +280,6 @@ class CrossBlock(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         return self.block(x + self.attention(x, memory, memory, need_weights=False)[0])
-
-
-class Buffered(Language):
-    """Buffers of numbers, whole and real; one not persistent, one changed by the forward of training."""
-
-    def __init__(self) -> None:
-        super().__init__(Block, Block, Block)
-        self.register_buffer("order", torch.arange(LENGTH - 1, -1, -1))
-        angles = torch.arange(LENGTH)[:, None] / 10.0 ** torch.linspace(0, 2, WIDTH)
-        self.register_buffer("waves", torch.sin(angles), persistent=False)
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.num_calls += 1
-        return self.head(self.through(self.embed(input_ids[:, self.order]) + self.waves, input_ids))
 
 
 class Picking(nn.Module):
@@ -389,7 +301,7 @@ class Picking(nn.Module):
 
 def picking() -> nn.Module:
     model = Language(Picking, Picking)
-    model.tensor_plan = {"parts.*.even": "gather"}
+    model.tensor_plan = {"blocks.*.even": "gather"}
     return model
 
 
@@ -421,15 +333,6 @@ class WithBatchNorm(nn.Module):
         return self.head(self.blocks(x))
 
 
-def frozen_batch_norm() -> nn.Module:
-    """Batch norm in evaluation mode, as in fine-tuning: samples do not influence each other."""
-    model = WithBatchNorm()
-    for block in model.blocks:
-        block[1].running_mean.fill_(0.3)
-        block[1].eval()
-    return model
-
-
 class Pairs:
     """Samples as tuples (features, targets), in double precision, as NumPy would give them."""
 
@@ -455,16 +358,12 @@ ODD: dict[str, Code] = {
     "read_outside": learned(ReadOutside),
     "empty": learned(Empty),
     "named_at_root": learned(NamedAtRoot),
-    "tied_and_read": learned(TiedAndRead),
     "tied_within": learned(TiedWithin),
     "owned_by_root": learned(OwnedByRoot),
-    "recurrent": learned(Recurrent),
     "convolutional": learned(convolutional, lambda: Pairs((3, 12), 4, classes=True)),
     "nested": learned(Nested),
     "encoder_decoder": learned(EncoderDecoder),
     "biased": learned(Biased),
-    "buffered": learned(Buffered),
-    "frozen_batch_norm": learned(frozen_batch_norm, Pairs, "mse"),
     "instance_norm_in_evaluation": learned(instance_norm_in_evaluation, lambda: Pairs((3, 12), 4), "mse"),
     "picking": learned(picking),
 }
@@ -474,13 +373,12 @@ ODD |= {
     "batch_norm": learned(WithBatchNorm, Pairs, "mse"),
     "instance_norm": learned(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
     "in_place": learned(of(InPlace, InPlace)),
-    "skipping": learned(of(Block, Block, Block, model=Skipping), Halves),
     "turned": learned(of(*[functools.partial(Turned, torch.view_as_complex)] * 2)),
     "turned_by_views": learned(of(*[functools.partial(Turned, viewed)] * 2)),
 }
 MODELS |= {f"odd {name}": code for name, code in ODD.items()}
 LAYOUTS = ["dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"]
-OTHERS = ("flat", "flat_with_root", "batch_norm", "instance_norm", "in_place", "skipping", "turned", "turned_by_views")
+OTHERS = ("flat", "flat_with_root", "batch_norm", "instance_norm", "in_place", "turned", "turned_by_views")
 HELD = [name for name in ODD if name not in OTHERS]
 REPEATED = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]
 EQUAL = [
@@ -491,20 +389,18 @@ EQUAL = [
         for turn, layout in enumerate(LAYOUTS)
     ),
     *(Equal(layout, f"odd {name}") for name, layout in zip(("encoder_decoder", "tied_within"), REPEATED, strict=True)),
-    # Rank 1's samples pass the block by, and it takes part in the gather all the same.
-    *(Equal(layout, "odd skipping") for layout in ("dp=2 zero=1", "dp=2 zero=3")),
     *(Equal("dp=2 zero=1", f"odd {name}") for name in ("in_place", "turned", "turned_by_views")),
     # Shapes that depend on values within blocks close no stage.
     *(Equal(layout, "odd picking") for layout in ("pp=2", "pp=2 microbatch=2")),
 ]
 REFUSED = [
     *(
-        Refused(f"dp=1 recompute={recompute}", "odd in_place", r"parts.0 writes into its own input.*Use .*recompute=none", ModelError)
+        Refused(f"dp=1 recompute={recompute}", "odd in_place", r"blocks.0 writes into its own input.*Use .*recompute=none", ModelError)
         for recompute in ("full", "selective")
     ),
     *(
         Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*Use one rank with microbatch=8")
         for layout in ("dp=1 microbatch=4", "dp=2 zero=3")
     ),
-    Refused("tp=2", "odd picking", r"at parts.0 depend on values.*Use a module of its own.*Use tp=1"),
+    Refused("tp=2", "odd picking", r"at blocks.0 depend on values.*Use a module of its own.*Use tp=1"),
 ]  # fmt: skip

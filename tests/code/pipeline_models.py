@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -161,54 +160,6 @@ class PositionsByShape(Language):
 # -- other results than one tensor -----------------------------------------------------------------
 
 
-class _Listed(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> list[Any]:  # type: ignore[override]
-        return [super().forward(x * mask), None, mask]
-
-
-class Lists(Language):
-    """Blocks return their mask, which no weight has made, as some families of transformers do."""
-
-    block = _Listed
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, mask = self.embed(input_ids), (input_ids % 3 > 0)[..., None]
-        for block in self.blocks:
-            x, nothing, mask = block(x, mask)
-            assert nothing is None
-        return self.head(x)
-
-
-@dataclass
-class State:
-    hidden: Tensor
-    first: Tensor | None = None
-    depth: int = 0
-
-
-class _Stateful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: State) -> State:
-        value = self.value(state.hidden)
-        first = value if state.first is None else state.first
-        return State(state.hidden + torch.tanh(self.mix(value + first)), first, state.depth + 1)
-
-
-class States(Language):
-    """A data class passes from block to block, with the values of the first one for all (value residual)."""
-
-    block = _Stateful
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        state = State(self.embed(input_ids))
-        for block in self.blocks:
-            state = block(state)
-        return self.head(state.hidden) / state.depth
-
-
 class _Biased(nn.Module):
     def __init__(self, is_first: bool) -> None:
         super().__init__()
@@ -361,27 +312,6 @@ class Vision(nn.Module):
 
 
 # -- widths, frozen starts, dtypes -----------------------------------------------------------------
-
-
-def images() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GELU(),
-        nn.Conv2d(6, 5, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4),
-    )  # fmt: skip
-
-
-def last_layers_only() -> nn.Module:
-    model = Language()
-    model.embed.requires_grad_(False)
-    model.blocks[:3].requires_grad_(False)
-    return model
-
-
-def frozen_condition() -> nn.Module:
-    model = Conditioned()
-    for part in (model.label, model.project, model.norm):
-        part.requires_grad_(False)
-    return model
 
 
 class _Stream(nn.Module):
@@ -547,15 +477,6 @@ class Repeated(Language):
         for _ in range(4):
             x = self.blocks[0](x)
         return self.head(x)
-
-
-class TiedBlocks(Language):
-    """The blocks of the middle share one projection, the outer ones another; each has its own norm and bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for first, second in ((1, 2), (0, 3)):
-            self.blocks[second].mix.weight = self.blocks[first].mix.weight  # type: ignore[union-attr]
 
 
 class ThreeStages(Language):

@@ -33,7 +33,7 @@ class Words:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         one = self.tokens[index]
-        values = {"idx": one[:-1], "targets": one[1:], "x": one, "weight": one[0] / 10.0}
+        values = {"idx": one[:-1], "targets": one[1:], "weight": one[0] / 10.0}
         return {name: values[name] for name in self.names}
 
 
@@ -172,53 +172,6 @@ def by_text(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     return each.mean(1).square().sum(), len(each)
 
 
-class Layers(nn.Module):
-    """Attention and gated units by turns, each behind its own norm, in a list of lists; as in x-transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList()
-        for _ in range(2):
-            norm = functools.partial(nn.LayerNorm, WIDTH, bias=False)
-            self.layers.append(nn.ModuleList([norm(), nn.ModuleDict({
-                "to_q": nn.Linear(WIDTH, WIDTH, bias=False),
-                "to_kv": nn.Linear(WIDTH, 2 * WIDTH, bias=False),
-                "to_out": nn.Linear(WIDTH, WIDTH, bias=False),
-            })]))  # fmt: skip
-            self.layers.append(nn.ModuleList([norm(), nn.ModuleDict({
-                "proj": nn.Linear(WIDTH, 64), "out": nn.Linear(32, WIDTH)
-            })]))  # fmt: skip
-        self.final_norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, part in self.layers:
-            h = norm(x)
-            if "to_q" in part:
-                k, v = part["to_kv"](h).chunk(2, -1)
-                q, k, v = heads_of(part["to_q"](h)), heads_of(k), heads_of(v)
-                h = part["to_out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            else:
-                value, gate = part["proj"](h).chunk(2, -1)
-                h = part["out"](value * F.silu(gate))
-            x = x + h
-        return self.final_norm(x)
-
-
-class Autoregressive(nn.Module):
-    """A decoder that is given whole texts, and takes inputs and targets from them itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_emb, self.pos_emb = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.attn_layers, self.to_logits = Layers(), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        given, target = x[:, :-1], x[:, 1:]
-        h = self.token_emb(given) + self.pos_emb(torch.arange(given.shape[1])) * WIDTH**-0.5
-        logits = self.to_logits(self.attn_layers(h))
-        return F.cross_entropy(logits.transpose(1, 2), target)
-
-
 class Waves(nn.Module):
     """Sines of steep products with weights in a list or by name, which amplify roundings; as in SIREN."""
 
@@ -249,9 +202,6 @@ _TEXTS = functools.partial(Words, "idx", "targets")
 _MODELS = {
     "nanoGPT": Code(DroppingGPT, data=_TEXTS, loss=model_loss(), optimizer=by_dimensions, job=JOB),
     "nanochat": Code(RotaryGPT, data=_TEXTS, loss=model_loss(), optimizer=adamw, job=JOB),
-    "x-transformers": Code(
-        Autoregressive, data=functools.partial(Words, "x"), loss=model_loss(), optimizer=by_dimensions, job=JOB
-    ),
 }
 LIKE = {name: entered(f"like {name}", code) for name, code in _MODELS.items()}
 

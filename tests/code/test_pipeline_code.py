@@ -189,7 +189,7 @@ def _listed_loss(outputs: Tensor, batch: list[dict[str, Tensor]]) -> tuple[Tenso
     [
         (ItemByItem, "pp=2 microbatch=4"),
         (WrittenItems, "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"),
-        (ListedItems, "dp=2 pp=2 microbatch=2"),
+        (ListedItems, "pp=2 microbatch=2"),
     ],
 )
 def test_items_taken_one_by_one_pass_between_stages_as_one_message(build: type[Language], layout: str) -> None:

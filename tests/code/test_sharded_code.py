@@ -7,7 +7,6 @@ Blocks that write into their inputs, or return them; weights that a custom backw
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +15,10 @@ from torch import Tensor, nn
 
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
-from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.examination.examine import Source
-from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, traced_run
 from tests.parity.test_one_sided_parts import WIDTH, Kinds, Parts
 from tests.pool import pool
 
@@ -230,14 +225,9 @@ def observe(
     rank: int, world: int, model: str, layouts: list[str], each: Callable[[Run], None] | None = None
 ) -> list[Observed]:
     job = job_of("float64", 3, train={"loss": "cross_entropy", "watch_every": 0})
-    place, found = RankInfo(rank, rank, world, world, torch.device("cpu")), []
-    for layout in layouts:
-        where = Layout(layout)
-        source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-        example = next(batches(Kinds(15), job)).samples([0])
-        prepared = traced.prepared(f"sharded {model}", source, job, example, where)
-        found.append(follow(Run(replace(source, prepared=prepared), where, job, place), Kinds(15), job, True, each))
-    return found
+    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    runs = (traced_run(f"sharded {model}", source, Kinds(15), layout, job, rank, world) for layout in layouts)
+    return [follow(run, Kinds(15), job, True, each) for run in runs]
 
 
 def prove(model: str, layouts: list[str], each: Callable[[Run], None] | None = None) -> None:

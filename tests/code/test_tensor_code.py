@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.strategies import program_of
-from tests.laboratory import clipped, prove, source_of
+from tests.laboratory import clipped, program_traced_in, prove, source_of
 from tests.models import MODELS
 
 WIDTH, HEADS, NEURONS, WORDS = 16, 4, 32, 64
@@ -372,14 +371,16 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 """Code that computes with more than a rank's part: the outputs of the modules that it reads are gathered."""
 EVERY_NIGHT = {"the number of neurons", "a gradient of all neurons", "talking heads"}
+BLOCK = functools.partial(Mlp, lambda m, h, x: h.relu(), 1, {})
 LEGAL |= {
+    "blocks that run twice": functools.partial(Recurrent, BLOCK, MLP_PLAN, as_it_is),
+    **{
+        f"a gain, {kind}": functools.partial(Decoder, functools.partial(OfGained, kind, is_twice), MLP_PLAN, as_it_is)
+        for kind, is_twice in (("one number", False), ("one for each output", True), ("the norm", True))
+    },
     "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_cut.sine(h)),
     "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_cut.grouped(h)),
     "a backward of its own": mlp(lambda m, h, x: Scaled.apply(h, m.scale), scale=(NEURONS,)),
-}
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a weight of several modules": (Shared, "by another module|only some of them|tensor that it leaves whole")
 }
 
 
@@ -650,83 +651,76 @@ MIXING |= {
 }  # fmt: skip
 
 
+for kind, builds in {"legal": LEGAL, "gathered": GATHERED, "between": TOKENWISE, "part": PARTS}.items():
+    MODELS |= {f"{kind}: {name}": build for name, build in builds.items()}
+MODELS |= {f"mixing: {name}": build for name, (build, _) in MIXING.items()}
+MODELS["mixing: a weight of several modules"] = Shared
+
+
+SLICED = "tp=2 sequence_parallel"
+EVERY_TURN = {("blocks that run twice", "tp=2"), ("latent attention behind the MLP", f"{SLICED} recompute=full")}
+
+
+def _rows(kind: str, names: Iterable[str], layout: str, *, is_nightly: bool = False) -> list[Any]:
+    """Return rows that name their layout and model, which is traced before ranks are forked."""
+    return [
+        pytest.param(
+            layout,
+            f"{kind}: {name}",
+            id=f"{name}-{layout}",
+            marks=pytest.mark.nightly if is_nightly else pytest.mark.every_turn if (name, layout) in EVERY_TURN else (),
+        )
+        for name in names
+    ]
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("layout", "model"),
     [
-        *((name, "tp=2 sequence_parallel") for name in PARTS),
-        ("two modules", "tp=2 sequence_parallel recompute=full"),
-        ("beside another", "tp=2 sequence_parallel recompute=selective microbatch=4"),
-        pytest.param("a whole gate", "dp=2 tp=2 zero=3 sequence_parallel recompute=full", marks=pytest.mark.nightly),
-        pytest.param("two modules", "tp=2 pp=2 sequence_parallel recompute=full microbatch=2", marks=pytest.mark.nightly),
-        pytest.param("beside another", "tp=2 pp=2 sequence_parallel schedule=zero-bubble microbatch=2", marks=pytest.mark.nightly),
-    ],
-)  # fmt: skip
-def test_parts_that_compute_whole_sequences_are_equal(name: str, layout: str) -> None:
-    prove(layout, f"part: {name}")
-
-
-@pytest.mark.parametrize("name", TOKENWISE)
-def test_blocks_that_work_token_by_token_are_equal_on_slices(name: str) -> None:
-    prove("tp=2 sequence_parallel", f"between: {name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        ("latent attention behind the MLP", "full"),
+        *_rows("legal", LEGAL, "tp=2"),
+        *_rows("part", PARTS, SLICED),
+        *_rows("part", ["two modules"], f"{SLICED} recompute=full"),
+        *_rows("part", ["beside another"], f"{SLICED} recompute=selective microbatch=4"),
+        *_rows("part", ["a whole gate"], f"dp=2 zero=3 {SLICED} recompute=full", is_nightly=True),
+        *_rows("part", ["two modules"], f"pp=2 {SLICED} recompute=full microbatch=2", is_nightly=True),
+        *_rows("part", ["beside another"], f"pp=2 {SLICED} schedule=zero-bubble microbatch=2", is_nightly=True),
+        *_rows("between", TOKENWISE, SLICED),
+        *_rows("between", ["latent attention behind the MLP"], f"{SLICED} recompute=full"),
         *(
-            pytest.param(name, recompute, marks=pytest.mark.nightly)
-            for name in ("a fused projection that is gathered", "two parts of one input")
+            row
             for recompute in ("full", "selective")
+            for row in _rows(
+                "between",
+                ("a fused projection that is gathered", "two parts of one input"),
+                f"{SLICED} recompute={recompute}",
+                is_nightly=True,
+            )
+        ),
+        *(
+            row
+            for layout in ("tp=2 recompute=full", "tp=2 recompute=selective", "pp=2 tp=2 microbatch=2", "dp_shard=2 tp=2", "tp=4")
+            for row in _rows("gathered", ["alibi"], layout, is_nightly=True)
         ),
     ],
-)
-def test_parts_that_compute_on_whole_sequences_are_repeated(name: str, recompute: str) -> None:
-    prove(f"tp=2 sequence_parallel recompute={recompute}", f"between: {name}")
+)  # fmt: skip
+def test_legal_code_is_equal(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 def test_what_is_kept_behind_the_last_sum_of_a_whole_part_is_not_repeated() -> None:
-    layout = Layout("tp=2 sequence_parallel recompute=full")
-    found = source_of("between: a norm behind a cut", layout, clipped()).prepared
-    assert found is not None
     with pytest.raises(LayoutError, match="keeps something for its backward after its last sum"):
-        program_of(found.spec, clipped(), layout)
+        program_traced_in(f"{SLICED} recompute=full", "between: a norm behind a cut")
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, text = MIXING[name]
-    monkeypatch.setitem(MODELS, name, build)
-    layout = Layout("tp=2 sequence_parallel")
-    found = source_of(name, layout, clipped()).prepared
-    assert found is not None
+@pytest.mark.parametrize("name", [*MIXING, pytest.param("a weight of several modules", marks=pytest.mark.every_turn)])
+def test_code_that_mixes_what_is_cut_or_tokens_is_refused(name: str) -> None:
+    _, text = MIXING.get(name, (None, "by another module|only some of them|tensor that it leaves whole"))
     with pytest.raises(LayoutError, match=text):
-        program_of(found.spec, clipped(), layout)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _traced() -> Iterator[None]:
-    """Trace all models before the first pool of ranks is forked, which inherits them."""
-    cut, sliced = Layout("tp=2"), Layout("tp=2 sequence_parallel")
-    models = [(name, build, cut) for name, build in LEGAL.items()]
-    models += [(f"gathered: {name}", build, cut) for name, build in GATHERED.items() if name not in EVERY_NIGHT]
-    models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
-    models += [(f"part: {name}", build, sliced) for name, build in PARTS.items()]
-    for name, build, layout in models:
-        MODELS[name] = build
-        source_of(name, layout, clipped())
-    yield
-    for name, *_ in models:
-        del MODELS[name]
-
-
-@pytest.mark.parametrize("name", LEGAL)
-def test_legal_code_is_equal(name: str) -> None:
-    prove("tp=2", name)
+        program_traced_in(SLICED if name in MIXING else "tp=2", f"mixing: {name}")
 
 
 def test_a_table_is_cut_by_heads() -> None:
-    found = source_of("a table of distances", Layout("tp=2"), clipped()).prepared
+    found = source_of("legal: a table of distances", Layout("tp=2"), clipped()).prepared
     assert found is not None
     cuts = {param.name: param.cut for param in found.spec.params}
     table, query = cuts["blocks.0.biases.weight"], cuts["blocks.0.q.weight"]
@@ -736,47 +730,12 @@ def test_a_table_is_cut_by_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in EVERY_NIGHT else n for n in GATHERED]
+    ("layout", "model"),
+    [row for name in GATHERED for row in _rows("gathered", [name], "tp=2", is_nightly=name in EVERY_NIGHT)],
 )
-def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = f"gathered: {name}"
-    monkeypatch.setitem(MODELS, model, GATHERED[name])
-    prove("tp=2", model)
-    found = source_of(model, Layout("tp=2"), clipped()).prepared
+def test_what_code_needs_whole_is_gathered(layout: str, model: str) -> None:
+    prove(layout, model)
+    found = source_of(model, Layout(layout), clipped()).prepared
     assert found is not None
     styles = found.analysis.cut_styles
     assert {style for path, style in styles.items() if path != "head"} == {"gather"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "layout", ["tp=2 recompute=full", "tp=2 recompute=selective", "pp=2 tp=2 microbatch=2", "dp_shard=2 tp=2", "tp=4"]
-)
-def test_gathered_outputs_in_other_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "gathered: alibi", GATHERED["alibi"])
-    prove(layout, "gathered: alibi")
-
-
-def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = functools.partial(Mlp, lambda m, h, x: h.relu(), 1, {})
-    monkeypatch.setitem(MODELS, "recurrent", functools.partial(Recurrent, block, MLP_PLAN, as_it_is))
-    prove("tp=2", "recurrent")
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_code_that_mixes_what_is_cut_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, text = REFUSED[name]
-    monkeypatch.setitem(MODELS, name, build)
-    found = source_of(name, Layout("tp=2"), clipped()).prepared
-    assert found is not None
-    with pytest.raises(LayoutError, match=text):
-        program_of(found.spec, clipped(), Layout("tp=2"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_twice"), [("one number", False), ("one for each output", True), ("the norm", True)]
-)
-def test_layers_with_gains_of_their_own_are_not_cut(kind: str, is_twice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = functools.partial(OfGained, kind, is_twice)
-    monkeypatch.setitem(MODELS, f"gained {kind}", functools.partial(Decoder, block, MLP_PLAN, as_it_is))
-    prove("tp=2", f"gained {kind}")

@@ -220,21 +220,6 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     )
 
 
-def test_a_run_does_not_skip_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    wild = {
-        "optimizer.lr": 3e37,
-        "optimizer.clip_norm": 1e30,
-        "numerics.on_nonfinite": "skip",
-        "numerics.max_skipped": 2,
-    }
-    assert small.train("--ranks", "1", "--out", run, **wild) == 1
-    complaint = capfd.readouterr().err
-    assert "; the 2 steps before were skipped too, and numerics.max_skipped = 2" in complaint
-    assert complaint.count("\n") == 1
-    assert [row.get("skipped", False) for row in small.metrics(run)][-3:] == [False, True, True]
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 

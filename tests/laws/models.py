@@ -28,7 +28,10 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES
 from samestep.strategies import ProgramBuilder, programs_of, refusal_of
-from samestep.wings.plan.simulation.simulate import Prediction, predict_programs
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Needs
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import Prediction, predict, predict_programs
 
 LAW = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -339,3 +342,16 @@ def in_chunks(model: ModelSpec, given: Job, layout: Layout, hardware: Hardware) 
     plain = replace(layout, loss_chunk=None, mlp_chunk=None)
     words = candidates.chunk_words(plain, model)
     return [StepSpec.of(model, given, replace(plain, **one), hardware.devices_per_node) for one in words]
+
+
+def assert_bounded(
+    model: ModelSpec, job: Job, words: str, hardware: Hardware, *, plays: bool = False
+) -> tuple[float, Prediction, int]:
+    """Hold the bounds of a search against what is played; return the one of the time as a part of it, what is played, and the bytes."""
+    layout = Layout(words)
+    step = StepSpec.of(model, job, layout, hardware.devices_per_node)
+    prices, played = Prices(model, job, hardware), predict(model, job, layout, hardware)
+    part, need = Bounds(prices).step_s(step, plays=plays) / played.step_s, Needs(prices, 2).need(step).total
+    assert part <= 1 + 1e-9, layout
+    assert need <= played.peak.total * (1 + 1e-9), layout
+    return part, played, need

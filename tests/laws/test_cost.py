@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from samestep import hardware
-from samestep.hardware import Hardware, Link
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
@@ -284,19 +284,6 @@ def test_smaller_dtypes_cost_the_host_a_cast_for_each_expert() -> None:
     dtypes = cost._Dtypes("float8", "bfloat16", "float32")
     assert cost._casts(products, dtypes) == 9
     assert cost._casts(products, dtypes._replace(products="bfloat16")) == 0
-
-
-def test_slower_hardware_never_makes_a_faster_step() -> None:
-    base = step_s("gpt3-1.3b", "dp=16 zero=3 microbatch=4", 64, GPU)
-    slower = [
-        replace(GPU, memory_bytes_per_s=GPU.memory_bytes_per_s / 2),
-        replace(GPU, kernel_launch_s=4 * GPU.kernel_launch_s),
-        replace(GPU, inter=replace(GPU.inter, bytes_per_s=GPU.inter.bytes_per_s / 4)),
-        replace(GPU, efficiency={key: value / 2 for key, value in GPU.efficiency.items()}),
-        replace(GPU, intra=Link(latency_s=1e-3, bytes_per_s=1e9)),
-    ]
-    for machine in slower:
-        assert step_s("gpt3-1.3b", "dp=16 zero=3 microbatch=4", 64, machine) > base
 
 
 def test_a_product_takes_longer_by_the_clock_that_is_not_sustained() -> None:

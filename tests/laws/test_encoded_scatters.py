@@ -13,12 +13,8 @@ from samestep.layout import Layout
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.program.ops import OpKind
-from samestep.program.step import StepSpec
 from samestep.strategies import program_of
-from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.least_memory import Needs
-from samestep.wings.plan.bounds.step_time import Bounds
-from samestep.wings.plan.simulation.simulate import predict
+from tests.laws.models import assert_bounded
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "sequence": 16, "gated": True, "intermediate": 192}
 MODELS = {
@@ -75,10 +71,5 @@ def test_codes_take_the_place_of_each_reduce_scatter(layout: str, codec: str) ->
 @pytest.mark.parametrize("layout", ["dp=4 zero=2", "dp=4 zero=3", "dp=4 zero=3 microbatch=1 accumulate=full"])
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_bounds_of_the_search_hold(layout: str, nodes: int) -> None:
-    machine, model, job = load("a100-80x8"), MODELS["tied"], job_of("int8", 4)
-    machine = replace(machine, devices_per_node=4 // nodes)
-    step = StepSpec.of(model, job, Layout(layout), machine.devices_per_node)
-    prices = Prices(model, job, machine)
-    bounds, played = Bounds(prices), predict(model, job, step.layout, machine)
-    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
-    assert Needs(prices, 2).need(step).total <= played.peak.total
+    machine = replace(load("a100-80x8"), devices_per_node=4 // nodes)
+    assert_bounded(MODELS["tied"], job_of("int8", 4), layout, machine)

@@ -10,12 +10,9 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest
 from samestep.program.ops import OpKind
-from samestep.program.step import StepSpec
 from samestep.strategies import program_of
-from samestep.wings.plan.bounds.layer_costs import Prices
-from samestep.wings.plan.bounds.step_time import Bounds
 from samestep.wings.plan.simulation.simulate import predict
-from tests.laws.test_search import MODELS
+from tests.laws.models import MODELS, assert_bounded
 
 LAYOUTS = ["dp=4", "dp_replicate=4 dp_shard=2 zero=1", "dp_replicate=4 dp_shard=2 zero=3", "dp=4 pp=2 microbatch=1"]
 
@@ -52,10 +49,7 @@ def test_a_step_takes_its_share_of_an_exchange(layout: str) -> None:
 @pytest.mark.parametrize("what", ["tiny", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
-    hardware, mine = load("a100-80x8"), job(20)
-    step = StepSpec.of(MODELS[what], mine, Layout(layout), hardware.devices_per_node)
-    bounds, played = Bounds(Prices(MODELS[what], mine, hardware)), predict(MODELS[what], mine, step.layout, hardware)
-    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+    assert_bounded(MODELS[what], job(20), layout, load("a100-80x8"))
 
 
 def test_a_rank_holds_outer_weights_and_their_momentum_too() -> None:

@@ -80,6 +80,7 @@ def test_dp_is_short_for_what_the_zero_stage_spreads(dp: int, zero: int) -> None
         ("zero=4", "0, 1, 2 and 3"),
         ("dp_shard=2 zero=0", "dp_replicate=2"),
         ("microbatch=0", "microbatch=0 must be from 1 to 16777216"),
+        *((f"{word}={number}", word) for word in ("mlp_chunk", "loss_chunk") for number in (0, -3, 2147483648, "many")),
         ("recompute=ful", "did you mean 'full'"),
         ("offload=perhaps", "switch"),
     ],

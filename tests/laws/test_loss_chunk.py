@@ -104,9 +104,3 @@ def test_what_cannot_be_chunked_is_refused_with_what_works(what: str, words: str
     job = Job(train={"global_batch": 8, "loss": loss})
     with pytest.raises(LayoutError, match=text):
         program_of(MODELS[what], job, Layout(words))
-
-
-@pytest.mark.parametrize("words", ["loss_chunk=0", "loss_chunk=-3", "loss_chunk=2147483648", "loss_chunk=many"])
-def test_a_chunk_is_a_number_of_tokens(words: str) -> None:
-    with pytest.raises(LayoutError, match="loss_chunk"):
-        Layout(words)

@@ -33,7 +33,7 @@ from samestep.wings.plan.open_groups import distance, nearest
 from samestep.wings.plan.search import Plan, plan
 from samestep.wings.plan.simulation.accuracy import intervals
 from samestep.wings.plan.simulation.simulate import Prediction, predict
-from tests.laws.models import LAW, MACHINES, MODELS, blocks, in_chunks, job_of, machine, predictions
+from tests.laws.models import LAW, MACHINES, MODELS, assert_bounded, blocks, in_chunks, job_of, machine, predictions
 
 LAUNCHED = replace(MACHINES["a100"], kernel_launch_s=1e-6)
 """A machine on which neither the host nor the device hides the other's work on small models."""
@@ -254,26 +254,17 @@ def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute,
 @pytest.mark.parametrize("what", ["lopsided", "experts"])
 @pytest.mark.parametrize("where", ["crowded", "a100"])
 def test_bounds_hold_where_communication_slows_compute(what: str, words: str, where: str) -> None:
-    layout, hardware = Layout(words), MACHINES[where]
+    layout = Layout(words)
     if what == "experts":
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
-    step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
-    prices, played = Prices(MODELS[what], job_of(48), hardware), predict(MODELS[what], job_of(48), layout, hardware)
-    bounds, needs = Bounds(prices), Needs(prices, 2)
-    assert bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
-    assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
+    assert_bounded(MODELS[what], job_of(48), str(layout), MACHINES[where], plays=True)
 
 
 def test_shards_of_whole_gradients_are_not_counted_beside_activations() -> None:
     """They come with the last micro-batch's backward alone."""
-    layout = Layout("dp=2 tp=4 sequence_parallel pp=3 zero=2 microbatch=2 accumulate=full")
-    model, hardware = MODELS["experts"], MACHINES["crowded"]
+    words = "dp=2 tp=4 sequence_parallel pp=3 zero=2 microbatch=2 accumulate=full"
     for precision in ("float32", "bf16"):
-        given_job = job_of(13, precision)
-        needs = Needs(Prices(model, given_job, hardware), 2)
-        step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-        played = predict(model, given_job, layout, hardware)
-        assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
+        assert_bounded(MODELS["experts"], job_of(13, precision), words, MACHINES["crowded"])
 
 
 @pytest.mark.parametrize(
@@ -288,17 +279,14 @@ def test_shards_of_whole_gradients_are_not_counted_beside_activations() -> None:
 )
 def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch: int) -> None:
     """With 1,000 samples some micro-batches have one more than others."""
-    model, layout, hardware = preset("llama2-13b"), Layout(words), load("h100x8")
     given_job = Job(
         data={"sequence_length": 4096}, train={"global_batch": global_batch}, numerics={"precision": "bf16"}
     )
-    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    prices, played = Prices(model, given_job, hardware), predict(model, given_job, layout, hardware)
-    bounds, needs = Bounds(prices), Needs(prices, 2)
-    assert bounds.step_s(step) > 0.85 * played.step_s
+    part, played, need = assert_bounded(preset("llama2-13b"), given_job, words, load("h100x8"))
+    assert part > 0.85
     # The bound has no unit of a single layer that is gathered, and whose gradients are there, for its backward.
-    of_units = played.peak.buffers + played.peak.gradients if layout.zero == 3 else 0
-    assert needs.need(step).total > 0.95 * (played.peak.total - played.peak.overhead - of_units)
+    of_units = played.peak.buffers + played.peak.gradients if played.layout.zero == 3 else 0
+    assert need > 0.95 * (played.peak.total - played.peak.overhead - of_units)
 
 
 @pytest.mark.parametrize(
@@ -312,11 +300,8 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
 )
 def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
     """What their gradients take beside the last backwards is most of what pipelines of experts differ in."""
-    model, layout, hardware = preset("mixtral-8x7b", 4096), Layout(words), load("h100x8")
     given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
-    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
-    assert 0.95 * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+    assert assert_bounded(preset("mixtral-8x7b", 4096), given_job, words, load("h100x8"))[0] > 0.95
 
 
 @pytest.mark.parametrize(
@@ -324,13 +309,11 @@ def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
 )
 def test_the_own_clock_of_a_pipeline_knows_what_neighbours_wait_for_each_other(words: str) -> None:
     """Messages over slow links delay each turn of two neighbours, which sums of their bodies leave out."""
-    model, layout, hardware = preset("llama2-13b", 1024), Layout(words), load("h100x8")
+    model, hardware = preset("llama2-13b", 1024), load("h100x8")
     hardware = replace(hardware, inter=replace(hardware.inter, bytes_per_s=hardware.inter.bytes_per_s / 8))
     given_job = Job(data={"sequence_length": 1024}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
-    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
-    assert bounds.step_s(step) < 0.98 * played.step_s
-    assert 0.995 * played.step_s < bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
+    assert assert_bounded(model, given_job, words, hardware)[0] < 0.98
+    assert assert_bounded(model, given_job, words, hardware, plays=True)[0] > 0.995
 
 
 def test_every_layout_is_accounted_for_with_a_reason() -> None:
@@ -489,10 +472,5 @@ def test_experts_that_may_not_be_given_a_part_of_the_tokens_are_cut_by_tp_alone(
     [("dp=2", "float32"), ("dp=2 tp=2 zero=2", "bf16"), ("dp=2 pp=2 zero=1 microbatch=1", "float32"), ("dp=4 zero=3", "bf16")],
 )  # fmt: skip
 def test_the_bound_of_an_update_on_the_host_is_close_and_never_above_what_is_played(words: str, precision: str) -> None:
-    gpu, model = load("h100x8"), preset("gpt2", 64)
     given_job = Job(train={"global_batch": 8}, numerics={"precision": precision})
-    layout = Layout(f"{words} offload")
-    played_s = predict(model, given_job, layout, gpu).step_s
-    step = StepSpec.of(model, given_job, layout, gpu.devices_per_node)
-    bound_s = Bounds(Prices(model, given_job, gpu)).step_s(step)
-    assert 0.8 * played_s < bound_s <= played_s * (1 + 1e-9)
+    assert assert_bounded(preset("gpt2", 64), given_job, f"{words} offload", load("h100x8"))[0] > 0.8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import AffineTransform, Categorical, Normal, TransformedDistribution
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
@@ -62,8 +62,8 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 class Record:
     """What a forward returns in attributes."""
 
-    logits: Tensor
-    size: Tensor
+    logits: Any
+    size: Any
 
 
 @dataclass
@@ -87,11 +87,14 @@ Pair = namedtuple("Pair", "logits size")
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda logits, size: logits,
     "dict": lambda logits, size: {"logits": logits, "size": size},
-    "record": Record,
+    "record": lambda logits, size: [Record(logits, None), Record(None, size)],
     "object": lambda logits, size: SimpleNamespace(logits=logits, size=size),
     "named tuple": Pair,
-    "distribution": lambda logits, size: Record(Categorical(logits=logits), size),  # type: ignore[arg-type]
-}
+    "distribution": lambda logits, size: UserDict(
+        logits=Categorical(logits=logits),
+        size=TransformedDistribution(Normal(size, 1.0 + size), [AffineTransform(size, 2.0)]),
+    ),
+}  # fmt: skip
 
 
 class Adapted(nn.Module):
@@ -192,12 +195,17 @@ class WithLoss(Model):
 
 
 def _part(outputs: Any, name: str) -> Any:
-    return outputs[name] if isinstance(outputs, dict) else getattr(outputs, name)
+    outputs = outputs[name == "size"] if isinstance(outputs, list) else outputs
+    part = outputs[name] if isinstance(outputs, dict | UserDict) else getattr(outputs, name)
+    if isinstance(part, TransformedDistribution):  # which checks the number of the samples
+        return part.log_prob(torch.zeros(part.batch_shape, dtype=torch.float64))
+    return part
 
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits in outputs of any form."""
     logits = outputs if isinstance(outputs, Tensor) else _part(outputs, "logits")
+
     return logits.logits if isinstance(logits, Categorical) else logits
 
 
@@ -268,8 +276,7 @@ def apart(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([first, second], lr=0.1)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def optimizers_of(row: Row, model: nn.Module) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.parts import Residual
 
 STEPS = 4
 Result = tuple[list[float], dict[str, Tensor]]
-Batches = Iterator[Any]
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -128,12 +127,10 @@ def wasserstein_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor,
     return -outputs["made"].sum(), len(outputs["made"])
 
 
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
+adam = functools.partial(torch.optim.Adam, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Sam(torch.optim.Optimizer):
@@ -182,57 +179,22 @@ def sam(params: Any) -> torch.optim.Optimizer:
     return Sam(params, torch.optim.SGD, rho=0.1, lr=0.05, momentum=0.9)
 
 
-class Sophia(torch.optim.Optimizer):
-    """Sophia-G as its authors' code (Liuhong99/Sophia) has it, tensor by tensor."""
+class Divided(torch.optim.SGD):
+    """A step with an option of its own, as that of Sophia."""
 
-    def __init__(self, params: Any, lr: float = 0.02, betas: Any = (0.9, 0.95), rho: float = 0.04) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "rho": rho, "weight_decay": 0.1})
-
-    @torch.no_grad()
-    def update_hessian(self) -> None:
-        for group in self.param_groups:
-            _, beta = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["hessian"] = torch.zeros_like(p)
-                if "hessian" not in state:
-                    state["hessian"] = torch.zeros_like(p)
-                state["hessian"].mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
-    def step(self, closure: Any = None, bs: int = 512) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta, _ = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["hessian"] = torch.zeros_like(p)
-                state["step"] += 1
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                state["exp_avg"].mul_(beta).add_(p.grad, alpha=1 - beta)
-                ratio = (state["exp_avg"].abs() / (group["rho"] * bs * state["hessian"] + 1e-15)).clamp(None, 1)
-                p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
+    def step(self, closure: Any = None, bs: int = 1) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1 / bs)
 
 
-def sophia(params: Any) -> torch.optim.Optimizer:
-    return Sophia(params)
+lbfgs = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4, history_size=3)
 
 
-def lbfgs(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3)
-
-
-def searching(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
+searching = functools.partial(torch.optim.LBFGS, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
 
 
 # -- as plain torch --------------------------------------------------------------------------------
@@ -322,13 +284,11 @@ def parts_result(loop: Loop, layout: str, folder: Path | None = None, first: int
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def _plain_step(
-    plain: Plain, batch: Any, step: int, clip: Callable[..., object] = nn.utils.clip_grad_norm_, limit: float = 0.1
-) -> list[float]:
+def _plain_step(plain: Plain, batch: Any, step: int) -> list[float]:
     plain.zero_grad()
     loss = plain.mean(batch, both)
     loss.backward()
-    clip(plain.model.parameters(), limit)
+    nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
     for one in plain.optimizers.values():
         one.step()
     return [loss.item()]
@@ -412,24 +372,6 @@ def _in_turn(real: Callable[..., Any], made: Callable[..., Any], every: int) -> 
     return turn
 
 
-def _clip_in_turn(params: Any, limit: float) -> None:
-    """Clip each gradient by value, and scale it by its number, as numbers that are drawn in turn are another one for each."""
-    for number, param in enumerate(params):
-        if param.grad is not None:
-            param.grad.clamp_(-limit, limit).mul_(1 + 0.1 * number)
-
-
-_plain_by_value = functools.partial(_plain_step, clip=_clip_in_turn, limit=0.01)
-
-
-def _by_value(run: Run, batch: Any, step: int) -> list[float]:
-    loss = run.backward(batch).loss
-    for number, gradient in enumerate(run.gradients().values()):
-        gradient.clamp_(-0.01, 0.01).mul_(1 + 0.1 * number)
-    run.update()
-    return [loss]
-
-
 def _plain_body_every_other(plain: Plain, batch: Any, step: int) -> list[float]:
     """A body that is updated every other step by the gradients of two batches, and heads in each."""
     for key in ("one", "two") if step % 2 else plain.optimizers:
@@ -502,35 +444,18 @@ def _first_of_two(run: Run, batch: Any, step: int) -> list[float]:
     return [report.loss]
 
 
-def guessed(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-    """A loss on labels that the outputs themselves make, in place of a draw from them."""
-    labels = (outputs[0] + batch["y"]).detach().round()
-    return (outputs[0] - labels).square().sum() + outputs[1].square().sum(), outputs[0].numel()
-
-
-def _plain_sophia(plain: Plain, batch: Any, step: int) -> list[float]:
-    optimizer: Any = plain.optimizers[""]
+def _plain_divided(plain: Plain, batch: Any, step: int) -> list[float]:
     plain.zero_grad()
     loss = plain.mean(batch, both)
     loss.backward()
-    optimizer.step(bs=7)
-    if step % 2:
-        return [loss.item()]
-    plain.zero_grad()
-    again = plain.mean(batch, guessed)
-    again.backward()
-    optimizer.update_hessian()
-    return [loss.item(), again.item()]
+    plain.optimizers[""].step(bs=step + 1)
+    return [loss.item()]
 
 
-def _sophia(run: Run, batch: Any, step: int) -> list[float]:
-    losses = [run.backward(batch).loss]
-    run.update(bs=7)
-    if step % 2 == 0:
-        losses.append(run.backward(batch, guessed).loss)
-        run.call(None, "update_hessian")
-        run.zero_grad()
-    return losses
+def _divided(run: Run, batch: Any, step: int) -> list[float]:
+    loss = run.backward(batch).loss
+    run.update(bs=step + 1)
+    return [loss]
 
 
 def _plain_sam(plain: Plain, batch: Any, step: int) -> list[float]:
@@ -635,9 +560,8 @@ LOOPS = {
     "sam for one of three": Loop(
         Regression, both, {"body": sam, "one": momentum, "two": adam}, _plain_first_of_two, _first_of_two
     ),
-    "sophia": Loop(Regression, both, sophia, _plain_sophia, _sophia),
+    "an option of a step": Loop(Regression, both, Divided, _plain_divided, _divided),
     "sam by hand": Loop(Regression, both, sam, _plain_sam, _sam),
     "body every other step": Loop(Regression, both, OF_HEADS, _plain_body_every_other, _body_every_other),
     "any order": Loop(Regression, both, OF_HEADS, _plain_any_order, _any_order, clip_norm=0.1),
-    "by value": Loop(Regression, both, {"body": adam, "one": momentum, "two": adam}, _plain_by_value, _by_value),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from samestep.program.step import SampleGroups
 from samestep.runtime.axes import batch_norm
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
-from tests import traced
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -36,7 +34,7 @@ from tests.laboratory import (
     job_of,
     largest_error,
     perturbed,
-    run_from,
+    traced_run,
 )
 from tests.pool import pool
 
@@ -134,10 +132,8 @@ def batch_norm_job(coupled: int | None = None, batch: int = 8, **tables: Any) ->
 
 
 def run_of(rank: int, world: int, layout: str, job: Job, build: Any = Net) -> Run:
-    where, source = Layout(layout), Source(perturbed(build), cross_entropy, optimizer_of(job), str(build))
-    example = next(batches(Images(), job)).samples([0])
-    prepared = traced.prepared(f"batch norm {build}", source, job, example, where)
-    return run_from(replace(source, prepared=prepared), where, job, rank, world)
+    source = Source(perturbed(build), cross_entropy, optimizer_of(job), str(build))
+    return traced_run(f"batch norm {build}", source, Images(), layout, job, rank, world)
 
 
 Buffers = dict[str, Tensor]

@@ -95,8 +95,7 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)).double()
 
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
+_sgd = functools.partial(torch.optim.SGD, lr=0.5)
 
 
 @functools.cache

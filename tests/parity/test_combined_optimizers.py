@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import samestep
 from samestep.building.initial_values import blueprint
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.errors import InputError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -40,8 +44,10 @@ from tests.laboratory import (
     whole,
 )
 from tests.models import VOCABULARY, Tokens
+from tests.parity.loops import LOOPS, Loop, Points, both, built
+from tests.parity.loops import job_of as job_of_loop
 from tests.parity.test_update_rules import Small
-from tests.plain import train_plainly, whole_batches
+from tests.plain import assert_trained, train_plainly, whole_batches
 from tests.pool import pool
 
 MATRICES = ["blocks.*.up.weight", "blocks.*.down.weight"]
@@ -201,3 +207,92 @@ def test_a_run_is_resumed_in_another_layout(tmp_path: Path) -> None:
     for ranks in ([resumed(0, 1, "dp=1", tmp_path)], pool(2).run(resumed, "pp=2 microbatch=2", tmp_path)):
         for seen in ranks:
             assert seen.losses == pytest.approx(alone().losses[2:], rel=1e-9)
+
+
+# -- optimizers as a list or by name ---------------------------------------------------------------
+
+LOOP: Loop = LOOPS["one backward"]
+JOB_OF_FORMS = job_of_loop(LOOP, schedule={"name": "linear"})
+
+
+def is_matrix_of_body(name: str) -> bool:
+    return name.startswith("body") and name.endswith("weight")
+
+
+def muon(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for n, p in named if is_matrix_of_body(n)], lr=0.02, weight_decay=0.05)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for n, p in named if not is_matrix_of_body(n)], lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+_adamw_of_list = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+_sgd_of_list = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "list": lambda model: [muon, adamw],
+    "mixed": lambda model: {"matrices": muon([*model.named_parameters()]), "others": adamw},
+    "modules": lambda model: {"body": _adamw_of_list, "one": _sgd_of_list, "two": _sgd_of_list},
+    "one function of names": lambda model: lambda named: torch.optim.AdamW(
+        [{"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0}, {"params": [p for n, p in named if "bias" not in n]}],
+        lr=0.01, eps=1e-3,
+    ),
+}  # fmt: skip
+
+
+def plain_optimizers(form: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = [*model.named_parameters()]
+    if form == "modules":
+        of_module = FORMS[form](model).items()
+        return [kind([p for n, p in named if n.startswith(f"{name}.")]) for name, kind in of_module]
+    return [FORMS[form](model)(named)] if form.startswith("one") else [muon(named), adamw(named)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_several_optimizers_are_those_of_a_plain_loop(form: str) -> None:
+    model, given = built(LOOP).double(), built(LOOP)
+    optimizers = plain_optimizers(form, model)
+    last = JOB_OF_FORMS.train.steps - 1
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 - step / last) for one in optimizers]
+    loss = lambda batch: both(model(batch["x"]), batch)  # noqa: E731
+    expected = train_plainly(model, whole_batches(Points(), JOB_OF_FORMS), loss, optimizers, LOOP.clip_norm, schedules)
+    run = samestep.parallelize(given, both, FORMS[form](given), layout="dp=1 microbatch=2", job=JOB_OF_FORMS)
+    losses = [run.step(batch).loss for batch in samestep.batches(Points(), JOB_OF_FORMS)]
+    assert_trained([(losses, run.state_dict())], expected)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "twice": ({"a": adamw, "b": _sgd_of_list}, r"body.0.bias is held by the optimizers 'a' and 'b'"),
+    "a list of one": ([adamw], r"body.0.weight is held by none of the optimizers 0"),
+    "left out": ({"a": adamw}, r"body.0.weight is held by none of the optimizers 'a'"),
+    "empty": ([], r"optimizer is empty"),
+    "a number": ({"a": 3}, r"optimizer\['a'\] = 3 is an int. Use a function of the parameters"),
+    "no name": ({1: adamw}, r"optimizer has 1 as a name"),
+    "no optimizer": (lambda params: 3, r"the optimizer function returned a int"),
+    "its own error": (lambda params: torch.optim.Adam(params, lr=-1.0), "Invalid learning rate"),
+}
+
+
+def refused(rank: int, world: int, case: str) -> str:
+    try:
+        run = samestep.parallelize(lambda: built(LOOP), both, REFUSED[case][0], job=JOB_OF_FORMS)
+        run.step(next(samestep.batches(Points(), JOB_OF_FORMS)))
+    except (InputError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_optimizers_that_are_no_partition_are_refused_in_one_line(case: str) -> None:
+    text = refused(0, 1, case)
+    assert re.search(REFUSED[case][1], text), text
+    assert "\n" not in text
+
+
+def test_every_rank_refuses_optimizers_that_are_no_partition() -> None:
+    for text in pool(2).run(refused, "left out"):
+        assert re.search(REFUSED["left out"][1], text), text

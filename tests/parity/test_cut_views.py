@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,7 @@ JOB = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision":
 Found = tuple[list[float], dict[str, Tensor]]
 
 
-def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+_sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def _nll(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:

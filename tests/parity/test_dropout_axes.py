@@ -19,18 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from samestep import Job, batches, parallelize
 from samestep.errors import LayoutError
 from samestep.randomness.mode import _TRACKERS, DropoutMode
-from tests.laboratory import TOLERANCE, assert_same, clipped, observe, reference
+from tests.laboratory import clipped, observe
 from tests.models import MODELS, Attentive
 from tests.parts import Words
 from tests.pool import pool
-
-
-def shared_dropout() -> nn.Module:
-    """One nn.Dropout for all blocks: a stage must count the entries of other stages."""
-    model = Attentive(blocks=4, dropout=0.3)
-    for block in model.blocks:
-        block.outer = model.blocks[0].outer
-    return model
 
 
 class Folded(Attentive):
@@ -64,7 +56,7 @@ class FusedBlock(nn.Module):
         return x + self.out((q * k * v).mT.flatten(2))
 
 
-MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded, dropout=0.2), "fused": Fused}
+MODELS |= {"folded": functools.partial(Folded, dropout=0.2), "fused": Fused}
 
 
 @pytest.mark.parametrize(
@@ -77,11 +69,6 @@ MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded,
 def test_what_cannot_be_placed_is_refused_by_name(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         pool(2).run(observe, model, layout, clipped())
-
-
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2 microbatch=4"])
-def test_a_module_shared_by_layers_draws_the_masks_of_each(layout: str) -> None:
-    assert_same(pool(2).run(observe, "shared_dropout", layout, clipped()), reference("shared_dropout"), TOLERANCE)
 
 
 # -- dropouts that are intercepted by their names -----------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest
 from samestep.runtime.run import Run
-from tests import traced
 from tests.folders import SIZES, saved
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow, run_from
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow, traced_run
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -32,11 +30,8 @@ GRADIENTS = ("all_reduce", "reduce_scatter")
 
 
 def run_of(rank: int, world: int, layout: str, job: Job, *, for_any: bool = False) -> Run:
-    where = Layout(layout)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
-    example = next(batches(Tokens(), job)).samples([0])
-    prepared = traced.prepared(job.model.model_dump_json(), source, job, example, where, for_any=for_any)
-    return run_from(replace(source, prepared=prepared), where, job, rank, world)
+    return traced_run(job.model.model_dump_json(), source, Tokens(), layout, job, rank, world, for_any=for_any)
 
 
 def observe(rank: int, world: int, layout: str, job: Job) -> Observed:

@@ -108,13 +108,13 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
         lambda x, y: [*zip(*[({"points": one}, int(other)) for one, other in zip(x, y, strict=True)], strict=True)],
         lambda out, batch: _loss(out, torch.tensor(batch[1])),
     ),
-    "record": (Record, lambda out, batch: _loss(out, batch.labels)),
+
     "fixed record": (FixedRecord, lambda out, batch: _loss(out, batch.labels)),
     "nested record": (
         lambda x, y: Record({"points": x}, (FixedRecord(None, y), "name")),
         lambda out, batch: _loss(out, batch.labels[0].labels),
     ),
-    "encoding": (lambda x, y: Encoding(x=x, labels=y), lambda out, batch: _loss(out, batch.labels)),
+
     "records in an encoding": (
         lambda x, y: Encoding(x=Record(x, None), labels=y), lambda out, batch: _loss(out, batch.labels),
     ),
@@ -137,8 +137,7 @@ def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> Trained:
     return train_plainly(model, map(points, range(STEPS), sizes), of_values, momentum(model.parameters()), 1.0)
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+momentum = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 
 def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, bool]]:
@@ -255,27 +254,6 @@ def test_outputs_in_a_list_of_one_for_each_sample_are_those_of_all_samples() -> 
             assert len(found) == 5
             for one, other in zip(found, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:
-    """Predict from values of every rank and evaluate those of rank 0, in front of steps on values of rank 0 alone."""
-    make, loss = FORMS["tuple"]
-    run = samestep.parallelize(build, loss, momentum, layout=layout, job=JOB)
-    losses, held = [], make(*points(77, 6))
-    for step in range(STEPS):
-        outputs = run.predict(held)
-        batch = make(*points(step, 8))
-        losses.append(run.step(batch if rank == 0 else None).loss)
-        run.evaluate(held if rank == 0 or step % 2 else None)
-    return losses, outputs
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
-def test_methods_are_given_values_in_ways_of_their_own(layout: str) -> None:
-    wanted, _ = plain("tuple", (8,) * STEPS, False)
-    (losses, outputs), (others, same) = pool(2).run(_alternating, layout)
-    assert losses == others == pytest.approx(wanted, rel=1e-9)
-    assert torch.equal(outputs, same)
 
 
 @telling
@@ -447,8 +425,7 @@ def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> Trained:
     return train_in_layout(make, lambda _: samestep.batches(loader, JOB))
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3)
+sgd = functools.partial(torch.optim.SGD, lr=0.3)
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=3", "dp=2", "dp=2 zero=3 microbatch=2"])

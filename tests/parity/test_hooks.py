@@ -1,9 +1,9 @@
-"""A hook that is not linear sees gradients of the mean over the samples that really come, as in a plain loop."""
+"""Hooks that are not linear see gradients of the mean over the samples that really come; `code_array.py` has those of models in layouts."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.errors import UnprovenError
-from tests.code.hooks import limited, to_unit_norm
+from tests.code.hooks import limited
 from tests.plain import train_plainly
 from tests.pool import pool
 
@@ -20,17 +20,15 @@ JOB = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}
 
 
 class Net(nn.Module):
-    def __init__(self, hook: Callable[[Tensor], Tensor], of_weight: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.hook = nn.Linear(8, 16), nn.Linear(16, 4), None if of_weight else hook
-        if of_weight:
-            self.a.weight.register_hook(hook)
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
-        if self.hook is not None and h.requires_grad:
-            h.register_hook(self.hook)
+        if h.requires_grad:
+            h.register_hook(limited)
         return self.b(h)
 
 
@@ -39,23 +37,7 @@ def _batch(ignored: bool) -> tuple[Tensor, Tensor]:
     return x, y.masked_fill(torch.arange(12) % 5 == 0, -100) if ignored else y
 
 
-def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
-
-
-def _losses(
-    rank: int, world: int, layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool, own: bool
-) -> list[float]:
-    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
-    run = samestep.parallelize(Net(hook, of_weight), _sum if own else "cross_entropy", _sgd, layout=layout, job=job)
-    return [run.step(_batch(ignored)).loss for _ in range(3)]
-
-
-def _plain(model: nn.Module, loss: Callable[..., Any], ignored: bool) -> list[float]:
-    batches = [_batch(ignored)] * 3
-    return train_plainly(
-        model.double(), batches, lambda batch: loss(model(batch[0]), batch), _sgd([*model.parameters()])
-    )[0]
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
 
 
 def _sum(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -63,31 +45,11 @@ def _sum(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return F.cross_entropy(outputs, batch[1], reduction="sum"), (batch[1] != -100).sum()
 
 
-@pytest.mark.parametrize(
-    ("layout", "hook", "of_weight", "ignored", "own"),
-    [
-        ("dp=1", to_unit_norm, False, False, False),
-        ("dp=1 microbatch=4", limited, False, True, False),
-        ("dp=1", limited, True, True, True),
-        ("dp=2", limited, False, True, True),
-        ("dp=2", to_unit_norm, False, True, False),
-    ],
-)
-def test_a_hook_sees_gradients_of_the_mean(
-    layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool, own: bool
-) -> None:
-    """The job has 32 samples a step, and batches by hand have 12, of which some labels are ignored."""
-    world = samestep.Layout(layout).world_size
-    wanted = pytest.approx(_plain(Net(hook, of_weight), _sum, ignored), rel=1e-9)
-    args = layout, hook, of_weight, ignored, own
-    assert all(found == wanted for found in (pool(2).run(_losses, *args) if world > 1 else [_losses(0, 1, *args)]))
-
-
 class Counting(Net):
     """Counts its forwards in a number or a buffer, by which its outputs grow."""
 
     def __init__(self, kept: str) -> None:
-        super().__init__(limited, of_weight=False)
+        super().__init__()
         self.kept, self.calls = kept, 0
         self.register_buffer("number", torch.zeros(()))
 
@@ -109,13 +71,16 @@ class CountingLoss:
 
 
 def _counted(rank: int, world: int, layout: str, kept: str) -> list[float]:
-    run = samestep.parallelize(Counting(kept), CountingLoss(kept), _sgd, layout=layout, job=JOB)
+    run = samestep.parallelize(Counting(kept), CountingLoss(kept), SGD, layout=layout, job=JOB)
     return [run.step(_batch(True)).loss for _ in range(3)]
 
 
 @pytest.mark.parametrize(("layout", "kept"), [("dp=1", "a number"), ("dp=1", "a buffer"), ("dp=2", "the loss")])
 def test_a_step_that_is_repeated_with_its_count_begins_where_it_began(layout: str, kept: str) -> None:
-    wanted = _plain(Counting(kept), CountingLoss(kept), True)
+    model, loss = Counting(kept).double(), CountingLoss(kept)
+    wanted, _ = train_plainly(
+        model, [_batch(True)] * 3, lambda batch: loss(model(batch[0]), batch), SGD(model.parameters())
+    )
     world = samestep.Layout(layout).world_size
     losses = pool(2).run(_counted, layout, kept) if world > 1 else [_counted(0, 1, layout, kept)]
     assert all(of_rank == pytest.approx(wanted, rel=1e-9) for of_rank in losses)
@@ -138,9 +103,9 @@ def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> N
         (loss,), _ = train_plainly(model, [_batch(False)], lambda batch: _sum(model(batch[0]), batch), optimizer)
         return loss
 
-    model = Net(limited, False).double()
-    optimizer = _sgd([*model.parameters()])
-    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout="dp=1", job=JOB)
+    model = Net().double()
+    optimizer = SGD([*model.parameters()])
+    run = samestep.parallelize(Net(), "cross_entropy", SGD, layout="dp=1", job=JOB)
     found = losses(lambda: run.model, lambda: run.step(_batch(False)).loss)
     assert found == pytest.approx(losses(lambda: model, plain_step), rel=1e-9)
 
@@ -155,7 +120,7 @@ def _halve(param: Tensor) -> None:
 )
 def test_a_late_hook_of_a_loop_is_refused_with_micro_batches(layout: str, late: Callable[[Tensor], None]) -> None:
     """It would act on the sums of each micro-batch's gradients with those before it."""
-    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout=layout, job=JOB)
+    run = samestep.parallelize(Net(), "cross_entropy", SGD, layout=layout, job=JOB)
     run.step(_batch(False))
     for param in run.model.parameters():
         param.register_post_accumulate_grad_hook(late)

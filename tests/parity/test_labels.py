@@ -27,10 +27,9 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small
-from tests.laboratory import job_of, make_run, on_ranks
+from tests.laboratory import job_of, make_run, on_ranks, run_from
 from tests.models import LENGTH, MODELS, VOCABULARY, Tokens
 from tests.plain import train_plainly, whole_batches
 
@@ -306,8 +305,7 @@ def test_models_that_move_labels_in_their_own_loss(task: str, family: str, field
 def run_of(build: Callable[[], nn.Module]) -> Run:
     """A run of one rank whose weights stay."""
     still = JOB.model_copy(update={"optimizer": JOB.optimizer.model_copy(update={"lr": 0.0})})
-    place = RankInfo(0, 0, 1, 1, torch.device("cpu"))
-    return Run(Source(build, loss_from("cross_entropy"), optimizer_of(still), "model"), Layout(), still, place)
+    return run_from(Source(build, loss_from("cross_entropy"), optimizer_of(still), "model"), Layout(), still)
 
 
 class Copied(nn.Module):

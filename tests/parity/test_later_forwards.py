@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -146,8 +147,7 @@ def given_in(step: int, layout: str) -> tuple[Tensor, Tensor]:
     return (tokens[:, :-1], tokens[:, 1:]) if of_tokens(layout) else (batch_of(step)["x"], batch_of(step)["y"])
 
 
-def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+optimizer = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def learned(rank: int, world: int, layout: str, when: str, change: str) -> tuple[list[float], dict[str, Tensor], str]:

@@ -27,11 +27,9 @@ from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.job_tables import RunTable
-from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import folders, small, traced
-from tests.laboratory import combinations
+from tests import folders, small
+from tests.laboratory import combinations, traced_run
 from tests.models import Tokens
 from tests.plain import train_plainly, whole_batches
 from tests.pool import pool
@@ -66,12 +64,11 @@ def folder() -> Path:
         net = Net()
     weights = net.state_dict()
     torch.save(weights, made / "net.pt")
-    torch.save({"model": weights, "step": 5}, made / "nested.pt")
-    torch.save(weights, made / "old.pt", _use_new_zipfile_serialization=False)
+
     torch.save(net, made / "whole.pt")
     save_file(weights, made / "net.safetensors")
     np.save(made / "first.npy", weights["first.weight"].numpy())
-    np.savez(made / "net.npz", **{name: value.numpy() for name, value in weights.items()})
+
     weights["first.weight"].numpy().tofile(made / "first.bin")
     return made
 
@@ -98,24 +95,9 @@ def to_empty_then_loaded() -> nn.Module:
     return net
 
 
-def nested() -> nn.Module:
-    net, found = Net(), torch.load(folder() / "nested.pt", weights_only=False)
-    net.load_state_dict(found["model"], strict=False)
-    net.register_buffer("step", torch.tensor(found["step"]))
-    return net
-
-
 def from_safetensors() -> nn.Module:
     net = Net()
     net.load_state_dict(load_file(folder() / "net.safetensors"))
-    return net
-
-
-def from_npz() -> nn.Module:
-    net, found = Net(), np.load(folder() / "net.npz")
-    with torch.no_grad():
-        for name, value in net.state_dict().items():
-            value.copy_(torch.from_numpy(found[name]))
     return net
 
 
@@ -133,14 +115,6 @@ def from_file_of_numbers() -> nn.Module:
     return net
 
 
-def averaged() -> nn.Module:
-    net, other = from_pt(), from_safetensors()
-    with torch.no_grad():
-        for one, two in zip(net.parameters(), other.parameters(), strict=True):
-            one.lerp_(2 * two, 0.25)
-    return net
-
-
 def with_own_generator() -> nn.Module:
     net, generator = from_pt(), torch.Generator().manual_seed(5)
     net.register_buffer("projection", torch.randn(4, 4, generator=generator))
@@ -153,14 +127,12 @@ def with_own_generator() -> nn.Module:
 LOADED: dict[str, Callable[[], nn.Module]] = {
     "pt": from_pt,
     "pt, mapped": functools.partial(from_pt, mmap=True),
-    "pt, all of pickle": functools.partial(from_pt, weights_only=False),
-    "pt, old": lambda: (net := Net(), net.load_state_dict(torch.load(folder() / "old.pt")))[0],
+
     "whole module": lambda: copy.deepcopy(torch.load(folder() / "whole.pt", weights_only=False)),
     **{
         function.__name__: function
         for function in (
-            assigned, to_empty_then_loaded, nested, from_safetensors, from_npz, memory_mapped,
-            from_file_of_numbers, averaged, with_own_generator,
+            assigned, to_empty_then_loaded, from_safetensors, memory_mapped, from_file_of_numbers, with_own_generator,
         )
     },
 }  # fmt: skip
@@ -332,8 +304,7 @@ def fine_tuned(family: str) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(saved(family), use_cache=False).train()
 
 
-def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def job() -> Job:
@@ -341,12 +312,8 @@ def job() -> Job:
 
 
 def make_run(rank: int, world: int, family: str, layout: str) -> Run:
-    where = Layout(layout)
     source = Source(functools.partial(fine_tuned, family), cross_entropy, _named_sgd, family)
-    example = next(batches(Tokens(), job())).samples([0])
-    prepared = traced.prepared((family, "loaded"), source, job(), example, where)
-    place = RankInfo(rank, rank, world, world, CPU)
-    return Run(Source(source.model, cross_entropy, _named_sgd, family, prepared), where, job(), place)
+    return traced_run((family, "loaded"), source, Tokens(), layout, job(), rank, world)
 
 
 def _named_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:

@@ -82,8 +82,7 @@ def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
 
-def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+optimizer = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 
 
 def plain(batches: list[Any]) -> Trained:

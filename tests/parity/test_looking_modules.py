@@ -7,7 +7,7 @@ model is cut. Both branches occur in the batches of these tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from tests.laboratory import clipped, entered_and_traced, observe, program_traced_in, prove
+from tests.laboratory import clipped, observe, program_traced_in, prove
+from tests.models import MODELS
 
 WIDTH, NEURONS, WORDS = 8, 32, 64
 Part = Callable[[], nn.Module]
@@ -256,12 +257,7 @@ def _mixed() -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _traced() -> Iterator[None]:
-    with entered_and_traced(EQUAL | REFUSED):
-        yield
-
-
+MODELS |= {f"looking {name}": build for name, build in (EQUAL | REFUSED).items()}
 LAYOUTS = ("tp=2", "tp=2 sequence_parallel", "dp=2 tp=2", "tp=2 pp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=3")
 DAILY = {
     ("exit", "tp=2 sequence_parallel"), ("depths", "tp=2 pp=2"), ("ponder", "tp=2"),
@@ -272,16 +268,19 @@ SEQUENCES = ("depths", "exit", "ponder", "clamp")
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("model", "layout"),
     [
-        pytest.param(name, layout, marks=() if (name, layout) in DAILY else pytest.mark.nightly)
-        for name in EQUAL
-        for layout in LAYOUTS
-        if "sequence" not in layout or name in SEQUENCES
+        *(
+            pytest.param(f"looking {name}", layout, marks=() if (name, layout) in DAILY else pytest.mark.nightly)
+            for name in EQUAL
+            for layout in LAYOUTS
+            if "sequence" not in layout or name in SEQUENCES
+        ),
+        pytest.param("looking of a sample", "cp=2", marks=pytest.mark.every_turn),
     ],
 )
-def test_ranks_of_tp_take_the_branches_of_one_device(name: str, layout: str) -> None:
-    prove(layout, name)
+def test_ranks_take_the_branches_of_one_device(model: str, layout: str) -> None:
+    prove(layout, model)
 
 
 @pytest.mark.parametrize("name", ["depths", "exit", "ponder", "clamp", "of a sample"])
@@ -293,12 +292,8 @@ def test_both_branches_occur_in_the_batches(name: str, monkeypatch: pytest.Monke
         return way
 
     monkeypatch.setattr(Looking, "went", noting)
-    observe(0, 1, name, "dp=1", clipped())
+    observe(0, 1, f"looking {name}", "dp=1", clipped())
     assert len({*ways}) > 1, ways
-
-
-def test_what_looks_at_a_vector_of_the_sample_works_on_slices() -> None:
-    prove("cp=2", "of a sample")
 
 
 @pytest.mark.parametrize(
@@ -314,4 +309,4 @@ def test_what_looks_at_a_vector_of_the_sample_works_on_slices() -> None:
 )  # fmt: skip
 def test_branches_of_which_a_rank_has_a_part_are_refused_with_the_way_out(name: str, layout: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
-        program_traced_in(layout, name)
+        program_traced_in(layout, f"looking {name}")

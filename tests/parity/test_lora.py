@@ -176,15 +176,6 @@ def test_keys_of_adapters_are_checked(lora: dict[str, Any], text: str) -> None:
         Job(model={"lora": lora})
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2 zero=3"])
-def test_groups_of_parameters_learn_at_their_own_rates(layout: str, folder: Path) -> None:
-    groups = [{"match": ["*lora_B*"], "lr": 0.8}, {"match": ["lm_head.*"], "lr": 0.02, "weight_decay": 0.1}]
-    job, plain = (job_with(folder, "float64", optimizer={"groups": some}) for some in (groups, []))
-    alone = observe(0, 1, "dp=1", job)
-    assert alone.losses[1] != observe(0, 1, "dp=1", plain).losses[1]
-    assert_same(on_ranks(layout, job), alone, TOLERANCE)
-
-
 def own_model() -> nn.Module:
     """A model of peft that the user's own code makes, whose base it wraps."""
     with quiet(), warnings.catch_warnings():

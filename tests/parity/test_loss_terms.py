@@ -104,8 +104,7 @@ def build() -> nn.Module:
     return Plain()
 
 
-def adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
+adam = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 Followed = tuple[list[StepReport], dict[str, Tensor]]

@@ -5,6 +5,7 @@ Steps: the first has positives in each part, the second one positive, the third 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -46,8 +47,7 @@ def forward(model: nn.Module, batch: Any) -> Any:
     return model(batch["x"])
 
 
-def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+optimizer = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
 def each(outputs: Tensor, batch: Any) -> Tensor:

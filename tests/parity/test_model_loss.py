@@ -173,8 +173,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
+adam = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 Found = tuple[list[float], dict[str, Tensor], str, float]

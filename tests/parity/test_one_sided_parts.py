@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-import samestep
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
@@ -27,10 +24,9 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, run_from
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, traced_run
 from tests.models import OwnExperts
-from tests.plain import Trained, assert_trained, train_in_layout, train_plainly
+from tests.parts import Residual
 from tests.pool import pool
 
 WIDTH = 6
@@ -53,17 +49,7 @@ class Kinds:
         return {"x": self.x[index].float(), "kind": kind, "labels": (self.x[index].sum() > 0).long()}
 
 
-class Part(nn.Module):
-    """A block: two linear layers and a norm, added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+Part = functools.partial(Residual, WIDTH, 2 * WIDTH, norm=True, bias=False)
 
 
 class Parts(nn.Module):
@@ -285,44 +271,6 @@ class Dealing(nn.Module):
         return x + self.experts(rows, chosen, weights)
 
 
-def vision_language() -> nn.Module:
-    """LLaVA of transformers, with a tower of three layers."""
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=8, patch_size=4, projection_dim=8)
-    text = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, vocab_size=40, max_position_embeddings=16)
-    config = LlavaConfig(
-        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=39, image_seq_length=4
-    )
-    return LlavaForConditionalGeneration(config)
-
-
-class Pictures:
-    """Tokens, some with a picture among them: a micro-batch of text alone has no pixels."""
-
-    def __init__(self, *kinds: int) -> None:
-        self.kinds = kinds
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.read([index])
-
-    def read(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        tokens, pictures = [], []
-        for index in map(int, indices):
-            made = torch.Generator().manual_seed(index)
-            tokens.append(torch.randint(0, 38, (11,), generator=made))
-            if self.kinds[index % len(self.kinds)]:
-                tokens[-1][2:6] = 39
-                pictures.append(torch.randn(3, 8, 8, generator=made))
-        whole = torch.stack(tokens)
-        labels = whole[:, 1:].masked_fill(whole[:, 1:] == 39, -100)
-        return {"input_ids": whole[:, :-1], "labels": labels} | (
-            {"pixel_values": torch.stack(pictures)} if pictures else {}
-        )
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     one.__name__: one
     for one in (
@@ -342,7 +290,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         NormedStill,
     )
 }  # type: ignore[attr-defined]
-MODELS["vision_language"] = vision_language
 Case = tuple[str, tuple[int, ...]]
 """A model, and the parts that its samples use, which repeat."""
 CASES: dict[str, Case] = {
@@ -364,8 +311,8 @@ DAILY = {"middle": 0, "first and last": 1, "unseen in the trace": 5, "tower": 4,
 """Cases that run by default, with the number of their layout."""
 
 
-def dataset_of(case: Case) -> Kinds | Pictures:
-    return (Pictures if case[0] == "vision_language" else Kinds)(*case[1])
+def dataset_of(case: Case) -> Kinds:
+    return Kinds(*case[1])
 
 
 def job_for(**tables: Any) -> Job:
@@ -374,13 +321,10 @@ def job_for(**tables: Any) -> Job:
 
 def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
     model, _ = case
-    job, where = job_for(), Layout(layout)
+    job, data = job_for(), dataset_of(case)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    example = next(batches(dataset_of(case), job)).samples([0])
-    key = f"one-sided {model} of {example['kind'].tolist() if 'kind' in example else 'pixel_values' in example}"
-    return run_from(
-        replace(source, prepared=traced.prepared(key, source, job, example, where)), where, job, rank, world
-    )
+    first = next(batches(data, job)).samples([0])["kind"]
+    return traced_run(f"one-sided {model} of {first.tolist()}", source, data, layout, job, rank, world)
 
 
 def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Observed]:
@@ -508,84 +452,6 @@ def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passe
     with pytest.raises(LayoutError, match=text):
         pool(2).run(observe, (model, tuple(kinds)), [layout])
     prove((model, (15,)), [layout])
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [(0, 1, 1, 0, 0), pytest.param((1, 0, 0, 1, 0), marks=pytest.mark.nightly)],
-    ids=["text first", "picture first"],
-)
-def test_a_vision_language_model_takes_text_alone_on_one_rank(kinds: tuple[int, ...]) -> None:
-    """The trace sees the first sample alone: the tower, or no tower."""
-    prove(("vision_language", kinds), ["dp=2 zero=3 microbatch=1"])
-
-
-class Captioned(nn.Module):
-    """Blocks over words, of which the first of a sample gives way to its picture, from a tower that a micro-batch of text alone passes over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(40, 8)
-        self.tower = nn.Sequential(nn.Linear(192, 8), nn.GELU(), nn.Linear(8, 8))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
-        self.head = nn.Linear(8, 40)
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
-        x = self.words(input_ids)
-        if pixel_values is not None:
-            seen = x.new_zeros(len(x), 8).index_put(
-                ((input_ids == 39).any(1).nonzero()[:, 0],), self.tower(pixel_values.flatten(1))
-            )
-            x = torch.cat([x[:, :1] + seen[:, None], x[:, 1:]], 1)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def captioned() -> nn.Module:
-    torch.manual_seed(5)
-    return Captioned()
-
-
-def _captions(kinds: tuple[int, ...]) -> torch.utils.data.DataLoader[Any]:
-    pictures = Pictures(*kinds)
-    return torch.utils.data.DataLoader(range(24), 4, sampler=range(24), collate_fn=pictures.read)  # type: ignore[arg-type]
-
-
-def _caption_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-    labels = batch["labels"]
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), (labels >= 0).sum()
-
-
-def _called(model: Any, batch: Any) -> Tensor:
-    return model(
-        batch["input_ids"], batch["pixel_values"].to(model.head.weight.dtype) if "pixel_values" in batch else None
-    )
-
-
-def _captioned_in(rank: int, world: int, layout: str, kinds: tuple[int, ...]) -> Trained:
-    job = Job(train={"global_batch": 4, "steps": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    make = lambda: samestep.parallelize(captioned, _caption_loss, sgd, layout=layout, job=job, forward=_called)  # noqa: E731
-    return train_in_layout(make, lambda first: samestep.batches(_captions(kinds), job, first_step=first))
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kinds"),
-    [("tp=2 microbatch=1", (0, 1, 1, 0, 0)), ("pp=2 microbatch=1", (0, 1, 1, 0, 0)), ("pp=2", (1, 0, 0, 1, 0))],
-)
-def test_text_alone_trains_in_parts_of_a_model_whichever_sample_comes_first(
-    layout: str, kinds: tuple[int, ...]
-) -> None:
-    model = captioned().double()
-    batches = [*_captions(kinds)][:3]
-    expected = train_plainly(
-        model, batches, lambda batch: _caption_loss(_called(model, batch), batch), sgd(model.parameters())
-    )
-    assert_trained(pool(Layout(layout).world_size).run(_captioned_in, layout, kinds), expected)
 
 
 ASIDE = {

@@ -5,6 +5,7 @@ A rank whose samples have no picture calls no tower, and its loss needs none of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -98,8 +99,7 @@ def build(shows: bool) -> nn.Module:
     return Mixed(shows).double()
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, 0.5)
+sgd = functools.partial(torch.optim.SGD, lr=0.5)
 
 
 def plain(steps: Iterable[list[dict[str, Tensor]]], shows: bool = False) -> list[float]:

@@ -7,14 +7,16 @@ of tp picks the same rows; a stage of a pipeline cannot be sent them, since it i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from tests.laboratory import entered_and_traced, program_traced_in, prove
+from tests.laboratory import program_traced_in, prove
+from tests.models import MODELS
 
 WIDTH, NEURONS, WORDS = 8, 32, 64
 
@@ -142,27 +144,28 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _traced() -> Iterator[None]:
-    with entered_and_traced(LEGAL | REFUSED):
-        yield
+MODELS |= {f"picking {name}": build for name, build in (LEGAL | REFUSED).items()}
+EVERY_TURN = [
+    ("some tokens in each block", "dp=2 tp=2 zero=3 recompute=full"),
+    ("a masked head", "pp=2 microbatch=1"),
+    ("rows that nonzero finds", "pp=2 tp=2"),
+]
 
 
-@pytest.mark.parametrize("name", LEGAL)
-@pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp=2 tp=2 zero=3 recompute=full", marks=pytest.mark.nightly)])
-def test_picked_rows_are_equal(name: str, layout: str) -> None:
-    prove(layout, name)
-
-
-def test_picked_rows_are_equal_in_a_layout_of_all() -> None:
-    prove("dp=2 tp=2 zero=3 recompute=full", "some tokens in each block")
+def _row(name: str, layout: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(f"picking {name}", layout, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("a masked head", "pp=2 microbatch=1"), ("rows that nonzero finds", "pp=2 tp=2")]
+    ("model", "layout"),
+    [
+        *(_row(name, "tp=2") for name in LEGAL),
+        *(_row(*row, pytest.mark.every_turn) for row in EVERY_TURN),
+        *(_row(name, EVERY_TURN[0][1], pytest.mark.nightly) for name in LEGAL),
+    ],
 )
-def test_rows_that_the_last_stage_picks_are_equal(name: str, layout: str) -> None:
-    prove(layout, name)
+def test_picked_rows_are_equal(model: str, layout: str) -> None:
+    prove(layout, model)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +175,10 @@ def test_rows_that_the_last_stage_picks_are_equal(name: str, layout: str) -> Non
         ("some tokens in each block", "pp=2", "no stage can begin with blocks.1: masked_select works on rows"),
         ("a masked head", "cp=2", "shapes or branches at norm depend on values"),
         ("no padding in blocks", "tp=2 sequence_parallel", "does not map a tensor"),
+        ("a mask of what is cut", "tp=2", "depend on values"),
+        ("no row in the trace", "tp=2", "shapes at norm depend"),
     ],
 )
 def test_what_ranks_agree_on_before_is_refused_for_picked_rows(name: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        program_traced_in(layout, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("a mask of what is cut", "depend on values"), ("no row in the trace", "shapes at norm depend")]
-)
-def test_rows_of_which_a_trace_does_not_tell_are_refused(name: str, text: str) -> None:
-    with pytest.raises(LayoutError, match=text):
-        program_traced_in("tp=2", name)
+        program_traced_in(layout, f"picking {name}")

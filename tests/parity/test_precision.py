@@ -22,12 +22,10 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import for_loss
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
 from tests import rounding, traced
 from tests.code import odd_models  # noqa: F401, which enters its models into MODELS
 from tests.covering import daily
-from tests.laboratory import Observed, code_of, follow, job_of, largest_error, make_run, whole
+from tests.laboratory import Observed, code_of, follow, job_of, largest_error, make_run, run_from, whole
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -185,10 +183,9 @@ def spied_job(precision: str) -> Job:
 def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[Any], dict[str, bool], list[str]]:
     """Run a step of one sample, which only rank 0 has; say what was seen, and whose gradients fit the compute dtype."""
     job = spied_job(precision)
-    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     where = Layout(layout)
     batch = next(batches(Tokens(), job))
-    run = Run(spied_source(job, where), where, job, place)
+    run = run_from(spied_source(job, where), where, job, rank, world)
     run.prepare(batch.samples(batch.indices))
     SPIED.clear()  # of the trace
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -289,9 +286,7 @@ def test_parameters_that_are_no_real_numbers_are_refused(values: Tensor, works: 
             return (self.embed(input_ids) * self.strange).real
 
     job = job_of("float32", 1)
-    run = Run(
-        Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
-    )
+    run = run_from(Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job)
     with pytest.raises(ModelError, match=f"parameter strange is .*. Use {works}"):
         run.step(next(batches(Tokens(), job)))
 

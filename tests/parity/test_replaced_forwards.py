@@ -71,8 +71,7 @@ def _loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits)
 
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
+_sgd = functools.partial(torch.optim.SGD, lr=0.5)
 
 
 def _batches() -> list[dict[str, Tensor]]:

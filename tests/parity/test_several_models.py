@@ -369,8 +369,7 @@ def test_an_average_moves_behind_the_updates_of_what_it_follows() -> None:
     assert_trained(pool(2).run(gan_in_turn, "pp=2 microbatch=4"), plain_gan(), 1e-7, 1e-9)
 
 
-def adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
+adam = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 def parallel(rank: int, world: int, layout: str, kind: str, folder: str, watch_every: int) -> Trained:

@@ -56,8 +56,8 @@ def test_a_loop_in_parts_is_the_plain_loop(name: str, layout: str) -> None:
     assert_trained(pool(Layout(layout).world_size).run(parts, name, layout), plain(name))
 
 
-RESUMED = ("gan", "by value", "sam", "sophia", "body every other step")
-"""Loops that are resumed by default, one of each kind of state: several optimizers, values, a second look at the loss, a state of its own, steps left out."""
+RESUMED = ("gan", "sam", "body every other step")
+"""Loops that are resumed by default, one of each kind of state: several optimizers, a second look at the loss, steps left out."""
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,7 @@ class Dropping(Regression):
         self.body[1] = torch.nn.Dropout(0.5)
 
 
-def still(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.0)
+still = functools.partial(torch.optim.SGD, lr=0.0)
 
 
 def masks(rank: int, world: int, layout: str) -> tuple[list[float], list[float], list[float]]:
@@ -221,24 +220,6 @@ def test_each_optimizer_counts_its_own_updates() -> None:
 
     wanted = [(at(2 * step + 1), at(step // 2) if step % 2 else 0.0) for step in range(STEPS)]
     assert [rate for pair in found for rate in pair] == pytest.approx([rate for pair in wanted for rate in pair])
-
-
-def by_values(rank: int, world: int) -> Any:
-    """Return the losses, weights and steps of a GAN whose batches are values, given to the first rank alone."""
-    loop = LOOPS["gan"]
-    run = run_of(loop, "")
-    steps, losses = [], list[float]()
-    for batch in samestep.batches(Points(), run.job):
-        values = batch.samples(batch.indices) if rank == 0 else None
-        losses += loop.parts(run, values, batch.step)
-        steps.append(run.steps_taken)
-    return losses, run.state_dict(on_every_rank=True), steps
-
-
-def test_values_that_are_given_again_are_one_step() -> None:
-    ranks = pool(2).run(by_values)
-    assert all(steps == [*range(1, STEPS + 1)] for *_, steps in ranks)
-    assert_trained(ranks, plain("gan"))
 
 
 # -- wrong uses ------------------------------------------------------------------------------------

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
 from tests import small
@@ -167,19 +165,3 @@ def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(
     said = capfd.readouterr().out
     assert "--- sample, after training\nThe " in said
     assert "\x1b" not in said, "what the model wrote may not steer the terminal"
-
-
-def test_torchrun_gives_the_losses_of_our_own_launcher(own: Path, tmp_path: Path) -> None:
-    """Its agent is torchrun's own; the workers are forks of it, so that they need not import torch first."""
-
-    def agent() -> int:
-        os.chdir(tmp_path)
-        config = LaunchConfig(
-            1, 1, nproc_per_node=2, rdzv_endpoint="localhost:0", rdzv_backend="c10d", start_method="fork"
-        )
-        return max(elastic_launch(config, small.main)(*OWN).values())
-
-    assert small.status_of(small.forked(agent, tmp_path / "agent"), 300) == 0, (tmp_path / "agent" / "err").read_text()
-    (run,) = (tmp_path / "runs").iterdir()
-    assert small.metrics(run) == small.metrics(own)
-    assert (tmp_path / "agent" / "out").read_text().count("step      6/6") == 1, "rank 0 alone speaks"

@@ -1,40 +1,26 @@
-"""Training code of users (`training_code.py`) gives a plain torch loop's result in every layout, or is refused by name.
-
-What was wrong without a word is proven by taking its guard away: then the layout's losses are others.
-"""
+"""Training code of users (`training_code.py`) gives a plain torch loop's result in every layout, or is refused by name."""
 
 from __future__ import annotations
 
 import functools
-import warnings
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from samestep.building import model as building
 from samestep.datasets import batches
 from samestep.errors import InputError
-from samestep.examination import examine
 from samestep.examination.examine import Source
-from samestep.independence import dimension_maps
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.guards import loss_of_parts, loss_trials
-from samestep.runtime.guards.loss_of_parts import LossTrial
-from samestep.runtime.guards.outside_changes import OutsideChanges
-from samestep.runtime.guards.repeat import Repeat
-from samestep.runtime.optimizers import skeletons
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights import parameter_hooks
-from samestep.runtime.weights.sharded import Sharded
 from tests.laboratory import TOLERANCE, run_from
 from tests.parity.training_code import CASES, sgd, summed
 from tests.plain import train_plainly
@@ -89,67 +75,15 @@ REFUSED = {
 }
 
 
-def _nothing(*_: Any, **__: Any) -> str:
-    return ""
-
-
-class _NoCode(skeletons.StepCode):
-    """Stands for code of an optimizer that reaches nothing."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-        self.tensors = set()
-
-
-GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "features caught by a hook": ((loss_trials, "beside_outputs", lambda *_: ("", "")),),
-    "gradient penalty in the loss": ((loss_trials, "beside_outputs", lambda *_: ("", "")),),
-    "forward that returns a mean of some labels": (
-        (dimension_maps, "_likelihood", None),
-        (Repeat, "excess_of_halves", lambda *_, **__: 0.0),
-        (loss_of_parts, "judge", lambda *_, **__: LossTrial()),
-    ),
-    "loss divided by the ranks": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
-    "forward that asks for its rank": ((loss_trials, "refuse_collectives", lambda: nullcontext()),),
-    "norm kept in evaluation by train": ((examine, "set_training", lambda model: model),),
-    "teacher with other data": ((Sharded, "take_back", _nothing),),
-    "layer thawed later": ((OutsideChanges, "refusal", _nothing),),
-    "step that clips": ((skeletons, "StepCode", _NoCode),),
-    "hook that clips": ((skeletons, "StepCode", _NoCode),),
-}
-"""Of each case the functions whose work keeps it from being wrong, and what stands in their place."""
-WRONG = {
-    "dp=1": ("norm kept in evaluation by train", "layer thawed later"),
-    "dp=2": ("forward that returns a mean of some labels", "loss divided by the ranks", "forward that asks for its rank"),
-    "tp=2": ("features caught by a hook", "gradient penalty in the loss"),
-    "dp=2 zero=3": ("teacher with other data", "step that clips", "hook that clips"),
-}  # fmt: skip
-"""The layout in which each is wrong without it."""
-
-
-def _losses(rank: int, world: int, layout: str, names: tuple[str, ...], guarded: bool) -> dict[str, list[float] | str]:
+def _losses(rank: int, world: int, layout: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:
     """Return the losses of each case in a layout, or the text of its refusal."""
     found: dict[str, list[float] | str] = {}
     for name in names:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what runs without its guard
-            if not guarded:
-                _take_away(name, patch)
-            try:
-                found[name] = _run(rank, world, layout, name)
-            except InputError as error:
-                found[name] = str(error)
+        try:
+            found[name] = _run(rank, world, layout, name)
+        except InputError as error:
+            found[name] = str(error)
     return found
-
-
-def _take_away(name: str, patch: pytest.MonkeyPatch) -> None:
-    for owner, attribute, stand_in in GUARDS[name]:
-        if owner is not dimension_maps:
-            patch.setattr(owner, attribute, stand_in)
-            continue
-        for operation, of in list(dimension_maps.MAPS.items()):
-            if of is getattr(owner, attribute):
-                patch.delitem(dimension_maps.MAPS, operation)
 
 
 def _run(rank: int, world: int, layout: str, name: str) -> list[float]:
@@ -196,15 +130,14 @@ def _plain(name: str) -> list[float]:
 _ALONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 
 
-def _first_sgd(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.0)
+_first_sgd = functools.partial(torch.optim.SGD, lr=0.0)
 
 
-def _on_ranks(layout: str, names: tuple[str, ...], *, guarded: bool = True) -> dict[str, list[float] | str]:
+def _on_ranks(layout: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:
     world = Layout(layout).world_size
     if world == 1:
-        return _losses(0, 1, layout, names, guarded)
-    return pool(world).run(_losses, layout, names, guarded)[0]
+        return _losses(0, 1, layout, names)
+    return pool(world).run(_losses, layout, names)[0]
 
 
 @telling
@@ -254,13 +187,6 @@ def test_what_a_layout_would_change_is_refused_by_name(layout: str) -> None:
                 if isinstance(found, str)
                 else AssertionError(f"{name}: {found}")
             )
-
-
-@pytest.mark.parametrize("layout", WRONG)
-def test_without_its_guard_each_would_be_wrong(layout: str) -> None:
-    for name, found in _on_ranks(layout, WRONG[layout], guarded=False).items():
-        assert not isinstance(found, str), f"{name}: {found}"
-        assert not _is_equal(found, _plain(name)), name
 
 
 def test_a_part_in_evaluation_on_one_rank_alone_is_named_on_all() -> None:

@@ -6,7 +6,6 @@ parameters, weights that take no part, and learning rates that another hand sets
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer, optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.code.rows import entered
 from tests.laboratory import (
@@ -68,13 +66,6 @@ class Rule(Optimizer):
         raise NotImplementedError
 
 
-class Lion(Rule):
-    def one(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        mean = state.setdefault("mean", torch.zeros_like(param))
-        param.sub_(mean.mul(0.9).add(param.grad, alpha=0.1).tanh(), alpha=group["lr"])
-        mean.lerp_(param.grad, 0.01)
-
-
 class ScheduleFree(Rule):
     """The averages of Defazio et al. 2024, with a count that the groups keep."""
 
@@ -112,18 +103,6 @@ class Late(Rule):
     def one(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["step"] = state.get("step", 0) + 1
         param.sub_(param.grad / (param.grad.norm() if state["step"] > group["start"] else 1.0), alpha=group["lr"])
-
-
-class Factored(Rule):
-    """Second moments by rows and columns, from a size on (timm's Adafactor)."""
-
-    def one(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        square = param.grad.square() + 1e-12
-        if param.ndim == 2 and min(param.shape) >= 8:
-            rows = state.setdefault("rows", torch.zeros_like(square[:, 0])).lerp_(square.mean(1), 0.5)
-            columns = state.setdefault("columns", torch.zeros_like(square[0])).lerp_(square.mean(0), 0.5)
-            square = torch.outer(rows, columns) / rows.mean()
-        param.sub_(param.grad / square.sqrt().add(1e-3), alpha=0.1 * group["lr"])
 
 
 class Shampoo(Rule):
@@ -287,8 +266,7 @@ class Small(Words):
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
-    kind.__name__: kind
-    for kind in (Lion, ScheduleFree, Lars, LarsOfNumbers, Late, Factored, Shampoo, ByAllNorms, ByAllNumbers, Noisy)
+    kind.__name__: kind for kind in (ScheduleFree, Lars, LarsOfNumbers, Late, Shampoo, ByAllNorms, ByAllNumbers, Noisy)
 } | {
     **{kind.__name__: kind for kind in (Wrapping, Batched, Joined)},
     "muon beside adam": muon_beside_adam,
@@ -299,8 +277,8 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "asgd": functools.partial(torch.optim.ASGD, lr=0.1, t0=1.0),
     "adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
 }
-BY_ELEMENTS = ("Lion", "ScheduleFree", "by dimensions", "by size", "fused", "adagrad", "asgd")
-WHOLE = ("Lars", "LarsOfNumbers", "Late", "Factored", "Shampoo", "muon beside adam", "adafactor")
+BY_ELEMENTS = ("ScheduleFree", "by dimensions", "by size", "fused", "adagrad", "asgd")
+WHOLE = ("Lars", "LarsOfNumbers", "Late", "Shampoo", "muon beside adam", "adafactor")
 TOGETHER = ("ByAllNorms", "ByAllNumbers")
 
 
@@ -326,7 +304,7 @@ ROWS = [
     ),
     # Whole weights that tp cuts come to one owner.
     ("tp=2", RULES["muon beside adam"]),
-    *(pytest.param("dp=2 tp=2 zero=3", RULES[name], marks=NIGHTLY) for name in ("muon beside adam", "Lion")),
+    *(pytest.param("dp=2 tp=2 zero=3", RULES[name], marks=NIGHTLY) for name in ("muon beside adam", "ScheduleFree")),
     *(pytest.param("pp=2 tp=2 microbatch=2", RULES[name], marks=NIGHTLY) for name in ("Shampoo", "adafactor")),
     *(
         pytest.param(layout, RULES[name], marks=NIGHTLY)
@@ -358,10 +336,10 @@ def test_rules_that_couple_weights_or_draw_are_refused_where_these_are_spread(na
             check_optimizer(source, spec, Layout(layout))
 
 
-@pytest.mark.parametrize("name", [pytest.param("muon beside adam", marks=pytest.mark.nightly), "Factored", "Batched"])
+@pytest.mark.parametrize("name", [pytest.param("muon beside adam", marks=pytest.mark.nightly), "adafactor", "Batched"])
 def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Saved under zero=3 or tp after two steps, resumed in the other kinds and on one device: the third step is equal."""
-    before, after = ("tp=2", "dp=2 zero=1") if name == "Factored" else ("dp=2 zero=3", "tp=2")
+    before, after = ("tp=2", "dp=2 zero=1") if name == "adafactor" else ("dp=2 zero=3", "tp=2")
     source_of(RULES[name], Layout("tp=2"), JOB)  # which the ranks inherit
     pool(2).run(saved, name, before, str(tmp_path))
     expected = reference(RULES[name])
@@ -452,26 +430,6 @@ def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
     assert gradients["embed.weight"].any()
 
 
-def test_marked_parameters_give_the_losses_of_a_plain_loop() -> None:
-    loss = loss_of(JOB)
-    source = Source(Marked, loss, optimizer_source(by_tag), "marked")
-    run = Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
-    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
-    plain = Marked().double()
-    plain.load_state_dict(run.model.state_dict())
-    optimizer = by_tag(list(plain.parameters()))
-    for batch in batches(Tokens(), JOB):
-        samples = batch.samples(batch.shares(0, 1, 1)[0])
-        total, count = loss(call_model(plain, samples), samples)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        assert abs(run.step(batch).loss - float(total.detach() / count)) < TOLERANCE
-    ours = dict(run.model.named_parameters())
-    for name, param in plain.named_parameters():
-        assert torch.allclose(ours[name], param, rtol=1e-9, atol=1e-9), name
-
-
 def unmarked(step: Callable[[nn.Parameter], object]) -> nn.Module:
     module = Small()
     step(module.head.weight)
@@ -486,7 +444,7 @@ NORM = functools.partial(nn.Parameter.register_hook, hook=lambda grad: grad / gr
 @pytest.mark.parametrize("hang", [CLIP, NOISE, NORM], ids=["clip", "noise", "norm"])
 def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], object]) -> None:
     source = Source(functools.partial(unmarked, hang), loss_of(JOB), optimizer_source(by_size), "hooked")
-    run = Run(source, Layout("dp=1 microbatch=1"), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    run = run_from(source, "dp=1 microbatch=1", JOB)
     with pytest.raises(ModelError, match=r"a hook on the gradient of head.weight is not linear"):
         run.prepare(next(batches(Tokens(), JOB)).samples([0]))
 
@@ -497,7 +455,7 @@ def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], ob
 def run_of(optimizer: Any, model: Any = Small, loss: Any = None, job: Job = JOB) -> Run:
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     source = Source(model, loss or loss_of(JOB), optimizer_source(optimizer, names), "small")
-    return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    return run_from(source, Layout(), job)
 
 
 def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[float]:
@@ -506,44 +464,6 @@ def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[fl
         found.append(run.step(batch).loss)
         between()
     return found
-
-
-def test_an_optimizer_of_other_weights_is_refused() -> None:
-    other = Small()
-    with pytest.raises(
-        ModelError, match=r"that the optimizer function was not given.*build it over the function's argument"
-    ):
-        losses_of(run_of(lambda params: torch.optim.SGD(other.parameters(), lr=0.1)))
-    with pytest.raises(ModelError, match="holds no parameter"):
-        losses_of(run_of(lambda params: torch.optim.SGD([{"params": []}], lr=0.1)))
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_and_rates_set_by_hand_act() -> None:
-    """Over the given instance, over the optimizer that a function made, and by hand: the losses are the same."""
-    model, found = Small(), []
-    first = copy.deepcopy(model)  # which its run trains in place
-    given = torch.optim.SGD(first.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.1)
-    found.append(losses_of(run_of(given, first), scheduler.step))
-
-    made: list[Any] = []
-
-    def scheduled(params: list[Tensor]) -> Optimizer:
-        optimizer = torch.optim.SGD(params, lr=0.5)
-        made[:] = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)]
-        return optimizer
-
-    found.append(losses_of(run_of(scheduled, copy.deepcopy(model)), lambda: made[0].step()))
-    run = run_of(lambda params: torch.optim.SGD(params, lr=0.5), copy.deepcopy(model))
-
-    def lower() -> None:
-        for group in run.updater.optimizer.param_groups:  # type: ignore[union-attr]
-            group["lr"] *= 0.1
-
-    found.append(losses_of(run, lower))
-    assert found[0] == found[1] == pytest.approx(found[2], rel=1e-12)
-    assert found[0] != losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.5), model))
 
 
 def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -> None:
@@ -584,20 +504,3 @@ def test_a_gradient_hook_reads_the_weights_that_are_trained(reads: Callable[[Any
 
     assert losses_of(run_of(sgd, instance())) == pytest.approx(by_hand(instance(), loss_of(JOB)), rel=1e-9)
     assert losses_of(run_of(sgd, build)) != losses_of(run_of(sgd))
-
-
-def test_a_loss_reads_the_weights_that_are_trained() -> None:
-    inner = loss_of(JOB)
-
-    def penalised(model: Any) -> Any:
-        def loss(outputs: Any, batch: Any) -> Any:
-            total, count = inner(outputs, batch)
-            return total + 0.1 * model.head.weight.detach().square().sum() * count, count
-
-        return loss
-
-    torch.manual_seed(2)
-    model = Small()
-    plain = copy.deepcopy(model)
-    found = losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.1), model, penalised(model)))
-    assert found == pytest.approx(by_hand(plain, penalised(plain)), rel=1e-9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
-from samestep.layout import Layout
 from samestep.memory.memory_use import at_rest, saving_host_bytes
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece
-from tests import small, traced
-from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
+from tests import small
+from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed, traced_run
 from tests.models import Tokens
 from tests.parity.test_update_rules import Small
 from tests.pool import pool
@@ -44,12 +41,8 @@ def job_with(precision: str = "float64", **tables: Any) -> Job:
 
 def run_of(rank: int, world: int, layout: str, job: Job) -> Run:
     source = Source(perturbed(Small), loss_of(job), optimizer_of(job), "small")
-    example = next(batches(Tokens(), job)).samples([0])
-    prepared = traced.prepared(("small", Tokens), source, job, example, Layout(), for_any=True)
-    run = Run(
-        replace(source, prepared=prepared), Layout(layout), job, RankInfo(rank, rank, world, world, torch.device("cpu"))
-    )
-    run.prepare(example)
+    run = traced_run(("small", Tokens), source, Tokens(), layout, job, rank, world, for_any=True)
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
     return run
 
 

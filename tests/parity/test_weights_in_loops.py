@@ -22,9 +22,8 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests.laboratory import job_of, make_run
+from tests.laboratory import job_of, make_run, run_from
 from tests.models import Tokens
 from tests.parity.loops import Block
 from tests.plain import assert_as_on_one_device
@@ -64,8 +63,7 @@ class Words(nn.Module):
 def run_of(rank: int, world: int, layout: str, *, steps: int = 1) -> Run:
     """Return a run that has taken some steps."""
     optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(Words, cross_entropy, optimizer), Layout(layout), JOB, place)
+    run = run_from(Source(Words, cross_entropy, optimizer), layout, JOB, rank, world)
     for _ in range(steps):
         run.step(read_samples(Numbers(), range(4)))
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,7 @@ class Net(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
-def sgd(params: list[Tensor]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def summed(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -343,8 +343,7 @@ def add_group(module: nn.Module, _: Optimizer | None) -> None:
     _given["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-def with_momenta(params: list[Tensor]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+with_momenta = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def cycled(params: list[Tensor]) -> Optimizer:

@@ -624,28 +624,6 @@ class OtherOrder(LoopedExperts):
 # -- tasks, lengths and closures -------------------------------------------------------------------
 
 
-class Uncertain(Blocks):
-    """Returns learned weights of its tasks beside its outputs (Kendall et al. 2018)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variances, self.parity = nn.Parameter(torch.zeros(2)), nn.Linear(16, 1)
-
-    def forward(self, input_ids: Tensor) -> Any:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x), self.parity(x).squeeze(-1), self.log_variances
-
-
-def of_two_tasks(outputs: Any, batch: Any) -> tuple[Tensor, int]:
-    logits, parity, s = outputs
-    labels = batch["labels"]
-    first = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    second = (parity - labels % 2).square().sum()
-    return torch.exp(-s[0]) * first + torch.exp(-s[1]) * second + labels.numel() * s.sum(), labels.numel()
-
-
 class Packed(Embedded):
     """A tagger that runs on the tokens that are there."""
 
@@ -662,12 +640,3 @@ class Packed(Embedded):
             self.lstm(packed)[0], batch_first=True, total_length=input_ids.shape[1]
         )
         return self.head(found)
-
-
-class Sharpness(Lars):
-    """Says in its code, and not in its arguments, that it evaluates the loss twice (Foret et al. 2021)."""
-
-    def step(self, closure: Any = None) -> None:
-        assert closure is not None, "sharpness-aware minimization requires a closure"
-        closure()
-        super().step()

@@ -90,7 +90,6 @@ REPRODUCTIONS = (
     _case("weight used twice", "D2", 3, odd.of(odd.TwoUsesBlock), "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
     _case("linear called by keyword", "D8", 3, odd.of(odd.KeywordBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
     _case("linear under its own autocast", "D7", 3, odd.of(odd.AutocastBlock), "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
-    _case("learned weights of tasks", "C", 2, odd.Uncertain, f"{PP}, {ZERO3}", must=EQUAL, loss=odd.of_two_tasks),
     # -- optimizers --------------------------------------------------------------------------------
     _case("LARS of matrices alone", "A2", 5, odd.net, f"{ZERO3}, dp=2 zero=1", optimizer=odd.Lars, names=("Lars",), **VECTORS),
     _case("rule that starts late", "A3", 5, odd.net, ZERO3, optimizer=odd.LateRule, names=("LateRule",), steps=8, **VECTORS),
@@ -102,7 +101,6 @@ REPRODUCTIONS = (
     _case("unused weights under decay", "A24", 5, odd.Spare, f"dp=1, dp=2, {ZERO3}", against="a plain loop", optimizer=odd.adamw, names=("spare",)),
     _case("unused layer in bf16", "D5", 5, odd.SpareBesideRoot, ZERO3, names=("spare",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
     _case("pruned weights", "C", 5, odd.pruned, f"dp=2, {ZERO3}, {PP}", names=("weight_orig",)),
-    _case("closure asked for in the code", "C", 5, odd.net, f"dp=2, {ZERO3}", optimizer=odd.Sharpness, names=("Sharpness",), **VECTORS),
     # -- tokens ------------------------------------------------------------------------------------
     _case("convolution over tokens", "A4", 1, odd.planned(odd.FeedForward, odd.ConvolutionBlock), "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
     _case("factor by length", "A14", 1, odd.planned(odd.FeedForward, odd.LengthBlock), "dp=1 cp=2", names=("block", "length", "tokens")),

@@ -6,62 +6,28 @@ undamaged checkpoint, unless the change is one of the job's numbers, which the c
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
-from samestep.building.pretrained import pretrained_source
 from samestep.errors import SamestepError
 from samestep.models import weight_files
 from samestep.runtime.checkpoints import manifests
 from samestep.training.trained import export
 from tests import small
+from tests.damage import mutated
+from tests.odd_inputs import built
 
-ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**40, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", "../x", "/dev/zero", "\0", "a/b",
-    "subprocess:getoutput", "\x1b[31m", [], {}, [[]], [0], [2**40], {"a": 1}, "x" * 5000,
-)  # fmt: skip
 COUNT = pytest.mark.parametrize(
     ("seed", "count"), [(0, 150), pytest.param(1, 2000, marks=pytest.mark.nightly)], ids=["some", "many"]
 )
-
-
-def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the place of every value in nested tables and lists."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, held in inner:
-        yield (*above, key)
-        yield from _places(held, (*above, key))
-
-
-def mutated(value: Any, draw: random.Random) -> tuple[Any, str]:
-    """Return nested tables of which one or two values are odd, missing, doubled or exchanged, and what was done."""
-    changed, done = copy.deepcopy(value), []
-    for _ in range(draw.choice([1, 1, 1, 2])):
-        *above, last = draw.choice([*_places(changed)])
-        table = changed
-        for key in above:
-            table = table[key]
-        how = draw.random()
-        if how < 0.15:
-            del table[last]
-        elif how < 0.25 and isinstance(table, dict):
-            table[draw.choice(["x", "code", "auto_map", f"{last}2"])] = table.pop(last)
-        elif how < 0.35 and isinstance(table, list):
-            table.append(copy.deepcopy(table[last]))
-        else:
-            table[last] = copy.deepcopy(draw.choice(ODD))
-        done.append(f"{above}/{last}")
-    return changed, ", ".join(done)
 
 
 def _refused(work: Callable[[], Any]) -> str | None:
@@ -139,31 +105,6 @@ def test_a_mutated_folder_is_built_or_refused(name: str, folder: Path, seed: int
     for _ in range(count):
         changed, done = mutated(fields, draw)
         (copied / name).write_text(json.dumps(changed))
-        said = _refused(lambda: _built(copied))
+        said = _refused(lambda: built(copied))
         assert said is None or "\n" not in said, done
         assert sorted(copied.iterdir()) == before
-
-
-def _built(folder: Path) -> None:
-    source = pretrained_source(folder, {}, "causal")
-    with torch.device("meta"):
-        module = source.build()
-    source.stored(module, {name: name for name in module.state_dict()})
-
-
-@COUNT
-def test_a_mutated_head_of_safetensors_is_read_or_refused(folder: Path, seed: int, count: int, tmp_path: Path) -> None:
-    file = next(folder.glob("*.safetensors"))
-    data = file.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    head, draw, refused = json.loads(data[8 : 8 + size]), random.Random(seed), 0
-    for _ in range(count):
-        changed, done = mutated(head, draw)
-        text = json.dumps(changed).encode()
-        length = draw.choice([len(text), len(text), len(text), 0, 2**63, 2**40])
-        (tmp_path / weight_files.ONE_FILE).write_bytes(length.to_bytes(8, "little") + text + data[8 + size :])
-        said = _refused(lambda: weight_files.tensors(tmp_path))
-        refused += said is not None
-        assert said is None or "\n" not in said, done
-    assert refused > count // 3
-    assert load_file(file)

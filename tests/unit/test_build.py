@@ -162,13 +162,6 @@ def test_other_names_of_a_field_are_known() -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_a_function_of_the_user_builds_a_model() -> None:
-    model = model_source(Job(model={"source": "plugin_of_the_user:model", "config": {"width": 3}}))()
-    assert isinstance(model, nn.Linear)
-    assert model.in_features == 3
-
-
-@pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize(
     ("source", "config", "message"),
     [
@@ -276,17 +269,6 @@ class Output(dict[str, Any]):
         return self["logits"]
 
 
-def test_cross_entropy_sums_over_the_counted_labels() -> None:
-    loss = loss_of(Job())
-    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([[1, -100, 2], [4, 0, -100]])
-    total, count = loss(Output(logits=logits), {"labels": labels})
-    picked = -torch.log_softmax(logits, -1)
-    assert torch.allclose(total, picked[0, 0, 1] + picked[0, 2, 2] + picked[1, 0, 4] + picked[1, 1, 0])
-    assert count == 4
-    assert total.dtype is torch.float64
-
-
 def test_cross_entropy_of_classes_and_of_pictures() -> None:
     loss = loss_of(Job())
     logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, -100])
@@ -307,11 +289,6 @@ def test_losses_of_half_precision_are_float32_and_of_no_samples_zero() -> None:
         assert total.dtype is torch.float32
         total, count = loss(torch.zeros(0, 3), (None, target[:0]))
         assert (total.item(), count.item()) == (0.0, 0)
-
-
-def test_mse_counts_elements() -> None:
-    total, count = loss_of(Job(train={"loss": "mse"}))(torch.ones(2, 3), (None, torch.zeros(2, 3)))
-    assert (total.item(), count.item()) == (6.0, 6)
 
 
 @pytest.mark.parametrize(
@@ -348,21 +325,6 @@ def parameters(**kind: Any) -> list[tuple[str, torch.Tensor]]:
 
 def make(named: list[tuple[str, torch.Tensor]], **table: Any) -> torch.optim.Optimizer:
     return optimizer_of(Job(optimizer=table))(named)
-
-
-def test_groups_are_decayed_or_not() -> None:
-    named = parameters()
-    patterns = ("*norm*", "*.bias")
-    optimizer = make(
-        named, name="AdamW", lr=0.1, weight_decay=0.3, no_weight_decay=patterns, options={"betas": [0.8, 0.9]}
-    )
-    assert type(optimizer) is torch.optim.AdamW
-    decayed, spared = optimizer.param_groups
-    assert [group["weight_decay"] for group in (decayed, spared)] == [0.3, 0.0]
-    assert decayed["params"] == [named[0][1]]
-    assert spared["params"] == [named[1][1], named[2][1]]
-    assert decayed["betas"] == (0.8, 0.9)
-    assert decayed["lr"] == 0.1
 
 
 def test_no_decay_is_one_group_without_torchs_own_default() -> None:

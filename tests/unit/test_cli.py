@@ -133,15 +133,6 @@ def test_a_mistake_gets_one_line_and_exit_2(case: str, tmp_path: Path, capfd: py
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("nothing_starts")
-def test_several_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    wrong = {"train.stepz": 1, "train.global_batch": -1, "numerics.precision": "float16", "data.held_out": 2}
-    assert small.train(**wrong) == 2
-    complaint = capfd.readouterr().err
-    assert complaint.count("\n") == 4
-    assert all(key in complaint for key in wrong)
-
-
 def test_a_file_may_begin_with_a_byte_order_mark() -> None:
     Path("job.toml").write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
     assert samestep.load("job.toml").train.steps == 7
@@ -156,16 +147,6 @@ def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.Captur
     assert small.train(data__source=source, model__config__vocab_size=size) == 2
     works = 300 if source.startswith("tokens") else 256
     assert f"model.config.vocab_size = {size}. Use vocab_size = {works}" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_text_too_short_for_a_sample(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("short.txt").write_text("ten tokens")
-    assert small.train(data__source="text:short.txt", data__held_out=0.0) == 2
-    assert small.without_code(capfd.readouterr().err) == (
-        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17. Set "
-        "data.sequence_length = 9\n"
-    )
 
 
 @pytest.mark.parametrize("verb", ["train", "simulate", "layouts"])
@@ -311,16 +292,6 @@ def test_a_dry_run_refuses_what_the_run_would(capfd: pytest.CaptureFixture[str])
     assert "run holds a run already" in capfd.readouterr().err
     assert small.train("--dry-run", "--layout", "dp=2 reduce=root zero=1") == 2
     assert "use it with zero=0, not zero=1" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(("options", "states"), [({}, 0), ({"momentum": 0.9}, 1)])
-def test_a_dry_run_knows_the_optimizer(options, states, capfd):
-    assert small.train("--dry-run", "--ranks", "1", optimizer__name="sgd", optimizer__options=options) == 0
-    found = re.search(r"weights ([\d,]+) B, gradients \S+ B, optimizer ([\d,]+) B", capfd.readouterr().out)
-    assert found
-    weights, optimizer = (int(number.replace(",", "")) for number in found.groups())
-    assert optimizer == states * weights
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.datasets import batches, open_dataset, open_tokenizer, read_samples, sample_indices, shares
+from samestep.datasets import batches, open_dataset, open_tokenizer, read_samples
 from samestep.datasets.source import function_part
 from samestep.datasets.tokenizers import ByteTokenizer
 from samestep.errors import DataError
@@ -335,10 +335,6 @@ class Fast(Squares):
     def read(self, indices):
         return {"x": torch.from_numpy(indices)}
 
-class Uneven(Squares):
-    def __getitem__(self, i):
-        return torch.zeros(i)
-
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
@@ -374,14 +370,6 @@ def test_a_function_of_the_users(own):
     assert read_samples(fast, np.array([0, 1]))["x"].tolist() == [8, 9]
 
 
-def test_samples_without_read_are_collated():
-    samples = [{"x": np.float32(i), "y": torch.ones(2) * i} for i in range(3)]
-    read = read_samples(samples, [2, 0])
-    assert read["x"].tolist() == [2.0, 0.0]
-    assert read["y"].tolist() == [[2.0, 2.0], [0.0, 0.0]]
-    assert read_samples(samples, [])["y"].shape == (0, 2)
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [("Endless", "Use a map-style dataset"), ("Squarez", "did you mean 'Squares'"), ("empty", "has none of 0 samples")],
@@ -391,34 +379,7 @@ def test_what_is_no_dataset_is_refused(own, function, text):
         open_dataset(job_of(f"{own}:{function}"))
 
 
-def test_a_missing_module_is_named_and_so_are_the_missing_imports_of_its_own(own):
-    with pytest.raises(DataError, match="module not found: 'nosuch'"):
-        open_dataset(job_of("nosuch:function"))
-    Path(f"{own}_broken.py").write_text("import nosuch_either")
-    with pytest.raises(DataError, match=r"fails: ModuleNotFoundError: No module named 'nosuch_either'.*broken\.py:1"):
-        open_dataset(job_of(f"{own}_broken:function"))
-
-
-def test_samples_that_cannot_be_stacked_are_refused(own):
-    with pytest.raises(DataError, match=r"cannot be stacked .*read\(indices\)"):
-        read_samples(open_dataset(job_of(f"{own}:Uneven")), [1, 2])
-
-
 # --- batches ---------------------------------------------------------------------------------------------------------
-
-
-def test_batches_go_on_from_any_step(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 401)
-    job = job_of(f"text:{tmp_path / 'a.txt'}", train={"global_batch": 7, "steps": 20, "seed": 3})
-    dataset = open_dataset(job)
-    whole = list(batches(dataset, job))
-    assert [batch.step for batch in whole] == list(range(20))
-    resumed = list(batches(dataset, job, first_step=12))
-    assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[12:]]
-    assert whole[5].indices.tolist() == sample_indices(5, 7, 100, 3).tolist()
-    assert whole[5].dataset is dataset
-    assert [len(part) for part in shares(whole[5].indices, 1, 2, 4)] == [1, 1, 1, 0]
-    assert list(batches(dataset, job, first_step=20)) == []
 
 
 def test_a_batch_is_indexed_by_its_fields_and_holds_the_samples_of_its_indices():

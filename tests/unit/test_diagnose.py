@@ -68,11 +68,6 @@ def test_finite_numbers_are_no_fault() -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_forward_names_the_innermost_module() -> None:
-    model = model_of(inner=Call(lambda x: x * math.inf))
-    assert diagnose(model).startswith("2.mlp.act: forward output not finite (max |input| ")
-
-
 @pytest.mark.parametrize(("size", "has_diverged"), [(1e20, True), (1e3, False)])
 def test_weights_that_have_diverged_point_to_the_learning_rate(size: float, has_diverged: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -117,13 +112,6 @@ def test_a_mask_of_minus_infinity_is_no_fault() -> None:
 
     model = nn.Sequential(nn.Embedding(5, 4), Masked(), Call(lambda x: x * math.inf))
     assert diagnose(model).startswith("'2': ")
-
-
-def test_a_bad_weight() -> None:
-    model = model_of()
-    with torch.no_grad():
-        model[2].mlp["up"].weight[1, 2] = math.nan
-    assert diagnose(model) == "2.mlp.up: weight is not finite"
 
 
 def test_a_bad_weight_that_its_own_module_never_uses() -> None:
@@ -173,13 +161,6 @@ def test_a_weight_that_overflowed_in_its_cast_to_float16() -> None:
     masters = {name: p.abs().max().item() for name, p in model.named_parameters()}
     found = diagnose(half(model), torch.ones(1, 2, dtype=torch.float16), lambda y: y.float().sum(), masters=masters)
     assert found == "'1': weight is not finite: value 1.0e+05 does not fit float16 (largest 65504)"
-
-
-def test_backward_names_the_innermost_module() -> None:
-    model = model_of(inner=Call(lambda x: (x - x.detach()).sqrt()))
-    found = diagnose(model)
-    assert found.startswith("2.mlp.act: backward gradient of input not finite (max |gradient of its output| ")
-    assert found.endswith(", float32)")
 
 
 def test_backward_names_the_module_around_an_operation_of_its_own() -> None:

@@ -164,14 +164,6 @@ def _losses(model: Callable[[], nn.Module], loss: Any, dataset: Any, example: An
     return [run.step(batch).loss for batch in samestep.batches(dataset, job)]
 
 
-def test_the_words_for_losses_work_in_python() -> None:
-    from samestep.building.loss import cross_entropy
-
-    assert _losses(Plain, "cross_entropy", Tokens()) == _losses(Plain, cross_entropy, Tokens())
-    with pytest.raises(JobError, match="did you mean 'cross_entropy'"):
-        _losses(Plain, "cross_entrpy", Tokens())
-
-
 def test_a_mistake_in_the_data_is_not_blamed_on_the_model() -> None:
     with pytest.raises(
         DataError, match=r"a batch of tensors \[12\], \[12\] .* batch.samples\(\[0\]\) is a batch of one"

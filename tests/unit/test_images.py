@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 import zlib
 from pathlib import Path
@@ -19,7 +18,6 @@ from samestep.errors import DataError, ModelError
 from samestep.job import Job
 from samestep.training.workload import _check_fit
 from samestep.wings.readers.images import read_image
-from tests import damaged_data
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (9, 14, 3), np.uint8)
 GREY = PIXELS[..., 0]
@@ -273,10 +271,3 @@ def test_more_classes_than_the_model_has_are_refused(folders: Path) -> None:
         ModelError, match=r"has 3 classes, but model.config.num_labels = 2. Set model.config.num_labels = 3"
     ):
         _check_fit(job, model, images, images[0])
-
-
-@pytest.mark.parametrize("damage", ["", *damaged_data.IMAGE_DAMAGES])
-def test_damaged_images_are_read_or_named_and_sound_ones_are_equal(damage: str, tmp_path: Path) -> None:
-    for seed in range(4):
-        case = damaged_data.images(tmp_path / str(seed), random.Random(f"{damage} {seed}"), damage)
-        assert damaged_data.outcome(case) in (("read", "refused") if damage else ("read",))

@@ -39,7 +39,7 @@ from samestep.runtime.processes.launch_info import LOOPBACK
 from samestep.runtime.processes.this_host import keep_freed_memory
 from samestep.runtime.processes.workers import run_workers
 from tests import audit
-from tests.pool import Pool, pool
+from tests.pool import Pool
 from tests.time_limit import OutOfTime
 
 # ---------------------------------------------------------------- run_workers
@@ -435,53 +435,16 @@ def test_join_a_launchers_run() -> None:
     assert answers == [(True, rank, 2, 2.0, True, {"127.0.0.1"}) for rank in (0, 1)]
 
 
-def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert not joining.launched_by().is_engine
-
-
 def test_default_ranks_and_the_warning_of_too_many() -> None:
     assert workers.default_ranks("cpu") == 2
     assert workers.oversubscription_warning(1) is None
     assert "10000 ranks of 3 threads share" in (workers.oversubscription_warning(10000, 3) or "")
 
 
-# ---------------------------------------------------------------- the tests' own pool
-
-
 def _gather(rank: int, world: int, factor: int) -> list[int]:
     everybodys = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(everybodys, torch.tensor([rank * factor]))
     return [int(one.item()) for one in everybodys]
-
-
-def _refuse(rank: int, world: int, who: int) -> None:
-    if rank == who:
-        raise JobError("some-code", "no")
-    dist.barrier()
-
-
-def _warn(rank: int, world: int) -> None:
-    warnings.warn("careful", UserWarning, stacklevel=1)
-
-
-def test_pool_gives_every_ranks_result(pool2: Pool, pool4: Pool) -> None:
-    assert pool2.run(_gather, 3) == [[0, 3]] * 2
-    assert pool4.run(_gather, 3) == [[0, 3, 6, 9]] * 4
-    assert pool(2) is pool2
-
-
-def test_pool_survives_a_failing_job(pool2: Pool) -> None:
-    with pytest.raises(JobError, match="no") as caught:
-        pool2.run(_refuse, 1)
-    assert "In rank 1 of the pool:\nTraceback" in caught.value.__notes__[0]
-    assert pool2.run(_gather, 1) == [[0, 1]] * 2
-    with pytest.raises(UserWarning, match="careful"):
-        pool2.run(_warn)
-    assert pool2.run(_gather, 1) == [[0, 1]] * 2
 
 
 # ---------------------------------------------------------------- the tests' own time limit

@@ -45,19 +45,6 @@ def test_ranks_agree_on_a_name_in_a_store_that_dead_ranks_have_written_to() -> N
         agreed_name(store, 0, 2, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not; torchrun sets all of them"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2 is not a rank"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=x is not a whole number"),
-    ],
-)
-def test_a_half_set_environment_is_refused(env: dict[str, str], words: str) -> None:
-    with pytest.raises(JobError, match=words):
-        discover(env)
-
-
 _TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234"}
 _TASK |= {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[03-04]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 _TASK |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -74,34 +72,6 @@ def test_a_wrong_token_is_refused_and_the_run_waits_on() -> None:
         WorkerError, match=r"1 of 2 hosts came to 127.0.0.1:\d+ within 2 s; hosts apart from this one: none"
     ):
         raise left
-
-
-def test_who_is_no_host_of_a_run_is_turned_away() -> None:
-    port, said = _free_port(), []
-    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor() as threads:
-        warnings.simplefilter("always")
-        at = Rendezvous("127.0.0.1", port, 2, TOKEN)
-        first = threads.submit(meet, at, MINE, 20.0)
-        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04pickle\n", os.urandom(5000), b""):
-            with _connected(port) as stranger:
-                said.append(stranger.recv(100))
-                stranger.sendall(sent)
-        second = threads.submit(meet, at, MINE, 20.0)
-        with first.result(), second.result():
-            pass
-    assert all(len(line) == 65 for line in said), "a number, and nothing else"
-    assert len({*said}) == len(said)
-    assert [str(one.message) for one in caught] == [
-        "a host at 127.0.0.1 was turned away: it does not know the token"
-    ] * 4
-
-
-def _connected(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            pass
 
 
 def test_what_listens_there_may_be_something_else() -> None:

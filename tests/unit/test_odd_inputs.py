@@ -13,12 +13,13 @@ from tests.odd_inputs import READERS, Odd, verdict
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_slice_of_the_sweep(tmp_path: Path) -> None:
-    found = odd_inputs.swept(tmp_path, 0, 6 * len(READERS), 600.0, list(READERS), limits=False)
-    for reader, sums in found.items():
-        assert not sums.faults, (reader, sums.faults)
-        assert not sums.unnamed, (reader, sums.unnamed)
-    assert sum(sums.refused for sums in found.values()) > 10
+@pytest.mark.parametrize("reader", READERS)
+def test_odd_inputs_are_read_right_or_refused_and_nearly_every_refusal_names_row_or_key(
+    reader: str, tmp_path: Path
+) -> None:
+    sums = odd_inputs.swept(tmp_path, 0, 60, 600.0, [reader], limits=False)[reader]
+    assert sums.is_good, (sums.faults, sums.unnamed)
+    assert sums.refused > 10 or reader in odd_inputs.JUDGED_BY_THEMSELVES
 
 
 def test_the_same_number_draws_the_same_input(tmp_path: Path) -> None:

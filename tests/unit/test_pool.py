@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 
@@ -16,7 +17,7 @@ def refuse(rank: int, world: int, words: str) -> None:
 
 def fail(rank: int, world: int) -> None:
     if rank == 1:
-        raise ValueError("one rank alone")
+        warnings.warn("one rank alone", UserWarning, stacklevel=1)
 
 
 def go_on(rank: int, world: int) -> int:
@@ -60,8 +61,9 @@ def test_ranks_that_part_are_ended(ranks: pool.Pool) -> None:
     for function, words in ((refuse, ["on rank {rank}"]), (fail, [])):
         ranks.run(go_on)
         before = pids(ranks)
-        with pytest.raises((LayoutError, ValueError), match="rank"):
+        with pytest.raises((LayoutError, UserWarning), match="rank") as caught:
             ranks.run(function, *words)
+        assert "of the pool:\nTraceback" in caught.value.__notes__[0]
         assert ranks.run(go_on) == [0, 1]
         assert not set(pids(ranks)) & set(before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,18 +43,9 @@ def test_the_commit_chooses_and_without_history_it_is_always_the_first(monkeypat
         assert shard.commit() == 0
 
 
-def test_a_number_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "commit", lambda: 255)
-    assert (shard.number_of("3"), shard.number_of("")) == (3, 255)
-
-
 def test_what_has_not_begun_in_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "WITHIN_S", 600.0)
     shard.Limit().pytest_runtest_setup()
     monkeypatch.setattr(shard, "WITHIN_S", -1.0)
     with pytest.raises(pytest.skip.Exception, match="make parity"):
         shard.Limit().pytest_runtest_setup()
-
-
-def test_the_makefile_has_a_target_for_a_shard() -> None:
-    assert "--shard" in (Path(__file__).parents[2] / "Makefile").read_text()

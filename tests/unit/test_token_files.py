@@ -17,7 +17,7 @@ from samestep.datasets import open_dataset
 from samestep.datasets.columns import Shards
 from samestep.errors import DataError
 from samestep.job import Job
-from tests import damaged_data, small
+from tests import small
 from tests.damaged_data import write_megatron
 
 IDS = np.random.default_rng(7).integers(1, 30_000, 500)
@@ -305,10 +305,3 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     assert small.main("train", *words, "--set=data.dtype=uint32") == 2
     assert "1.bin has token ids up to" in (said := capsys.readouterr().err)
     assert "or another data.dtype if it is wrong" in said
-
-
-@pytest.mark.parametrize("damage", ["", *damaged_data.TOKEN_DAMAGES])
-def test_damaged_tokens_are_read_or_named_and_sound_ones_are_equal(damage: str, tmp_path: Path) -> None:
-    for seed in range(12):
-        case = damaged_data.tokens(tmp_path / str(seed), random.Random(f"{damage} {seed}"), damage)
-        assert damaged_data.outcome(case) in (("read", "refused") if damage else ("read",))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,11 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
             head: dict[str, Any] = durable_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
         tables = {name: entry for name, entry in head.items() if name != "__metadata__"}
         tensors = {name: StoredTensor(path, tuple(table["shape"]), table["dtype"]) for name, table in tables.items()}
+        for name, stored in tensors.items():
+            begin, end = tables[name]["data_offsets"]
+            bits = int("".join(filter(str.isdigit, stored.dtype.partition("_")[0])) or 8)  # 8 of BOOL
+            if min(stored.shape, default=0) < 0 or math.prod(stored.shape) * bits != 8 * (end - begin):
+                raise ValueError("a shape that does not fit its bytes")
         end = 8 + size + max((table["data_offsets"][1] for table in tables.values()), default=0)
     except FileNotFoundError:
         raise ModelError("model-folder-damaged", f"model.source: {path} is missing, and {INDEX} names it") from None
