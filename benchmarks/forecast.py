@@ -16,10 +16,12 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import memory_use
 from samestep.models.spec import ModelSpec
+from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ops import BYTES_OF, COPIES, UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.strategies import ProgramBuilder
+from samestep.strategies.expert import SAME
 from samestep.wings.plan.simulation import clock, cost, reserved_memory
 from samestep.wings.plan.simulation.accuracy import class_of
 
@@ -64,6 +66,7 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     layout = Layout(**{**case.words, "recompute": recompute})
     programs = _builder_of(case, job, min(case.machine.devices_per_node, layout.world_size)).programs(layout)
 
+    case = replace(case, hides_exchanges=case.hides_exchanges and programs[0].step.num_microbatches > 1)
     known: dict[int, Op] = {}  # bodies and stages share ops, and still do
 
     def rewrite(_: BodyKey, ops: Ops) -> Ops:
@@ -72,7 +75,14 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
                 known[id(op)] = _in_its_numerics(op, case)
         return tuple(known[id(op)] for op in ops)
 
-    if case.products or case.chunks > 1 or case.sent_rows < 1 or case.reduces_narrow:
+    if (
+        case.products
+        or case.chunks > 1
+        or case.sent_rows < 1
+        or case.reduces_narrow
+        or case.hides_exchanges
+        or case.waits_for_sums
+    ):
         programs = tuple(program.with_bodies(rewrite) for program in programs)
     if case.adds_apart:
         programs = tuple(_adding_apart(program, case) for program in programs)
@@ -166,9 +176,11 @@ def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
         return op if op.layer in case.wide_layers else op.but(dtype=case.products)
     if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
-        return op.but(size_bytes=round(op.size_bytes * case.sent_rows))
-    if case.reduces_narrow and op.dtype == "float32" and op.kind in _SUMS and op.axis != "tp":
-        return op.but(size_bytes=op.size_bytes // 2)
+        return op.but(size_bytes=round(op.size_bytes * case.sent_rows), is_exposed=not case.hides_exchanges)
+    if op.kind in _SUMS and op.axis not in (None, "tp"):
+        narrow = 2 if case.reduces_narrow and op.dtype == "float32" else 1
+        waits = case.waits_for_sums and op.axis in (REPLICAS, SHARDS, SAME)
+        return op.but(size_bytes=op.size_bytes // narrow, is_exposed=op.is_exposed or waits)
     return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
 
 
@@ -317,7 +329,8 @@ def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
     if layout is not None and not case.repeats_half:
         machine = min(case.machine.devices_per_node, layout.world_size)
     return (
-        _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.reduces_narrow, case.precision, case.products, case.wide_layers,
+        _ModelKey(case.model), machine, case.sent_rows, case.hides_exchanges, case.waits_for_sums, case.chunks, case.reduces_narrow,
+        case.precision, case.products, case.wide_layers,
         case.deterministic, case.repeats_half, case.is_lean, case.is_narrow, case.packs_states, case.compiles, case.offloads,
         case.updates, case.adds_apart, layout,
     )  # fmt: skip

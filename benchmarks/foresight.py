@@ -39,7 +39,7 @@ from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import calibrate, cross_validate
 from foresight_parts import Ratio, by_part, coverage, interval, own_factors, ratios, ratios_by_kind
-from foresight_tables import Table, as_document, as_lines, tables_of
+from foresight_tables import LEAST_OF_KIND, Table, as_document, as_lines, tables_of
 from foresight_workers import Workers
 from published_memory import TARGETS, is_reserved
 
@@ -246,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record["with_composed"]["cross_validated"] = with_composed
         if words.calibrate:
             record["calibrated"] = calibrate([row for row in rows if row["file"] not in record["composed"]], workers)
+    record["seconds"] = round(sum(os.times()[:4]))
     tables = tables_of(record)
     _print(record, tables, others)
     if words.json:
@@ -264,8 +265,6 @@ def _can_be_written(path: Path) -> bool:
     return not path.is_dir() and path.parent.is_dir() and os.access(place, os.W_OK)
 
 
-LEAST_OF_KIND = 30
-"""Rows of a class of machines from which on it has an interval."""
 LEAST_SOURCES = 5
 """Sources from which on that is made of its own rows: fewer say too little of how a new one differs."""
 _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a new source are to be expected, and were, of sources left out.

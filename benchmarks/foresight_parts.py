@@ -29,7 +29,7 @@ Ratio = tuple[str, float]
 """A source, and measured / predicted of one of its rows."""
 COVERED = 0.8
 """Part of the rows of a new source that an interval shall hold."""
-PARTS = tuple(0.6 + step / 40 for step in range(11))
+PARTS = tuple(0.6 + step / 80 for step in range(21))
 """Parts of a distribution that an interval may have so as to hold `COVERED`."""
 STRIPS = 2**14
 """Of two right angles, by which a distribution is summed up."""

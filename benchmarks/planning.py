@@ -1,6 +1,7 @@
 """Seconds of plans and simulations, beside their aims: one core, processor time, garbage and first prices included.
 
     python benchmarks/planning.py [--json FILE] [--only WORD]
+    python benchmarks/planning.py --before FOLDER --json FILE      another checkout and this one in turn; the less of two seconds each
 
 An aim is for an idle machine of today; the line of a plain loop says how fast this one is: about 0.4 s on such a machine. The megabytes are
 the most that the process has held so far: with --only they are those of one row.
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +26,10 @@ from samestep.wings.plan import search
 from samestep.wings.plan.simulation.simulate import predict
 
 H100 = "h100x8"
-JOB = Path(__file__).parent.parent / "jobs" / "default.toml"
+ROOT = Path(__file__).parent.parent
+JOB = ROOT / "jobs" / "default.toml"
+TURNS = 2
+"""Runs of each row in each of two checkouts, of which the shortest counts: load makes processor seconds longer, and never shorter."""
 
 
 def _job(name: str, sequence: int, batch: int) -> Job:
@@ -75,15 +82,38 @@ ROWS: dict[str, tuple[Callable[[], Callable[[], object]], float]] = {
 }
 
 
+def in_turn(before: Path, word: str) -> dict[str, dict[str, float]]:
+    """Return the processor seconds of each plan in another checkout and in this one, each row in a process of its own."""
+    found: dict[str, dict[str, float]] = {}
+    for name in (name for name in ROWS if name.startswith("plan") and word in name):
+        for _ in range(TURNS):
+            for place, folder in (("before", before), ("now", ROOT)):
+                took_s = _seconds_in(folder, name)
+                alike = found.setdefault(name, {})
+                alike[place] = min(took_s, alike.get(place, took_s))
+        print(f"{name:<52} {found[name]['before']:7.2f} s before {found[name]['now']:7.2f} s now", flush=True)
+    return found
+
+
+def _seconds_in(folder: Path, name: str) -> float:
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "row.json"
+        command = [sys.executable, str(folder / "benchmarks" / "planning.py"), "--only", name, "--json", str(file)]
+        environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        return json.loads(file.read_text(encoding="utf-8"))[name]["seconds"]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Time each row and print it."""
     parser = argparse.ArgumentParser(description="seconds of plans and simulations, beside their aims")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--only", default="", metavar="WORD", help="rows that have this word")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="compare with another checkout")
     words = parser.parse_args(arguments)
-    record: dict[str, dict[str, float]] = {}
+    record: dict[str, dict[str, float]] = in_turn(words.before, words.only) if words.before else {}
     for name, (make, aim_s) in ROWS.items():
-        if words.only not in name:
+        if words.before or words.only not in name:
             continue
         work = make()
         began = time.process_time()

@@ -45,7 +45,7 @@ from functools import lru_cache
 
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from composed import is_calculated
-from published_experts import sent_rows, with_experts
+from published_experts import hides_exchanges, sent_rows, with_experts
 from published_loops import (
     adapters_of,
     adds_apart,
@@ -61,7 +61,7 @@ from published_loops import (
     with_its_modules,
     with_its_windows,
 )
-from published_machines import as_tested, is_by_xla, is_late, is_tested, machine_of
+from published_machines import as_tested, graph_part, is_by_xla, is_late, is_tested, machine_of
 from published_memory import (
     TARGETS,
     is_out_of_memory,
@@ -128,10 +128,15 @@ class Case:
     """Sizes to try, where the row does not say; the last one is taken if none fits."""
     sent_rows: float
     """Part of the rows that leave for experts: one for all experts of a node, where a dispatcher sees to that."""
+    hides_exchanges: bool
+    """Whether rows leave for experts, and come back, beside the compute of another micro-batch."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     reduces_narrow: bool
     """Whether gradients are reduced in the dtype of the weights."""
+    waits_for_sums: bool
+    """Whether sums of gradients over replicas hide behind no compute: with a tensor cut, in one CUDA graph for the whole step. Four entries of two
+    rounds, on GB200 and GB300, show it; entries without a tensor cut, or without such a graph, hide theirs. No source says why."""
     precision: str
     deterministic: bool
     products: str
@@ -244,8 +249,10 @@ def case_of(row: Row) -> Case:
         recompute=recompute_of(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or recipe else _halves(per_rank),
         sent_rows=sent_rows(row, machine, decoder, ep),
+        hides_exchanges=hides_exchanges(row, decoder),
         chunks=CHUNKS if hides_sums(row, is_late=is_late(machine)) else 1,
         reduces_narrow=is_of_recipe(row) and is_late(machine),
+        waits_for_sums=tp > 1 and graph_part(row) == 1.0,
         precision=precision,
         deterministic="--deterministic-mode=true" in joined(row, "notes"),
         products=products,

@@ -150,8 +150,7 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
 
 def _with_software(machine: Hardware, row: Row) -> Hardware:
     """Make of a machine what the row's software makes of it."""
-    notes = joined(row, "notes")
-    covered = _in_graphs(notes)
+    covered = graph_part(row)
     if covered:
         machine = replace(
             machine, kernel_launch_s=machine.kernel_launch_s + covered * (GRAPH_LAUNCH_S - machine.kernel_launch_s)
@@ -201,8 +200,9 @@ def as_tested(row: Row, model: ModelSpec) -> ModelSpec:
     return replace(model, layers=tuple(layers))
 
 
-def _in_graphs(notes: str) -> float:
+def graph_part(row: Row) -> float:
     """Part of the host's work that CUDA graphs take over: all of it, or a quarter for each kind of module they hold."""
+    notes = joined(row, "notes")
     if re.search(
         r"full.cuda.graph=(?:1|true)|cuda.graph(?:.impl)?=(?:1|true|full_iteration|local)", notes, re.IGNORECASE
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -101,12 +102,66 @@ def intervals() -> str:
     return "\n".join(lines)
 
 
-def accuracy() -> str:
-    """Return the table of docs/foresight.md: the errors that the pages of predictions state, which `benchmarks/foresight.py` writes."""
-    text = " ".join((ROOT / "docs" / "reference" / "prediction-errors.md").read_text(encoding="utf-8").split())
-    source = re.findall(
+def _page() -> str:
+    """The page of errors by source, which `benchmarks/foresight.py` writes."""
+    return (ROOT / "docs" / "reference" / "prediction-errors.md").read_text(encoding="utf-8")
+
+
+def _of_new_source(text: str) -> tuple[str, str, str]:
+    """The mean error of a new source, the rows that show it, and the median over sources, from one line of text."""
+    return re.findall(
         r"expect an error of \*\*([\d.]+) %\*\*: the error of (\d+) rows.*?median error is \*\*([\d.]+) %", text
     )[0]
+
+
+def alike() -> str:
+    """Return the line of docs/plans.md on layouts that are nearly as fast, with the error of a new source."""
+    error, *_ = _of_new_source(" ".join(_page().split()))
+    return (
+        "If rows differ by less than 3 %, their order means little: predictions of the step time have a mean error of "
+        f"{error} % for a new source ([accuracy](foresight.md))."
+    )
+
+
+def aims() -> str:
+    """Return the table of docs/foresight.md with each aim, its figure, and whether it is reached."""
+    lines = _table_from("| figure | aim | is | reached |")
+    plans = json.loads((ROWS / "planning.json").read_text(encoding="utf-8"))
+    now, before = (sum(row[key] for row in plans.values()) for key in ("now", "before"))
+    aim = f"{before:.1f}, as before micro-batches of 64 and 128"
+    lines.append(f"| {len(plans)} plans, CPU seconds | {aim} | {now:.1f} | {'yes' if now <= before else 'no'} |")
+    return "\n".join(lines)
+
+
+def off_parts() -> str:
+    """Return the table of docs/foresight.md with the sources that are off most, and for how much of their step each part is busy."""
+    return "\n".join(_table_from("| busy for per cent of the step |"))
+
+
+def _table_from(head: str) -> list[str]:
+    """The lines of the table of errors by source whose first line begins so."""
+    lines = _page().splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith(head))
+    return list(itertools.takewhile(lambda line: line.startswith("|"), lines[first:]))
+
+
+def order() -> str:
+    """Return the lines of docs/foresight.md on the order of layouts: why no prediction reaches the aim of tau on these rows."""
+    text = " ".join(_page().split())
+    tau = re.findall(r"groups of layouts the order has tau ([\d.]+)\.", text)[0]
+    apart = re.findall(r"Over such pairs tau is ([\d.]+)\.", text)[0]
+    bound = re.findall(r"a prediction without error would have about ([\d.]+),", text)[0]
+    noise = round(100 * (1 - float(bound)))
+    return (
+        f"The tau of these rows is {tau}, and the aim of 0.75 cannot be reached on them. For {noise} % of the pairs of layouts the measured order is noise, "
+        f"so a prediction without error would have a tau of about {bound}.\nOver the pairs that their source tells apart, tau is {apart}."
+    )
+
+
+def accuracy() -> str:
+    """Return the table of docs/foresight.md: the errors that the pages of predictions state, which `benchmarks/foresight.py` writes."""
+    text = " ".join(_page().split())
+    source = _of_new_source(text)
     few = re.findall(r"\| 1 to 8 devices \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) ", text)[0]
     first = re.findall(r"a mean error of ([\d.]+) % and a median of ([\d.]+) % over (\d+) rows", text)[0]
     shipped = re.findall(r"is \*\*([\d.]+) %\*\* on average, with a median of ([\d.]+) %", text)[0]

@@ -511,6 +511,10 @@ TABLES = {
     "evidence": evidence.table,
     "intervals": evidence.intervals,
     "accuracy": evidence.accuracy,
+    "aims": evidence.aims,
+    "alike": evidence.alike,
+    "off_parts": evidence.off_parts,
+    "order": evidence.order,
 }
 
 

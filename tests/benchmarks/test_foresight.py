@@ -26,6 +26,7 @@ import forecast  # noqa: E402
 import foresight  # noqa: E402
 import foresight_fits  # noqa: E402
 import foresight_parts  # noqa: E402
+import foresight_tables  # noqa: E402
 import published  # noqa: E402
 import published_machines  # noqa: E402
 import published_models  # noqa: E402
@@ -461,6 +462,34 @@ def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
     for figure in found.values():
         assert figure["rows"] > 0
         assert set(figure) >= set(foresight_fits.CONSTANTS)
+
+
+def test_an_aim_is_reached_or_not(record: dict) -> None:
+    """Each aim has its figure, of any source; a class of machines with too few rows has none."""
+    each = [("few", 4, "", 10.0), ("nodes", 8, "LoRA", 30.0), ("nodes", 600, "", 13.0)]
+    fitted = {
+        "mlperf_6": {"each": each, "rows": 3, "mape": 15.5, "all_rows": 27, "all_mape": 14.5},
+        "other": {"each": [("nodes", 64, "", 14.0)], "rows": 1, "mape": 14.0, "all_rows": 0, "all_mape": None},
+    }
+    kinds = {
+        "all": {"time": {"rows": 500, "covered": 60.0, "covered_rows": 60.0}},
+        "few": {"time": {"rows": 30, "covered": 80.0, "covered_rows": 90.6}},
+        "nodes": {"time": {"rows": 29, "covered": 60.0, "covered_rows": 60.0}},
+    }
+    head, lines = foresight_tables.aims_table({**record, "cross_validated": fitted, "kinds": kinds, "seconds": 121})
+    found = {line[0]: (line[2], line[3]) for line in lines}
+    assert len(head) == len(lines[0])
+    assert found["1 to 8 devices, mean error, %"] == (20.0, "no")
+    assert found["LoRA, mean error, %"] == (30.0, "no")
+    assert "vision, mean error, %" not in found
+    assert found["MLPerf 6.0, 3 rows that take part, mean error, %"] == (15.5, "no")
+    assert found["MLPerf 6.0, all 27 rows, mean error, %"] == (14.5, "yes")
+    assert found["64 to 511 devices, mean error, %"] == (14.0, "no")
+    assert found["512 devices and more, mean error, %"] == (13.0, "yes")
+    assert found["parts of a node, time, covered by sources, %"] == (80.0, "yes")
+    assert found["parts of a node, time, covered by rows, %"] == (90.6, "no")
+    assert not any(name.startswith(("nodes", "all")) for name in found)
+    assert found["this record, CPU seconds"] == (121, "yes")
 
 
 def test_intervals_are_monitor_sources_that_had_no_part_in_them() -> None:

@@ -92,6 +92,19 @@ def test_a_source_that_is_aside_shows_the_others_nothing() -> None:
     assert every["a"]["products"] < measured["a"]["products"]
 
 
+def test_a_source_of_few_rows_more_is_predicted_whole_besides() -> None:
+    """Where a source has up to three times as many rows as take part, the error of all of them is there too; else it is left out."""
+    rows = timed_at(fits.MIDDLE, "a")
+    late = [{**row, "file": "b", "metric_step_time_s": repr(2 * float(row["metric_step_time_s"]))} for row in rows]
+    few, many = rows[:2] + late[:1], rows[:1] * 40
+    given = [*rows, *({**row, "file": "b"} for row in few), *({**row, "file": "c"} for row in many)]
+    found = fits.Fits(fits.strata(given, 2), Workers(given))
+    expected = [math.log(0.5) if row is late[0] else 0.0 for row in few]
+    assert found.all_ratios(fits.MIDDLE, "b") == pytest.approx(expected, abs=1e-6)
+    assert found.all_ratios(fits.MIDDLE, "c") == []
+    assert len(found.ratios(fits.MIDDLE, "b")) == 2
+
+
 def test_what_two_constants_change_is_nearly_what_each_changes() -> None:
     """All combinations of levels are weighed by what each constant changes alone."""
     rows = timed_at(fits.MIDDLE, "a")

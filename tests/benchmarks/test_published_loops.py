@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,58 @@ def test_dispatchers_spare_copies_of_rows_and_send_a_token_to_a_rank_once(said: 
     rows = sum(dealing.rows * dealing.width for dealing in layers[1].dispatches)
     assert layers[1].moved.elements - layers[0].moved.elements == spared * rows
     assert cases[0].sent_rows == pytest.approx(nodes_of_a_token(8, 8, 8, 4) / 8 if spared else 1.0)
+
+
+GRAPH, BESIDE = "cuda_graph_impl=full_iteration", "moe_a2a_overlap=True"
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "hides"),
+    [
+        ("Megatron-Bridge", f"{GRAPH}; {BESIDE}", True),
+        ("Megatron-Bridge", f"cuda_graph_impl=transformer_engine; cuda_graph_scope=['attn']; {BESIDE}", True),
+        ("Megatron-Bridge", BESIDE, False),  # the host starts all of it
+        ("Megatron-Bridge", GRAPH, False),
+        ("MLPerf Training v6.0", "full-iteration CUDA graph", True),
+        ("MLPerf Training v5.0", "full-iteration CUDA graph", False),
+    ],
+)
+def test_exchanges_hide_behind_another_microbatch_if_a_graph_starts_both(source: str, notes: str, hides: bool) -> None:
+    row = {**EXPERTS, "source": source, "global_batch": "256", "notes": notes}
+    case = published.case_of(row)
+    assert case.hides_exchanges is hides
+    assert not published.case_of({**row, "model": "Llama 3 8B", "ep": "", "notes": notes}).hides_exchanges
+    if hides:
+        seconds = [forecast.known(replace(case, hides_exchanges=one))[1].step_s(case.machine) for one in (True, False)]
+        assert 0.5 * seconds[1] < seconds[0] < 0.99 * seconds[1]
+
+
+def test_one_microbatch_has_no_other_one_to_hide_exchanges_behind() -> None:
+    row = {**EXPERTS, "source": "Megatron-Bridge", "notes": f"{GRAPH}; {BESIDE}"}
+    case = published.case_of(row)
+    (program,) = forecast.programs_for(case, "none")
+    exchanges = [op for ops in program.bodies.values() for op in ops if op.kind is OpKind.ALL_TO_ALL]
+    assert case.hides_exchanges
+    assert exchanges
+    assert all(op.is_exposed for op in exchanges)
+
+
+@pytest.mark.parametrize(
+    ("tp", "notes", "waits"), [("2", "FULL_CUDA_GRAPH=1", True), ("1", "FULL_CUDA_GRAPH=1", False), ("2", "", False)]
+)
+def test_sums_of_gradients_hide_unless_one_graph_has_a_tensor_cut_too(tp: str, notes: str, waits: bool) -> None:
+    row = {
+        **OF_AUTOMODEL, "source": "Megatron-LM", "model": "GPT", "n_layers": "4", "hidden": "1024", "heads": "8", "n_gpus": "8",
+        "tp": tp, "zero_stage": "1", "recompute": "none", "global_batch": "8", "notes": notes,
+    }  # fmt: skip
+    case = published.case_of(row)
+    (program,) = forecast.programs_for(case, "none")
+    sums = {OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE}
+    ops = [op for body in program.bodies.values() for op in body if op.axis == "dp_shard"]
+    assert {op.is_exposed for op in ops if op.kind in sums} == {waits}
+    assert not any(op.is_exposed for op in ops if op.kind is OpKind.ALL_GATHER)
+    seconds = [forecast.known(replace(case, waits_for_sums=one))[1].step_s(case.machine) for one in (True, False)]
+    assert seconds[0] > seconds[1]
 
 
 def test_what_has_no_optimizer_step_takes_no_time_for_an_update_or_a_loop() -> None:

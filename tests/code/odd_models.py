@@ -16,26 +16,14 @@ from samestep.errors import ModelError
 from tests.code.rows import Equal, Refused, learned
 from tests.laboratory import Code
 from tests.models import LENGTH, MODELS, VOCABULARY, Plain
+from tests.parts import Words
 
 WIDTH = 10
 
 
-class Language(nn.Module):
-    """Embedding, parts, head: [B, T] tokens to [B, T, V] logits. What is special about a model is how it calls its parts (`through`)."""
-
+class Language(Words):
     def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.parts = nn.ModuleList(kind() for kind in kinds)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.through(self.embed(input_ids), input_ids))
-
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
+        super().__init__(*kinds, width=WIDTH, entries=VOCABULARY)
 
 
 class Block(nn.Module):
@@ -89,9 +77,9 @@ def viewed(weight: Tensor) -> Tensor:
 class Repeated(Language):
     """Universal Transformer: one part used three times, another once."""
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def through(self, x: Tensor) -> Tensor:
         for index in (0, 1, 0, 0):
-            x = self.parts[index](x)
+            x = self.blocks[index](x)
         return x
 
 
@@ -114,7 +102,7 @@ class ReadOutside(Language):
         del self.head
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.through(self.embed(input_ids), input_ids) @ self.embed.weight.T
+        return self.through(self.embed(input_ids)) @ self.embed.weight.T
 
 
 class Empty(nn.Module):
@@ -124,10 +112,10 @@ class Empty(nn.Module):
         super().__init__()
         self.nothing = nn.Parameter(torch.randn(0, WIDTH))
         self.inner = Language(Block, Block, Block)
-        self.inner.parts[1].nothing = nn.Parameter(torch.randn(3, 0))
+        self.inner.blocks[1].nothing = nn.Parameter(torch.randn(3, 0))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids) + self.nothing.sum() + self.inner.parts[1].nothing.sum()
+        return self.inner(input_ids) + self.nothing.sum() + self.inner.blocks[1].nothing.sum()
 
 
 def twice_listed() -> nn.Module:
@@ -141,10 +129,10 @@ class NamedAtRoot(Language):
 
     def __init__(self) -> None:
         super().__init__(Block, Block, Block)
-        self.gain = self.parts[1].norm.weight
+        self.gain = self.blocks[1].norm.weight
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for part in self.parts:
+    def through(self, x: Tensor) -> Tensor:
+        for part in self.blocks:
             x = part(x) * self.gain
         return x
 
@@ -198,11 +186,11 @@ class Biased(Language):
         super().__init__(BiasedBlock, BiasedBlock, BiasedBlock)
         self.bias = nn.Embedding(VOCABULARY, WIDTH)
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        bias = self.bias(input_ids)
-        for part in self.parts:
-            x = part(x, bias)
-        return x
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, bias = self.embed(input_ids), self.bias(input_ids)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(x)
 
 
 class BiasedBlock(nn.Module):
@@ -233,8 +221,8 @@ class Nested(Language):
         super().__init__(*(lambda: nn.ModuleList([Block(), Block()]) for _ in range(2)))
         self.joins = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for stage, join in zip(self.parts, self.joins, strict=True):
+    def through(self, x: Tensor) -> Tensor:
+        for stage, join in zip(self.blocks, self.joins, strict=True):
             for block in stage:
                 x = block(x)
             x = join(x)
@@ -269,12 +257,12 @@ class EncoderDecoder(Language):
 
     def __init__(self) -> None:
         super().__init__()
-        del self.parts
+        del self.blocks
         self.encoder = nn.ModuleList(Block() for _ in range(2))
         self.middle = nn.LayerNorm(WIDTH)
         self.decoder = nn.ModuleList(CrossBlock() for _ in range(2))
 
-    def through(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def through(self, x: Tensor) -> Tensor:
         memory = x
         for block in self.encoder:
             memory = block(memory)
@@ -313,7 +301,7 @@ class Picking(nn.Module):
 
 def picking() -> nn.Module:
     model = Language(Picking, Picking)
-    model.tensor_plan = {"parts.*.even": "gather"}
+    model.tensor_plan = {"blocks.*.even": "gather"}
     return model
 
 
@@ -407,12 +395,12 @@ EQUAL = [
 ]
 REFUSED = [
     *(
-        Refused(f"dp=1 recompute={recompute}", "odd in_place", r"parts.0 writes into its own input.*Use .*recompute=none", ModelError)
+        Refused(f"dp=1 recompute={recompute}", "odd in_place", r"blocks.0 writes into its own input.*Use .*recompute=none", ModelError)
         for recompute in ("full", "selective")
     ),
     *(
         Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*Use one rank with microbatch=8")
         for layout in ("dp=1 microbatch=4", "dp=2 zero=3")
     ),
-    Refused("tp=2", "odd picking", r"at parts.0 depend on values.*Use a module of its own.*Use tp=1"),
+    Refused("tp=2", "odd picking", r"at blocks.0 depend on values.*Use a module of its own.*Use tp=1"),
 ]  # fmt: skip

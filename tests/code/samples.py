@@ -111,27 +111,6 @@ def minus_the_batch(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) - x.mean(0, keepdim=True)
 
 
-def deviation_of_the_batch(net: Language, x: Tensor) -> Tensor:
-    return net.mix(x) * x.std(0, unbiased=False).mean()
-
-
-def attention_between_samples(net: Language, x: Tensor) -> Tensor:
-    rows = x.transpose(0, 1)
-    return F.scaled_dot_product_attention(net.mix(rows), rows, rows).transpose(0, 1)
-
-
-def a_capacity(net: Language, x: Tensor) -> Tensor:
-    rows = x.reshape(-1, WIDTH)
-    kept = (rows.sum(-1) > 0).cumsum(0) <= 10**6
-    return (torch.tanh(net.mix(rows)) * kept[:, None]).view(x.shape)
-
-
-def best_of_the_batch(net: Language, x: Tensor) -> Tensor:
-    rows = net.mix(x).flatten(0, 1)
-    best = rows.sum(-1).topk(2).indices
-    return (rows + rows[best].sum(0)).view(x.shape)
-
-
 def the_first_sample_is_kept(net: Language, x: Tensor) -> Tensor:
     net.seen = x.detach()[0].square()  # to be looked at, and not to be computed with
     return net.mix(x).relu()
@@ -153,8 +132,7 @@ APART = [
     experts_by_masks, experts_by_order, its_own_last_token, repeated_samples, the_first_sample_is_kept, values_of_a_table,
 ]  # fmt: skip
 COUPLED = {
-    minus_the_batch: "mean", deviation_of_the_batch: "var|std", attention_between_samples: "attention", a_capacity: "cumsum",
-    best_of_the_batch: "topk", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
+    minus_the_batch: "mean", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
 }  # fmt: skip
 
 
@@ -262,26 +240,13 @@ def a_fixed_point(net: Language, x: Tensor) -> Tensor:
     return z
 
 
-def _until_near(net: Language, x: Tensor, is_near: Callable[[Tensor], Any]) -> Tensor:
-    """Iterate all samples until `is_near` of how far they have moved."""
+def until_no_one_moves(net: Language, x: Tensor) -> Tensor:
     z = torch.zeros_like(x)
     for _ in range(20):
         z, before = torch.tanh(0.2 * net.mix(z) + x), z
-        if is_near((z - before).detach()):
+        if not ((z - before).detach().norm(dim=-1) > 1e-2).any():
             break
     return z
-
-
-def until_all_are_close(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: torch.allclose(moved, torch.zeros_like(moved), atol=1e-2))
-
-
-def until_no_one_moves(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: not (moved.norm(dim=-1) > 1e-2).any())
-
-
-def until_zero_have_moved(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() > 1e-2).sum() == 0)
 
 
 def a_check_of_values(net: Language, x: Tensor) -> Tensor:
@@ -306,22 +271,6 @@ def samples_until_all_are_done(net: Language, x: Tensor) -> Tensor:
     return x
 
 
-def _each_until_near(net: Language, x: Tensor, is_end: Callable[[Tensor], Any]) -> Tensor:
-    """Iterate each sample until it moves little, and all until `is_end` of those that move."""
-    z, moves = torch.zeros_like(x), torch.ones(len(x), 1, 1, dtype=torch.bool, device=x.device)
-    for _ in range(20):
-        new = torch.tanh(0.2 * net.mix(z) + x)
-        moves = moves & ((new - z).detach().abs().amax((1, 2), keepdim=True) > 1e-3)
-        z = torch.where(moves, new, z)
-        if is_end(moves):
-            break
-    return z
-
-
-def samples_until_no_one_moves(net: Language, x: Tensor) -> Tensor:
-    return _each_until_near(net, x, lambda moves: not moves.any())
-
-
 def a_short_way_for_all(net: Language, x: Tensor) -> Tensor:
     is_small = x.detach().abs() < 2.0
     return net.mix(x) if is_small.all() else torch.where(is_small, net.mix(x), net.mix(x).clamp(max=9.0))
@@ -333,13 +282,11 @@ def those_that_are_picked(net: Language, x: Tensor) -> Tensor:
 
 
 ACTING = {
-    a_branch_near_a_value: "max", a_fixed_point: "norm", until_all_are_close: "allclose", until_no_one_moves: "any",
-    until_zero_have_moved: "sum",
+    a_branch_near_a_value: "max", a_fixed_point: "norm", until_no_one_moves: "any",
 }  # fmt: skip
 TRIED = [
     an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs,
-    a_check_of_values, a_number_that_is_noted, samples_until_all_are_done, samples_until_no_one_moves,
-    a_short_way_for_all, those_that_are_picked,
+    a_check_of_values, a_number_that_is_noted, samples_until_all_are_done, a_short_way_for_all, those_that_are_picked,
 ]  # fmt: skip
 FOUND = [a_count_of_samples]
 MIXING = {

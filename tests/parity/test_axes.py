@@ -184,7 +184,7 @@ def test_the_ledger_of_experts_holds_in_mixed_precision(layout: str, model: str)
 )
 def test_experts_that_cannot_be_are_refused_with_those_that_can(layout: str, model: str, says: str) -> None:
     with pytest.raises(LayoutError, match=says):
-        pool(2).run(observe, model, layout, clipped())
+        program_traced_in(layout, model)
 
 
 def test_the_loss_that_balances_experts_is_that_of_transformers() -> None:
@@ -201,9 +201,9 @@ def test_the_loss_that_balances_experts_is_that_of_transformers() -> None:
 
 def test_a_part_of_a_batch_cannot_be_balanced() -> None:
     with pytest.raises(LayoutError, match=r"microbatch=1: the loss that balances .*. Use microbatch=4"):
-        pool(2).run(observe, "mixtral_balanced", "dp=2 microbatch=1", clipped())
+        program_traced_in("dp=2 microbatch=1", "mixtral_balanced")
     with pytest.raises(LayoutError, match=r"pp=2: the loss that balances .*. Use pp=1"):
-        pool(2).run(observe, "mixtral_balanced", "pp=2", clipped())
+        program_traced_in("pp=2", "mixtral_balanced")
 
 
 # -- slices of sequences ---------------------------------------------------------------------------

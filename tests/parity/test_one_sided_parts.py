@@ -26,6 +26,7 @@ from samestep.layout import Layout
 from samestep.runtime.run import Run
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, traced_run
 from tests.models import OwnExperts
+from tests.parts import Residual
 from tests.pool import pool
 
 WIDTH = 6
@@ -48,17 +49,7 @@ class Kinds:
         return {"x": self.x[index].float(), "kind": kind, "labels": (self.x[index].sum() > 0).long()}
 
 
-class Part(nn.Module):
-    """A block: two linear layers and a norm, added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+Part = functools.partial(Residual, WIDTH, 2 * WIDTH, norm=True, bias=False)
 
 
 class Parts(nn.Module):

@@ -26,20 +26,35 @@ from tests.pool import pool
 _STEPS = 5
 
 
+def _assigned(code: Any, value: Tensor, *, is_trained: bool = True) -> None:
+    code.weight = nn.Parameter(value, requires_grad=is_trained)
+
+
 class Codebook(nn.Module):
-    """A linear layer whose outputs are rounded to the nearest code; codes follow the means of what is rounded to them."""
+    """A linear layer whose outputs are rounded to the nearest code; codes follow the means of what is rounded to them, or fade.
 
-    first, every, rounds_to_new, passes_gradients = 1, 1, True, False
+    From its `first` call on, and then in `every` so many, `put` places them in its embedding; what is rounded is so to the new codes or to
+    the old ones, and gradients pass to the codes or go by.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        put: Callable[[Any, Tensor], object] = _assigned,
+        first: int = 1,
+        every: int = 1,
+        *,
+        rounds_to_new: bool = True,
+        passes_gradients: bool = False,
+        fades: bool = False,
+    ) -> None:
         super().__init__()
         self.linear, self.code, self.calls = nn.Linear(4, 4), nn.Embedding(8, 4), 0
-
-    def put(self, value: Tensor) -> None:
-        self.code.weight = nn.Parameter(value)
+        self.put, self.first, self.every = put, first, every
+        self.rounds_to_new, self.passes_gradients, self.fades = rounds_to_new, passes_gradients, fades
 
     def value(self, z: Tensor, nearest: Tensor) -> Tensor:
-        return 0.9 * self.code.weight + 0.1 * nn.functional.one_hot(nearest, 8).to(z).T @ z
+        kept = 0.9 * self.code.weight
+        return kept if self.fades else kept + 0.1 * nn.functional.one_hot(nearest, 8).to(z).T @ z
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x)
@@ -49,47 +64,19 @@ class Codebook(nn.Module):
             self.calls += 1
             if self.calls >= self.first and self.calls % self.every == 0:
                 with torch.no_grad():
-                    self.put(self.value(z, nearest))
+                    self.put(self.code, self.value(z, nearest))
         if self.rounds_to_new:
             codes = self.code(nearest)
         return z + (codes if self.passes_gradients else (codes - z).detach())
 
 
-class Frozen(Codebook):
-    def put(self, value: Tensor) -> None:
-        self.code.weight = nn.Parameter(value, requires_grad=False)
+class Buffer(nn.Module):
+    """Codes in a buffer."""
 
-
-class Registered(Codebook):
-    def put(self, value: Tensor) -> None:
-        self.code.register_parameter("weight", nn.Parameter(value))
-
-
-class Direct(Codebook):
-    rounds_to_new = False
-
-    def put(self, value: Tensor) -> None:
-        self.code._parameters["weight"] = nn.Parameter(value)
-
-
-class Data(Codebook):
-    def put(self, value: Tensor) -> None:
-        self.code.weight.data = value
-
-
-class Sometimes(Codebook):
-    every = 2
-
-
-class Later(Codebook):
-    first = 3
-
-
-class Buffer(Codebook):
     def __init__(self) -> None:
         super().__init__()
+        self.linear = nn.Linear(4, 4)
         self.register_buffer("codes", torch.randn(8, 4))
-        self.code = nn.Identity()  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x)
@@ -97,29 +84,6 @@ class Buffer(Codebook):
         if self.training:
             self.codes = 0.9 * self.codes + 0.1 * nn.functional.one_hot(nearest, 8).to(z).T @ z.detach()
         return z + (self.codes[nearest] - z).detach()
-
-
-class Still(Codebook):
-    first = 10**6
-
-
-class Fading(Codebook):
-    """Codes that become smaller, whatever the samples are, so that every part of a batch has the same."""
-
-    def value(self, z: Tensor, nearest: Tensor) -> Tensor:
-        return 0.9 * self.code.weight
-
-
-class FadingLater(Fading):
-    first = 3
-
-
-class Trained(Codebook):
-    passes_gradients = True
-
-
-class TrainedBefore(Trained):
-    rounds_to_new = False
 
 
 class Tied(Codebook):
@@ -132,14 +96,31 @@ class Tied(Codebook):
         return super().forward(x) + 0 * self.head(x).sum()
 
 
-class Added(Codebook):
-    def put(self, value: Tensor) -> None:
-        self.code.register_parameter("more", nn.Parameter(value))
-
-
 class OtherModule(Codebook):
-    def put(self, value: Tensor) -> None:
-        self.code = nn.Embedding.from_pretrained(value, freeze=False)
+    def __init__(self) -> None:
+        super().__init__(lambda _, value: setattr(self, "code", nn.Embedding.from_pretrained(value, freeze=False)))
+
+
+_of = functools.partial(functools.partial, Codebook)
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "assigned": Codebook,
+    "frozen": _of(functools.partial(_assigned, is_trained=False)),
+    "registered": _of(lambda code, value: code.register_parameter("weight", nn.Parameter(value))),
+    "direct": _of(lambda code, value: code._parameters.update(weight=nn.Parameter(value)), rounds_to_new=False),
+    "data": _of(lambda code, value: setattr(code.weight, "data", value)),
+    "sometimes": _of(every=2),
+    "later": _of(first=3),
+    "buffer": Buffer,
+    "still": _of(first=10**6),
+    "fading": _of(fades=True),  # whatever the samples are, so that every part of a batch has the same
+    "fading later": _of(first=3, fades=True),
+    "trained": _of(passes_gradients=True),
+    "trained before": _of(passes_gradients=True, rounds_to_new=False),
+    "tied": Tied,
+    "added": _of(lambda code, value: code.register_parameter("more", nn.Parameter(value))),
+    "other module": OtherModule,
+}
+REPLACING = [*BUILDS][:8]
 
 
 def _between(model: nn.Module, step: int, place: str) -> None:
@@ -151,10 +132,10 @@ def _between(model: nn.Module, step: int, place: str) -> None:
         layer.weight = nn.Parameter(layer.weight.detach().clone() * 0.5)
 
 
-def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) -> tuple[Run, nn.Module]:
+def _pair(build: str, layout: str, rank: int = 0, world: int = 1) -> tuple[Run, nn.Module]:
     """Return a run, and a plain model with the same values."""
     torch.manual_seed(1)
-    model = build().to(torch.float64)
+    model = BUILDS[build]().to(torch.float64)
     job = job_of(steps=_STEPS, optimizer={"options": {}})
     source = optimizer_source(_sgd, None)
     return run_from(Source(model, samestep.building.loss.mse, source), layout, job, rank, world), copy.deepcopy(model)
@@ -163,9 +144,7 @@ def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) ->
 _sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def _compared(
-    rank: int, world: int, build: type[nn.Module], layout: str, place: str, folder: str
-) -> tuple[float, float, float]:
+def _compared(rank: int, world: int, build: str, layout: str, place: str, folder: str) -> tuple[float, float, float]:
     """Return the largest differences from a plain loop, in losses and in what is gathered, and of the latter after a resume."""
     run, plain = _pair(build, layout, rank, world)
     optimizer, loss_error = _sgd([*plain.parameters()]), 0.0
@@ -188,25 +167,25 @@ def _compared(
     return loss_error, *(max(float((one[n] - wanted[n]).abs().max()) for n in wanted) for one in (whole, resumed))
 
 
-@pytest.mark.parametrize("build", [Codebook, Frozen, Registered, Direct, Data, Sometimes, Later, Buffer])
-def test_a_forward_that_replaces_a_weight_is_that_of_a_plain_loop(build: type[nn.Module], tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", REPLACING)
+def test_a_forward_that_replaces_a_weight_is_that_of_a_plain_loop(build: str, tmp_path: Path) -> None:
     assert max(_compared(0, 1, build, "dp=1", "", str(tmp_path))) < 1e-9
 
 
 def test_a_loop_that_replaces_a_weight_between_steps_is_a_plain_one(tmp_path: Path) -> None:
-    assert max(_compared(0, 1, Still, "dp=1", "code", str(tmp_path))) < 1e-9
+    assert max(_compared(0, 1, "still", "dp=1", "code", str(tmp_path))) < 1e-9
 
 
-@pytest.mark.parametrize(("build", "layout"), [(Fading, "dp=2"), (Fading, "dp=2 zero=1"), (Still, "dp=2 zero=1")])
+@pytest.mark.parametrize(("build", "layout"), [("fading", "dp=2"), ("fading", "dp=2 zero=1"), ("still", "dp=2 zero=1")])
 def test_what_is_the_same_for_every_part_of_a_batch_is_put_on_every_rank(
-    build: type[nn.Module], layout: str, tmp_path: Path
+    build: str, layout: str, tmp_path: Path
 ) -> None:
-    place = "code" if build is Still else ""
+    place = "code" if build == "still" else ""
     found = pool(2).run(_compared, build, layout, place, str(tmp_path))
     assert max(max(errors) for errors in found) < 1e-9
 
 
-def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: str) -> tuple[int, str]:
+def _refused(rank: int, world: int, build: str, layout: str, place: str) -> tuple[int, str]:
     """Return the number of steps that were taken until one was refused, and why it was."""
     run, _ = _pair(build, layout, rank, world)
     for batch in samestep.batches(Points(40), run.job):
@@ -222,17 +201,17 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
 @pytest.mark.parametrize(
     ("build", "layout", "place", "taken", "why"),
     [
-        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
-        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
-        (Still, "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
-        (Tied, "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
-        (Added, "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),
-        (OtherModule, "dp=1", "", 0, "code was replaced by another module"),
-        (FadingLater, "dp=2", "", 2, "the place of code.weight, and dp=2 divides the batch"),
-        (FadingLater, "dp=2 zero=2", "", 2, "writes into the weight code.weight, and under zero=2 into a copy"),
-        (FadingLater, "dp=2 zero=3", "", 2, "writes into the weight code.weight, and under zero=3 into a copy"),
+        ("trained", "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
+        ("trained before", "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
+        ("still", "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
+        ("tied", "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
+        ("added", "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),
+        ("other module", "dp=1", "", 0, "code was replaced by another module"),
+        ("fading later", "dp=2", "", 2, "the place of code.weight, and dp=2 divides the batch"),
+        ("fading later", "dp=2 zero=2", "", 2, "writes into the weight code.weight, and under zero=2 into a copy"),
+        ("fading later", "dp=2 zero=3", "", 2, "writes into the weight code.weight, and under zero=3 into a copy"),
         (
-            Still,
+            "still",
             "dp=2 zero=3",
             "code",
             2,
@@ -241,7 +220,7 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
     ],
 )
 def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
-    build: type[nn.Module], layout: str, place: str, taken: int, why: str
+    build: str, layout: str, place: str, taken: int, why: str
 ) -> None:
     ranks = Layout(layout).world_size
     told = pool(ranks).run(_refused, build, layout, place) if ranks > 1 else [_refused(0, 1, build, layout, place)]
@@ -252,7 +231,7 @@ def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
 
 
 def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> None:
-    run, _ = _pair(Still, "dp=1")
+    run, _ = _pair("still", "dp=1")
     stream = samestep.batches(Points(40), run.job)
     run.step(next(stream))
     changes: list[Callable[[Any], object]] = [

@@ -66,32 +66,19 @@ class Buffer(Linear):
 
 
 class Attribute(Linear):
-    first: Any = 0
+    """A count in an attribute of any kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[], Any] = int) -> None:
         super().__init__()
-        self.count = self.first
+        self.count = first()
 
     def factor(self) -> Any:
         return float(np.sum(list(self.count.values()) if isinstance(self.count, dict) else np.asarray(self.count)))
 
 
-class Deque(Attribute):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = collections.deque([0.0], maxlen=3)
-
-
-class Table(Attribute):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = {"steps": 0, (1, "b"): 0.5}
-
-
-class Array(Attribute):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = np.zeros(2)
+DEQUE = functools.partial(Attribute, lambda: collections.deque([0.0], maxlen=3))
+TABLE = functools.partial(Attribute, lambda: {"steps": 0, (1, "b"): 0.5})
+ARRAY = functools.partial(Attribute, lambda: np.zeros(2))
 
 
 class TensorAttribute(Linear):
@@ -110,24 +97,6 @@ class Own:
         self.count = 0
 
 
-class Extra(Linear):
-    """State in an object that only `get_extra_state` knows how to save."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = Own()
-
-    def factor(self) -> Any:
-        return self.own.count
-
-    def get_extra_state(self) -> Any:
-        return {"count": self.own.count, "as a tensor": torch.tensor([self.own.count])}
-
-    def set_extra_state(self, state: Any) -> None:
-        assert int(state["as a tensor"]) == state["count"]
-        self.own.count = state["count"]
-
-
 class OwnObject(Linear):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +104,17 @@ class OwnObject(Linear):
 
     def factor(self) -> Any:
         return self.own.count
+
+
+class Extra(OwnObject):
+    """State in an object that only `get_extra_state` knows how to save."""
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.own.count, "as a tensor": torch.tensor([self.own.count])}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert int(state["as a tensor"]) == state["count"]
+        self.own.count = state["count"]
 
 
 class Teacher(nn.Module):
@@ -147,10 +127,6 @@ class Teacher(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.student(x)) + 0.5 * self.teacher(x)
-
-
-def teaching() -> nn.Module:
-    return Net(Teacher)
 
 
 # -- what the user's loop does after a step ---------------------------------------------------------
@@ -181,14 +157,14 @@ def raise_counts(run: Run) -> None:
     for module in run.model.modules():
         if isinstance(module, Buffer | TensorAttribute):
             module.count += 1
-        elif isinstance(module, Deque):
+        elif isinstance(module, OwnObject):
+            module.own.count += 1
+        elif isinstance(module, Attribute) and isinstance(module.count, collections.deque):
             module.count.append(module.count[-1] + 1)
-        elif isinstance(module, Table):
+        elif isinstance(module, Attribute) and isinstance(module.count, dict):
             module.count["steps"] += 1
         elif isinstance(module, Attribute):
             module.count = module.count + 1
-        elif isinstance(module, Extra | OwnObject):
-            module.own.count += 1
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -253,14 +229,6 @@ def schedule_free(named: list[tuple[str, Tensor]]) -> Optimizer:
     return ScheduleFree([{"params": first}, {"params": rest, "lr": 0.05}])
 
 
-def with_tensors(named: list[tuple[str, Tensor]]) -> Optimizer:
-    return WithTensors([tensor for _, tensor in named])
-
-
-def with_object(named: list[tuple[str, Tensor]]) -> Optimizer:
-    return WithObject([tensor for _, tensor in named])
-
-
 # -- cases -----------------------------------------------------------------------------------------
 
 
@@ -274,31 +242,35 @@ class Case:
     is_refused: bool = False
 
 
-def plainly() -> nn.Module:
-    return Net(Linear)
-
-
 def _of(*blocks: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Net(*blocks)
 
 
 CASES = {
-    "sgd": Case(plainly),
-    "schedule-free": Case(plainly, optimizer=schedule_free),
-    "schedule-free, stages": Case(plainly, optimizer=schedule_free, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")),
-    "tensors in groups": Case(plainly, optimizer=with_tensors, layouts=("dp=2 zero=1", "dp=2 zero=2")),
-    "teacher": Case(teaching, follow, layouts=("dp=2", "dp=2 zero=3")),
-    "teacher by .data": Case(teaching, follow_by_data),
-    "teacher, sharded": Case(teaching, follow, layouts=("dp=2 zero=3", "dp=2 zero=1")),
+    "sgd": Case(_of(Linear)),
+    "schedule-free": Case(_of(Linear), optimizer=schedule_free),
+    "schedule-free, stages": Case(
+        _of(Linear), optimizer=schedule_free, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")
+    ),
+    "tensors in groups": Case(
+        _of(Linear),
+        optimizer=lambda named: WithTensors([tensor for _, tensor in named]),
+        layouts=("dp=2 zero=1", "dp=2 zero=2"),
+    ),
+    "teacher": Case(_of(Teacher), follow, layouts=("dp=2", "dp=2 zero=3")),
+    "teacher by .data": Case(_of(Teacher), follow_by_data),
+    "teacher, sharded": Case(_of(Teacher), follow, layouts=("dp=2 zero=3", "dp=2 zero=1")),
     "buffers": Case(
         _of(Buffer, lambda: Buffer(False)), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")
     ),
-    "attributes": Case(_of(Attribute, Deque, Table, Array), raise_counts),
+    "attributes": Case(_of(Attribute, DEQUE, TABLE, ARRAY), raise_counts),
     "attributes of stages": Case(
-        _of(Extra, TensorAttribute, Attribute, Deque), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=2")
+        _of(Extra, TensorAttribute, Attribute, DEQUE), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=2")
     ),
     "own object": Case(_of(OwnObject), raise_counts, is_refused=True),
-    "option of its own class": Case(plainly, optimizer=with_object, is_refused=True),
+    "option of its own class": Case(
+        _of(Linear), optimizer=lambda named: WithObject([tensor for _, tensor in named]), is_refused=True
+    ),
 }
 
 
