@@ -171,7 +171,7 @@ _NOTHING: Any = SimpleNamespace(ops=tuple, exchange=(), tasks=(Task(UPDATE_BODY,
 
 def cost(rounds: int = 12) -> dict[str, float]:
     """Return the seconds that a step and each kind of record take, all that follows from them included, while nothing else is done."""
-    recorder, many = StepRecorder(StepObserver(), Job(), torch.device("cpu"), 0), 400
+    recorder, nobody, many = StepRecorder(Job(), torch.device("cpu"), 0), StepObserver(), 400
     work = SimpleNamespace(wait=lambda: None)
 
     def collective() -> None:
@@ -184,7 +184,7 @@ def cost(rounds: int = 12) -> dict[str, float]:
             pass
 
     def task() -> None:
-        with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64)):
+        with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64), nobody):
             pass
 
     def seconds(body: Callable[[], None], times: int) -> float:

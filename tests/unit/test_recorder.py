@@ -360,14 +360,14 @@ def collective() -> None:
 
 
 def test_what_follows_from_the_records_of_a_step_is_linear() -> None:
-    recorder = StepRecorder(StepObserver(), Job(), torch.device("cpu"), 0)
+    recorder = StepRecorder(Job(), torch.device("cpu"), 0)
     nothing: Any = SimpleNamespace(ops=tuple, exchange=(), tasks=(Task(UPDATE_BODY, 0),))
     step: Any = functools.partial(recorder.taking, program=nothing, module=nn.Module(), spec=nothing, held=dict)
 
     def one_step(number: int) -> None:
         with step(recorder.step + 1):
             for _ in range(number):
-                with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64)):
+                with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64), StepObserver()):
                     collective()
         with step(recorder.step + 1):  # reads the one before
             pass

@@ -284,14 +284,14 @@ def run_forward(
         DiffersError: it fails, at the module that the error names.
     """
     watch = ForwardTracer(model, {}, keeps_all=keeps_all, analysis=recorder, answers=answers, has_backward=False)
-    recorder.styles, recorder.looking = styles, looking
+    modules, recorder.styles, recorder.looking = watch.modules, styles, looking
     try:
         watch_forward(model, sample, samples_traced(model), watch, value_of, "it")
     except DiffersError:
         raise
     except NeedsValuesError:
-        raise DiffersError(f"{watch.where} reads values of the part that a rank has", watch.where) from None
+        raise DiffersError(f"{modules.where} reads values of the part that a rank has", modules.where) from None
     except InputError as error:
         reason = str(error).removeprefix("it cannot be traced: ")
-        raise DiffersError(f"with the shapes of a rank {reason}", watch.where, watch.modules.innermost) from None
+        raise DiffersError(f"with the shapes of a rank {reason}", modules.where, modules.innermost) from None
     return watch.looks

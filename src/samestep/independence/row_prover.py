@@ -56,7 +56,7 @@ class Prover(Analysis):
     @property
     def where(self) -> str:
         """Path of the module whose code runs."""
-        return self.tracer.where or "the model itself"
+        return self.tracer.modules.where or "the model itself"
 
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule and does not run on drawn values."""

@@ -92,10 +92,6 @@ class Decider:
     """Whether the device decides on other steps, which overlook what is written unseen."""
     _decision: Decision | None = None
 
-    def wrote_unseen(self, device: torch.device) -> bool | Tensor:
-        """Return whether the backwards of the step wrote weights as no count of torch shows, where that matters; on the device (float64 [])."""
-        return self.is_exception and self.updater.live.was_written_unseen(device)
-
     def reading(self, sums: Tensor) -> Reading:
         """Return what the host reads of summed scalars: these, 1 where no update is launched and gradients are not multiplied, and 1 if weights
         were written since the last update. Send the gradients to an optimizer on the host, where it is given them before.

@@ -81,13 +81,15 @@ class Interpreter:
                 samples = microbatches.shares[task.microbatch]
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
-                with self.guards.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
+                recording = self.guards.recorder.running(task, samples, self.guards.observer)
+                with recording, store.running(task, counts=counts, left_out=left_out):
                     if not store.gave_up:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.is_tried = True  # where the model ends
-        again = functools.partial(microbatches.samples_again, 0)
-        self.guards.check_generators(self.assembly, self.step, again)
+        if generator := self.guards.generators.moved():
+            again = functools.partial(microbatches.samples_again, 0)
+            self.guards.refuse_generator(generator, self.assembly, self.step, again)
         if self.of.is_apart:  # the loop's code runs before the update
             self.guards.generators.leave()
         self.data_wait_s = microbatches.wait_s

@@ -109,8 +109,8 @@ class Run(RunInParts):
         self.ended: StepReport | None = None
         """The report of a loop that had ended before this process began, which takes no step more."""
         self._own = held_assembly_of(job)(source, layout, job, place, averages)
-        self.recorder = StepRecorder(observer, job, place.device, place.rank)
-        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
+        self.recorder = StepRecorder(job, place.device, place.rank)
+        self._stepper = Stepper(self._own, observer, self.recorder, owns_weights=owns_weights)
         self._losses = OtherLosses(self._stepper, self._own)
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
@@ -182,7 +182,7 @@ class Run(RunInParts):
                 f'"{self.job.numerics.precision}" of the job. Use "bf16" or "fp16" there, without it',
             )
         values, step = batch, self.steps_taken if method == "step" else self._step_of(batch)
-        read = self.batch_of(batch, f"run.{method}", local=local, step=step)
+        read = self._batches.of(batch, f"run.{method}", step, local=local)
         self._note_values(values, step)
         if read.step + 1 < self.steps_taken:
             raise DataError(
@@ -227,15 +227,15 @@ class Run(RunInParts):
         with self._computing():
             return self._stepper.forward_backward(batch)
 
-    def batch_of(self, values: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
-        """Return the batch of the next step, or of another one, from an argument of a method of this run.
+    def batch_of(self, values: Any, method: str, *, local: bool = False) -> StepBatch:
+        """Return the batch of the next step from an argument of a method of this run.
 
         Collective over the world if it is not a batch of `samestep.batches`, see [Note: collective calls].
 
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
-        return self._batches.of(values, method, self.steps_taken if step is None else step, local=local)
+        return self._batches.of(values, method, self.steps_taken, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
         """Return the batch of the loss: labels that are aligned with the inputs are shifted by one token.

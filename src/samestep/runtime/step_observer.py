@@ -1,10 +1,9 @@
-"""The interfaces of a step: its batch, its scalars, and its observers, the one seam for proofs and for recorders of spans.
+"""The interfaces of a step: its batch, its scalars, and its observers, the one seam for proofs and profilers.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
                    in a forward:   observer.dropout_mode()
 step               observer.agreed(scalars)                                     after the step's one all_reduce
-                   observer.asked_to_record(step)                               where a signal has asked some rank for it
                    with observer.running(update, none): ...                     unless the step is skipped
 ```
 
@@ -102,11 +101,6 @@ class StepObserver:
 
     def agreed(self, scalars: StepScalars) -> None:
         """Receive the step's scalars, equal on all ranks, before the weights are updated."""
-
-    def asked_to_record(self, step: int) -> str:
-        """Learn that some rank was asked to record steps; all ranks learn it of the same step, counted from 1. Return what will be
-        recorded, as a line of the log."""
-        return ""
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]

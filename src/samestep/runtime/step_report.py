@@ -96,12 +96,6 @@ class StepReport(_Late):
             return object.__getattribute__(self, name)
 
 
-def forget_peak(device: torch.device) -> None:
-    """Let peaks count from now on, where the device keeps them."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peaks_of(device: torch.device) -> tuple[int, int | None]:
     """Return the peak bytes allocated on a GPU, and those that torch's allocator has taken from it; on a CPU the peak resident bytes of
     this process, and None, since nobody counts the others.

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.device_decides import Deciders, StepState
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
@@ -37,8 +38,9 @@ from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL, Closure, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import Indices, StepBatch, StepNumbers, StepObserver, StepScalars, flag_slots
-from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
+from samestep.runtime.step_report import StepReport, peaks_of
 from samestep.state.snapshot import KeptValues
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -47,12 +49,14 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, assemblies: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
+    def __init__(
+        self, assemblies: HeldAssembly, observer: StepObserver, recorder: StepRecorder, *, owns_weights: bool
+    ) -> None:
         """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
         self._own, self._owns_weights = assemblies, owns_weights
         self.job, self.place = assemblies.job, assemblies.place
         self.steps_taken = 0
-        self.guards = StepGuards(assemblies, observer)
+        self.guards = StepGuards(assemblies, observer, recorder)
         self.refusals = self.guards.refusals
         self._deciders = Deciders(assemblies, self.guards.spikes)
         self.progress = Progress.BETWEEN
@@ -97,7 +101,8 @@ class Stepper:
         """
         assembly = self.held
         if self.progress is Progress.BETWEEN:
-            self.guards.take_over(assembly, batch, inside=False)
+            for reason in assembly.model.replaced.take_over(inside=False):  # what the loop has put in place of weights
+                self.guards.refuse_state(batch, reason)
         self.guards.find_loss(assembly, batch)
         self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
@@ -159,7 +164,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         began = time.perf_counter()
-        forget_peak(self.place.device)
+        if self.place.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
         assembly = self.held
         self.guards.begin_step(assembly, batch)
@@ -181,7 +187,8 @@ class Stepper:
             )
             least = self.refusals.watch.least_count(names)
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads, least=least)
-            sums = self._agree(scalars, decider.wrote_unseen(self.place.device))
+            unseen = decider.is_exception and decider.updater.live.was_written_unseen(self.place.device)
+            sums = self._agree(scalars, unseen)
         return OpenStep(
             batch=batch,
             began_s=began,
@@ -204,9 +211,11 @@ class Stepper:
         """
         summed = self._sums_of(opened)
         numbers = StepNumbers.of(summed, opened.numerator)
-        again = functools.partial(self.forward_backward, of=opened.of)
-        note = self.guards.note_of(numbers, self.held, opened.batch, again)
-        if not note and self.guards.spikes.acts and not opened.of.is_apart:
+        note = ""
+        if not numbers.are_finite:
+            again = functools.partial(self.forward_backward, of=opened.of)
+            note = self.guards.note_of(numbers, self.held, opened.batch, again)
+        elif self.guards.spikes.acts and not opened.of.is_apart:
             note = self.guards.spikes.judge(numbers.loss)
         return ReadStep(opened, summed, numbers, note)
 
@@ -218,18 +227,22 @@ class Stepper:
         Raises:
             NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
         """
-        opened, numbers = read.opened, read.numbers
-        skipped = self._is_skipped(read)
+        opened, numbers, weights = read.opened, read.numbers, self.held.weights
+        updater, number = weights.updater, opened.batch.step + 1
+        is_scaled = updater.loss_scale.scale > 1.0
+        if skipped := self.guards.skipped.judge(number, read.note, numbers, is_scaled=is_scaled):
+            opened.running_buffers.restore()
+        else:
+            self.used.updated(is_first=not self._deciders.num_updates)
+            self._deciders.num_updates += 1
         if part is not ALL:  # whose own updates count
-            weights = self.held.weights
-            opened.lr_factor = weights.updater.rates.factors(weights.lr_factor, opened.batch.step)
-        updater = self.held.weights.updater
+            opened.lr_factor = updater.rates.factors(weights.lr_factor, opened.batch.step)
         if opened.state is not StepState.LAUNCHED:
             updater.unused = self.used.agreed if unused is None else unused
             self._update_weights(read, part, skipped=skipped)
         if math.isfinite(numbers.loss):
             updater.loss_scale.after(overflowed=not numbers.are_finite, has_moves=self._own.is_apart)
-        self.steps_taken = max(self.steps_taken, opened.batch.step + 1) if opened.of.is_apart else opened.batch.step + 1
+        self.steps_taken = max(self.steps_taken, number) if opened.of.is_apart else number
         return self.report(read, part, skipped=skipped)
 
     def _update_weights(self, read: ReadStep, part: UpdatedPart, *, skipped: bool) -> None:
@@ -318,27 +331,11 @@ class Stepper:
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.observer.agreed(summed)
-        if summed.flags[StepFlag.RECORD] and (line := self.guards.observer.asked_to_record(batch.step + 1)):
+        if summed.flags[StepFlag.RECORD] and (line := self.guards.recorder.asked_to_record(batch.step + 1)):
             self.refusals.remark(line)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
-
-    def _is_skipped(self, read: ReadStep) -> bool:
-        """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
-
-        Raises:
-            NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
-        """
-        is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
-        step = read.opened.batch.step + 1
-        skipped = self.guards.skipped.judge(step, read.note, read.numbers, is_scaled=is_scaled)
-        if skipped:
-            read.opened.running_buffers.restore()
-        else:
-            self.used.updated(is_first=not self._deciders.num_updates)
-            self._deciders.num_updates += 1
-        return skipped
 
     def report(self, read: ReadStep, part: UpdatedPart = ALL, *, skipped: bool = False) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
@@ -370,16 +367,17 @@ class Stepper:
     def _own_scalars(self, batch: StepBatch, of: StepBackward) -> Tensor:
         """Run the forwards and backwards; return this rank's share of loss, count and squared norm, and its uses of weights."""
         totals = self.forward_backward(batch, of)
-        assembly = self.held
-        weights = assembly.weights
+        weights = self.held.weights
         without = weights.store.without_gradient()
         uses = self.used.note({name: without[name] for name in without if name in (of.names or without)})
-        if reason := self.used.unproven():
+        if self.used.cut_by and (reason := self.used.unproven()):
             self.guards.refuse_state(batch, reason)
-        self.guards.refuse_lost_writes(assembly, batch)
+        for name in weights.store.lost_writes():
+            self.guards.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
         updater = weights.updater
         norm_squared = weights.store.norm_squared(of.names)
-        norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
+        if updater.loss_scale.scale > 1.0:
+            norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
         weights.store.take_back()
         if totals.numel() == 2:  # the loss reports nothing
             return torch.cat([totals, norm_squared.view(1), uses])
@@ -402,9 +400,10 @@ class Stepper:
             raise
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = current.weights.store.gave_up
-        self.guards.take_over(current, batch, inside=True)
+        for reason in current.model.replaced.take_over(inside=True):  # what the forward has
+            self.guards.refuse_state(batch, reason)
         current.weights.store.settle()
-        for line in current.model.compiled.news():
+        for line in current.model.compiled.news() if self.job.run.compile != "none" else ():
             self.refusals.remark(line)
         return totals
 
@@ -425,11 +424,13 @@ class Stepper:
     def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Let code of the optimizer change this rank's weights, and make them visible to the next forward."""
         weights = assembly.weights
-        with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self.guards.generators.settle()
+        guards, task = self.guards, assembly.parallel.program.tasks[-1]
+        with guards.recorder.running(task, _NO_SAMPLES, guards.observer):
+            guards.generators.settle()
             update()
-            self.guards.check_generators(assembly, self.steps_taken + 1)
-            self.guards.generators.leave()  # to the loop
+            if generator := guards.generators.moved():
+                guards.refuse_generator(generator, assembly, self.steps_taken + 1)
+            guards.generators.leave()  # to the loop
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()

@@ -443,26 +443,23 @@ def put_items(container: Any, items: Any) -> None:
         container.extend(items)
 
 
-class ModelState:
-    """The values of a model's buffers, attributes and variables."""
+class ModelState(KeptValues):
+    """The values of a model's buffers, attributes and variables, which it may have again for a while."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._values = KeptValues(model, weights=False)
-        self._is_restored = False
+    _is_restored = False
 
     @property
     def generators(self) -> list[Any]:
         """The generators that a module or a variable holds."""
-        return [generator for generator, _ in self._values.before.generators]
+        return [generator for generator, _ in self.before.generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give the model the values it had, inside; afterwards give it back what it holds now, or inside another such context nothing."""
-        now = None if self._is_restored else KeptValues(self._model, weights=False)
+        now = None if self._is_restored else KeptValues(self._root, weights=False)
         is_inner, self._is_restored = self._is_restored, True
         try:
-            self._values.restore(generators=False)
+            self.restore(generators=False)
             with _unheard():
                 yield
         finally:

@@ -254,7 +254,13 @@ def _join_calls(
         block = block_of(path, containers)
         last = layers[-1] if layers else None
         begins = has_weights and (call in begin or (is_fine and block is None))
-        joins = last is not None and (_goes_on(last, block, path, call) or _joins(last, block, has_weights))
+        joins = False
+        if last is not None:
+            # Another part of the block that runs; the same part again begins a layer.
+            is_part = block is not None and last.block == block and path not in last.called
+            goes_on = is_part and bool(last.again) == (call != path)
+            # One of its kind, or a block before an activation.
+            joins = goes_on or ((block is None) != last.is_block and not (block and has_weights))
         if block in first_of and not has_weights:
             layer = first_of[block]
         elif last is not None and joins and not begins:
@@ -273,16 +279,6 @@ def _join_calls(
         elif len(modules.of[path]) == 1:
             layer.modules.append(path)
     return layers
-
-
-def _goes_on(last: Layer, block: str | None, path: str, call: str) -> bool:
-    """Return whether a call is another part of the block that runs; the same part again begins a layer."""
-    return block is not None and last.block == block and path not in last.called and bool(last.again) == (call != path)
-
-
-def _joins(last: Layer, block: str | None, has_weights: bool) -> bool:
-    """Return whether a call joins the layer before: one of its kind, or a block before an activation."""
-    return (block is None) != last.is_block and not (block and has_weights)
 
 
 def block_of(path: str, containers: Iterable[str]) -> str | None:

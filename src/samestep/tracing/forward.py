@@ -192,15 +192,10 @@ class ForwardTracer(DispatchMode):
             self.picked.path = self.picked.path or self.modules.innermost
             if any(tensor.numel() == 0 for tensor in results):
                 self.picked.has_none = True
-                self.looks.unseen.setdefault(self.where)
+                self.looks.unseen.setdefault(self.modules.where)
             if not self.modules.is_inside:
                 self.looks.varies_within = False
                 self.flow_recorder.pick()
-
-    @property
-    def where(self) -> str:
-        """Path of the module whose code runs; empty for the model itself."""
-        return self.modules.where
 
     def _run(self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta device, and on the values where they are known.
@@ -239,7 +234,7 @@ class ForwardTracer(DispatchMode):
         """Return what a look at these tensors is answered, and record it."""
         self.analysis.looks(seen)
         self.looks.vary_at(self.modules.innermost)
-        return self.looks.answer(self.where, find)
+        return self.looks.answer(self.modules.where, find)
 
     def _run_on_values(self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of an operation of which nobody has said what shape they have without values.
@@ -280,7 +275,7 @@ class ForwardTracer(DispatchMode):
         self._look([lengths])
         self.looks.vary_at(self.modules.innermost)
         self.looks.varies_within = False
-        self.looks.modules.setdefault(self.where)
+        self.looks.modules.setdefault(self.modules.where)
         is_known = self.values.knows(tensor)
         padded = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
         rows, sizes = func(padded, self.values.of(lengths), *rest)

@@ -305,7 +305,7 @@ class Recorder(Analysis):
 
     def ran(self, op: Executed) -> Any:
         """Record an operation."""
-        self.record(op.func, self.tracer.where, op.args, op.kwargs, op.outcome)
+        self.record(op.func, self.tracer.modules.where, op.args, op.kwargs, op.outcome)
         return op.outcome
 
     def enter(self, path: str, part: nn.Module, given: Any) -> None:
@@ -327,24 +327,24 @@ class Recorder(Analysis):
 
     def looks(self, seen: Sequence[Tensor]) -> None:
         """Record a look at values."""
-        self.record(LOOKED, self.tracer.where, tuple(seen), {}, ())
+        self.record(LOOKED, self.tracer.modules.where, tuple(seen), {}, ())
 
     def branches(self) -> None:
         """Note the module whose code may branch."""
-        self.branching.add(self.tracer.where)
+        self.branching.add(self.tracer.modules.where)
 
     def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Record an attention."""
-        self.record("attention", self.tracer.where, tuple(call), {}, output)
+        self.record("attention", self.tracer.modules.where, tuple(call), {}, output)
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function."""
-        self.record("function", self.tracer.where, (function, *args), named, outcome)
+        self.record("function", self.tracer.modules.where, (function, *args), named, outcome)
 
     def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Record a hook on gradients, and its operations."""
         with disable_current_modes():
-            where, key = self.tracer.where, self.tracer.key
+            where, key = self.tracer.modules.where, self.tracer.key
             gradients = [torch.empty_like(tensor, requires_grad=False) for tensor in given]
             for gradient in gradients:
                 key(gradient)  # alive, so that no other storage has the same number

@@ -199,10 +199,6 @@ class WatchedStep(StepObserver):
             return make
         return functools.partial(RouteMode, routes=self.again.routes, own=tokens_of_first, replays=False)
 
-    def asked_to_record(self, step: int) -> str:
-        """Pass the request on."""
-        return self._inner.asked_to_record(step)
-
     def agreed(self, scalars: StepScalars) -> None:
         """Run the micro-batch again, before the weights change, unless the step is not finite.
 

@@ -135,7 +135,7 @@ class Repeat(NamedSamples):
         super().__init__(assembly, batch)
         self._weights = weights
         self._measure = measure
-        self.state = ModelState(assembly.model.module)
+        self.state = ModelState(assembly.model.module, weights=False)
         self.routes: Routes = {}
         """The experts that the step chose, if they are to be chosen again."""
         self._loss_of_user, self._seed = loss, seed

@@ -6,9 +6,9 @@ begin   ─► begin_step     what the loop has changed since the last step; sam
 tasks   ─► observer       that of the run, in a watched step by way of `WatchedStep`
         ─► generators     random numbers
         ─► trials         the loss, calls of torch.distributed
-        ─► take_over, refuse_lost_writes     weights that code replaces or writes
 agree   ─► refusals       one flag of the step's all_reduce
-decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked; a spike
+decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked
+        ─► spikes         a loss far above those before
         ─► skipped        whether it is skipped
 ```
 The table in the head of this room lists what each of them finds, and what it costs. Which steps are watched:
@@ -40,7 +40,6 @@ from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import WatchedStep, WatchRecord
 from samestep.runtime.guards.cut_operations import OF_STAGES, CutOperations, SeenOperations
@@ -54,6 +53,7 @@ from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
 from samestep.runtime.guards.unusual_steps import MASKED, SkippedSteps, SpikeWatch
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepBatch, StepNumbers, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.state.snapshot import KeptValues
@@ -122,10 +122,12 @@ def _kind_of(node: type) -> tuple[str, str]:
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, assemblies: HeldAssembly, observer: StepObserver) -> None:
+    def __init__(self, assemblies: HeldAssembly, observer: StepObserver, recorder: StepRecorder) -> None:
         """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
         """What sees the steps: in a watched step the one that watches it, which passes on what it hears."""
+        self.recorder = recorder
+        """What records where the time of steps goes."""
         self.refusals = Refusals(assemblies.job.run)
         self.skipped = SkippedSteps(assemblies.job.numerics)
         self.spikes = SpikeWatch(assemblies.job.numerics)
@@ -328,13 +330,13 @@ class StepGuards:
             if reason := NamedSamples(assembly, batch).refusal(is_split=is_parted):
                 self.refusals.add("data", "data-differs", reason)
 
-    def check_generators(self, assembly: Assembly, step: int, samples: Callable[[], Any] | None = None) -> None:
-        """Refuse a step, counted from 1, if a generator has moved since they settled: in its forwards and backwards, some of which
-        `samples` returns; or without them in its update.
+    def refuse_generator(
+        self, generator: str, assembly: Assembly, step: int, samples: Callable[[], Any] | None = None
+    ) -> None:
+        """Refuse a step, counted from 1, since a generator has moved: in its forwards and backwards, some of which `samples` returns; or
+        without them in its update.
         """
-        generator, layout, model = self.generators.moved(), self._own.layout, assembly.model.module
-        if not generator:
-            return
+        layout, model = self._own.layout, assembly.model.module
         if samples is None:
             reason = refusal("the optimizer", generator)
             if layout.world_size == 1:  # other layouts refuse it by their own rule
@@ -356,27 +358,14 @@ class StepGuards:
     def note_of(
         self, numbers: StepNumbers, assembly: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
     ) -> str:
-        """Return why the numbers of a step are unusual; empty where they are not.
+        """Return why the numbers of a step are not finite: nothing counts, or `again`, which runs the forwards and backwards once more,
+        shows the first module at fault.
 
-        Where they are not finite, `again` runs the forwards and backwards once more, to find the first module at fault. Collective
-        over the world then, see [Note: collective calls].
+        Collective over the world, see [Note: collective calls].
         """
         if numbers.is_masked:
             return MASKED
-        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(assembly, lambda: again(batch)[0], batch)
-
-    def take_over(self, assembly: Assembly, batch: StepBatch, *, inside: bool) -> None:
-        """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.
-
-        `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
-        """
-        for reason in assembly.model.replaced.take_over(inside=inside):
-            self.refuse_state(batch, reason)
-
-    def refuse_lost_writes(self, assembly: Assembly, batch: StepBatch) -> None:
-        """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
-        for name in assembly.weights.store.lost_writes():
-            self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
+        return nonfinite.cause_of_nonfinite(assembly, lambda: again(batch)[0], batch)
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""

@@ -60,8 +60,6 @@ class LossScale:
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
         """
-        if self.scale <= 1.0:
-            return norm_squared
         counted = [piece for piece in pieces if names is None or piece.name in names]
         gradients = [gradient for piece in counted if (gradient := piece.gradient()).numel()]
         if not gradients:

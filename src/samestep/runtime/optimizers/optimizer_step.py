@@ -173,7 +173,8 @@ class Updater:
     def step(self, factor: float, *, were_sent: bool = False, part: UpdatedPart = ALL) -> None:
         """Multiply the gradients by `factor`, unless they `were_sent` multiplied, and update the pieces of a part."""
         self.factor = factor
-        sent, pieces = self.offload.take(), self.pieces_of(part)
+        pieces = self.pieces_of(part)
+        sent, self.offload.sent = self.offload.sent, None
         if self.optimizer is None or not pieces:
             return
         with torch.set_grad_enabled(False):
@@ -284,7 +285,8 @@ class Offload:
 
     values: Sequence[Tensor]
     """The master values of a rank's pieces."""
-    _sent: list[Tensor] | None = None
+    sent: list[Tensor] | None = None
+    """The gradients that were sent for this step; None if none were."""
 
     def is_apart(self, device: torch.device) -> bool:
         """Return whether the optimizer works on the host, while this device, a GPU, computes the gradients."""
@@ -292,16 +294,11 @@ class Offload:
 
     def send(self, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of a step, which are there once the host has read a number that it asks for later."""
-        self._sent = host_copies.send_to_values(gradients, self.values)
-
-    def take(self) -> list[Tensor] | None:
-        """Return the gradients that were sent for this step; None if none were."""
-        sent, self._sent = self._sent, None
-        return sent
+        self.sent = host_copies.send_to_values(gradients, self.values)
 
     def forget(self) -> None:
         """Drop gradients that were sent for a step that is skipped."""
-        self._sent = None
+        self.sent = None
 
 
 _NUM_UPDATES = "num_updates"

@@ -69,6 +69,8 @@ class UsedWeights:
     """The trained weights of which this rank holds a part."""
     index: int = 0
     """The index of this rank's model among those that are trained apart."""
+    cut_by: str = ""
+    """The word of an axis that cuts the model, if one does."""
     asleep: Unused | None = None
     """The weights that no step of this process has used, which have no state yet; None before the first update."""
     _known: _Known = field(default_factory=_Known)
@@ -78,14 +80,17 @@ class UsedWeights:
     @classmethod
     def of(cls, program: Program, mesh: Mesh, model: ModelSpec, index: int) -> UsedWeights:
         """Return the agreement about the weights of a program; `model` is the uncut model, at this index of those that are trained apart."""
+        layout = program.step.layout
+        axes = {**layout.model_axes, "pp": layout.pp}
         return cls(
             program=program,
             names=[p.name for p in model.params if p.trainable and p.numel],
             unsure=program.step.unsure,
-            world=mesh.groups["world"] if program.step.layout.world_size > 1 else None,
+            world=mesh.groups["world"] if layout.world_size > 1 else None,
             device=mesh.device,
             held=frozenset(p.name for p in program.step.model.params if p.trainable and p.numel),
             index=index,
+            cut_by=next((word for word, degree in axes.items() if degree > 1), ""),
         )
 
     def note(self, without: Mapping[str, bool]) -> Tensor:
@@ -125,16 +130,12 @@ class UsedWeights:
         return self._expected[1]
 
     def unproven(self) -> str:
-        """Return why this rank's uses of weights are not those of one device; empty if nothing shows it."""
-        layout = self.program.step.layout
-        word = next((word for word, degree in {**layout.model_axes, "pp": layout.pp}.items() if degree > 1), "")
-        if not word:
-            return ""
+        """Return why this rank's uses of weights of a model that is cut are not those of one device; empty if nothing shows it."""
         used = self.held - self._known.own
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
-            f"the loss depends on {name}, and did not when the model was traced, so samestep does not know how {word} shards its use. "
-            f"Use {word}=1, or add 0 * weight.sum() to the output, so that each sample uses the weight. If `run.backward` is "
+            f"the loss depends on {name}, and did not when the model was traced, so samestep does not know how {self.cut_by} shards its use. "
+            f"Use {self.cut_by}=1, or add 0 * weight.sum() to the output, so that each sample uses the weight. If `run.backward` is "
             "given another loss than `parallelize`, give `parallelize` a loss with the terms of both"
         )
 

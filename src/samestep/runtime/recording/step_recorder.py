@@ -43,7 +43,7 @@ from samestep.runtime.recording.record_window import (
     sent_ops,
 )
 from samestep.runtime.recording.sums import StepSums, sums_of
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, StepObserver
 
 _AROUND_LAYERS = {
     "F": "forward:between layers",
@@ -159,12 +159,11 @@ class _RunningTask:
         return None if self._inner is None else self._inner.__exit__(*error)
 
 
-class StepRecorder(StepObserver):
-    """Records the steps of a run on one rank; what it observes, the observer that it is given observes too."""
+class StepRecorder:
+    """Records the steps of a run on one rank."""
 
-    def __init__(self, inner: StepObserver, job: Job, device: torch.device, rank: int) -> None:
-        self._inner, self._job, self.device, self.rank = inner, job, device, rank
-        self.is_proof, self.hears_scalars = inner.is_proof, inner.hears_scalars
+    def __init__(self, job: Job, device: torch.device, rank: int) -> None:
+        self._job, self.device, self.rank = job, device, rank
         self._clock = clock_of(device)
         self.now: Callable[[], Stamp] = self._clock.now
         self._open: _OpenStep | None = None
@@ -184,8 +183,6 @@ class StepRecorder(StepObserver):
         self._newest: _OpenStep | RecordedStep | None = None
         """The newest step whose times are known."""
         self._sums = StepSums()
-        self._sees_tasks = type(inner).running is not StepObserver.running
-        """Whether the observer that it is given does something around tasks."""
 
     # -- what the run calls ------------------------------------------------------------------------
 
@@ -199,9 +196,10 @@ class StepRecorder(StepObserver):
         )
 
     def asked_to_record(self, step: int) -> str:
-        """Record the steps after the next one, unless some of them are recorded anyway; return the line of the log.
+        """Record the steps after the next one, since a signal has asked some rank for it, unless some of them are recorded anyway; return the
+        line of the log.
 
-        A rank may learn of it while it begins the next step, so that all ranks can record the one after that.
+        All ranks learn it of the same step, counted from 1. A rank may learn of it while it begins the next step, so that all ranks can record the one after that.
         """
         steps = range(step + 2, step + 2 + ASKED_STEPS)
         if any(window.overlaps(steps) for window in self._windows):
@@ -261,20 +259,13 @@ class StepRecorder(StepObserver):
 
     # -- what is observed --------------------------------------------------------------------------
 
-    def dropout_mode(self) -> MakeMode | None:
-        """Return the factory of the observer that it is given."""
-        return self._inner.dropout_mode()
-
-    def agreed(self, scalars: StepScalars) -> None:
-        """Pass the scalars on."""
-        self._inner.agreed(scalars)
-
-    def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
-        """Note when a task begins and ends."""
+    def running(self, task: Task, samples: Indices, observer: StepObserver) -> AbstractContextManager[None]:
+        """Note when a task begins and ends, within what an observer does around it."""
         opened = self._open
         if opened is None or opened.end is not None:
-            return self._inner.running(task, samples)
-        return _RunningTask(self, self._inner.running(task, samples) if self._sees_tasks else None, task, opened)
+            return observer.running(task, samples)
+        sees_tasks = type(observer).running is not StepObserver.running
+        return _RunningTask(self, observer.running(task, samples) if sees_tasks else None, task, opened)
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
