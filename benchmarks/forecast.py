@@ -16,7 +16,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import memory_use
 from samestep.models.spec import ModelSpec
-from samestep.program.holding import REPLICAS, SHARDS
+from samestep.program.holding import REPLICATE, SHARDS
 from samestep.program.ops import BYTES_OF, COPIES, UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -179,7 +179,7 @@ def _in_its_numerics(op: Op, case: Case) -> Op:
         return op.but(size_bytes=round(op.size_bytes * case.sent_rows), is_exposed=not case.hides_exchanges)
     if op.kind in _SUMS and op.axis not in (None, "tp"):
         narrow = 2 if case.reduces_narrow and op.dtype == "float32" else 1
-        waits = case.waits_for_sums and op.axis in (REPLICAS, SHARDS, SAME)
+        waits = case.waits_for_sums and op.axis in (REPLICATE, SHARDS, SAME)
         return op.but(size_bytes=op.size_bytes // narrow, is_exposed=op.is_exposed or waits)
     return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
 
