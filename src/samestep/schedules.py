@@ -326,7 +326,7 @@ def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tu
                     yield (
                         action,
                         follower,
-                        "Use the weight gradients of the first chunk as the last action: those of later chunks are reduced first",
+                        "Use the weight gradients of the first chunk as the last action: later chunks are reduced first",
                     )
 
 
