@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.runtime.run import Run
 from tests.code.rows import Remarked, equal, refused, unproven
-from tests.code.vectors import WIDTH, Net, Pairs, allowing, code, loss
+from tests.code.vectors import WIDTH, Net, Pairs, allowing, code, loss, nets
 
 
 class LateDropout(Net):
@@ -49,14 +49,6 @@ def raised(run: Run) -> None:
             module.drop_rate = 0.3
 
 
-class OwnGenerator(Net):
-    """Noise that is no random number: a function of the features."""
-
-    def between(self, h: Tensor) -> Tensor:
-        noise = torch.sin(h.detach() * 1e4)
-        return h + 0.1 * noise
-
-
 class Reseeded(Net):
     """A constant that is drawn in the first forward, and puts the generator back."""
 
@@ -70,35 +62,13 @@ class Reseeded(Net):
         return h @ torch.from_numpy(self.basis).to(h)
 
 
-class Aten(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return torch.ops.aten.dropout(h, 0.3, self.training)
-
-
 def _drop(h: Tensor) -> Tensor:
     return F.dropout(h, 0.3, True)
-
-
-class Scripted(Net):
-    """Dropout in a scripted function, which no function mode sees."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return _SCRIPTED(h)
 
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of one class or another, by version
     _SCRIPTED = torch.jit.script(_drop)
-
-
-class NumpyNoise(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return h * float(np.random.uniform(0.5, 1.5))
-
-
-class PythonNoise(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return h if random.random() < 0.5 else 2 * h
 
 
 class NoisyGradient(torch.autograd.Function):
@@ -111,11 +81,6 @@ class NoisyGradient(torch.autograd.Function):
         return grad + 0.1 * torch.empty_like(grad).normal_()
 
 
-class BackwardNoise(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return NoisyGradient.apply(h)
-
-
 class NoiseAfterWarmUp(Net):
     """Noise in later steps alone, as exploration has it."""
 
@@ -125,30 +90,10 @@ class NoiseAfterWarmUp(Net):
         return h + self.scale * torch.randn_like(h) if self.scale else h
 
 
-class Drawn(Net):
-    """Several draws for each sample, as rows of one tensor: whether those of a sample are side by side shows at their use."""
-
-    def between(self, h: Tensor) -> Tensor:
-        noise = torch.randn(3 * len(h), h.shape[1], dtype=h.dtype)
-        return torch.tanh(h + noise.view(3, len(h), -1)).mean(0)
-
-
 class DrawnInParts(Net):
     def between(self, h: Tensor) -> Tensor:
         first, second = torch.rand(2 * len(h), h.shape[1], dtype=h.dtype).chunk(2)
         return h * first + torch.tanh(h) * second
-
-
-class DrawnForCopies(Net):
-    def between(self, h: Tensor) -> Tensor:
-        copies = h.repeat(2, 1) + torch.randn(2 * len(h), h.shape[1], dtype=h.dtype)
-        return torch.tanh(copies).view(2, len(h), -1).sum(0)
-
-
-class DrawnSideBySide(Net):
-    def between(self, h: Tensor) -> Tensor:
-        noise = torch.randn(len(h) * 3, h.shape[1], dtype=h.dtype)
-        return torch.tanh(h[:, None] + noise.view(len(h), 3, -1)).mean(1)
 
 
 def noisy(run: Run) -> None:
@@ -209,6 +154,23 @@ def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return NoisySGD([tensor for _, tensor in named], lr=0.3)
 
 
+def rows_drawn(times: int, h: Tensor) -> Tensor:
+    return torch.randn(times * len(h), h.shape[1], dtype=h.dtype)
+
+
+NETS = nets(
+    # Several draws for each sample, as rows of one tensor: whether those of a sample are side by side shows at their use.
+    Drawn=lambda _, h: torch.tanh(h + rows_drawn(3, h).view(3, len(h), -1)).mean(0),
+    DrawnForCopies=lambda _, h: torch.tanh(h.repeat(2, 1) + rows_drawn(2, h)).view(2, len(h), -1).sum(0),
+    DrawnSideBySide=lambda _, h: torch.tanh(h[:, None] + rows_drawn(3, h).view(len(h), 3, -1)).mean(1),
+    # Noise that is no random number: a function of the features.
+    OwnGenerator=lambda _, h: h + 0.1 * torch.sin(h.detach() * 1e4),
+    Aten=lambda net, h: torch.ops.aten.dropout(h, 0.3, net.training),
+    Scripted=lambda _, h: _SCRIPTED(h),  # dropout in a scripted function, which no function mode sees
+    NumpyNoise=lambda _, h: h * float(np.random.uniform(0.5, 1.5)),
+    PythonNoise=lambda _, h: h if random.random() < 0.5 else 2 * h,
+    BackwardNoise=lambda _, h: NoisyGradient.apply(h),
+)
 _OWN = functools.partial(OwnNoise, tokens=False)
 _LATE_PYTHON = code(PythonNoiseAfterWarmUp, "warmed up", each=noisy)
 _WARM = code(NoiseAfterWarmUp, "warmed up", each=noisy)
@@ -216,23 +178,23 @@ _NOISY_SGD = code(Net, "with noise in the optimizer", optimizer=noisy_sgd)
 EQUAL = [
     *equal(code(LateDropout, "raised", each=raised), "dp=1 microbatch=2"),
     *equal(code(LateRate, "raised", each=raised), "dp=2"),
-    *(row for build in (OwnGenerator, Reseeded) for row in equal(code(build), "dp=2 zero=3 microbatch=1")),
-    *equal(code(Drawn), "dp=2"),
+    *(row for build in (NETS["OwnGenerator"], Reseeded) for row in equal(code(build), "dp=2 zero=3 microbatch=1")),
+    *equal(code(NETS["Drawn"]), "dp=2"),
     *(
         row
-        for build in (DrawnInParts, DrawnForCopies, DrawnSideBySide)
+        for build in (DrawnInParts, NETS["DrawnForCopies"], NETS["DrawnSideBySide"])
         for row in equal(code(build), "dp=1 microbatch=2")
     ),
     *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), "dp=2"),
 ]
 REFUSED = [
-    *unproven("step 1: .*the forward draws .* torch", "random", code(Aten), "dp=1"),
-    *unproven("step 1: .*the forward draws .* torch", "random", code(Scripted), "dp=2"),
-    *unproven("step 1: .*the forward draws .* numpy", "random", code(NumpyNoise), "dp=2"),
-    *unproven("step 1: .*the forward draws .* Python", "random", code(PythonNoise), "dp=1"),
+    *unproven("step 1: .*the forward draws .* torch", "random", code(NETS["Aten"]), "dp=1"),
+    *unproven("step 1: .*the forward draws .* torch", "random", code(NETS["Scripted"]), "dp=2"),
+    *unproven("step 1: .*the forward draws .* numpy", "random", code(NETS["NumpyNoise"]), "dp=2"),
+    *unproven("step 1: .*the forward draws .* Python", "random", code(NETS["PythonNoise"]), "dp=1"),
     *unproven("step 1: .*the forward draws .* Python", "random", code(MultipleOf624), "dp=1"),
-    *unproven("step 1: .*a backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
-    *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
+    *unproven("step 1: .*a backward draws .* torch", "random", code(NETS["BackwardNoise"]), "dp=1"),
+    *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(NETS["BackwardNoise"]), "dp=2"),
     *unproven("step 2: .*the forward draws", "random", _WARM, "dp=2"),
     *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=2 microbatch=1"),
     *unproven("a loss or a backward draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=2"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samestep.runtime.run import Run
 from tests.code.rows import Equal, Remarked, equal, refused, unproven
-from tests.code.vectors import LENGTH, WIDTH, Blocks, Embedded, Net, Pairs, allowing, code
+from tests.code.vectors import LENGTH, WIDTH, Blocks, Embedded, Net, Pairs, allowing, code, nets
 from tests.laboratory import job_of
 
 
@@ -241,13 +241,6 @@ class CallsInNamespace(Net):
         return h * (1 + 0.1 * TALLY.calls)
 
 
-class CallsOfHelper(Net):
-    """The number of calls in a deque that a function in front of the class is given, in the order of the calls."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h * note(RECENT)
-
-
 class CallsOfObject(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -425,13 +418,6 @@ class OneBuffer(Pairs):
         return self.buffer.copy_(self.x[index]), self.y[index]
 
 
-class ByNumber(Net):
-    """The number of samples in a micro-batch is a number of the forward."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h / len(h)
-
-
 # Legal in every layout: what is written is a cache, or read by nobody.
 
 
@@ -474,13 +460,6 @@ class CachesOutside(Net):
         if key not in TABLES:
             TABLES[key] = torch.arange(h.shape[-1], device=h.device, dtype=h.dtype).sin()
         return h * TABLES[key] + table_of(h.shape[-1]).to(h)
-
-
-class StochasticDepth(Net):
-    """A mask with a row for each sample, drawn from ones."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h + h.tanh() * F.dropout(torch.ones(len(h), 1, dtype=h.dtype, device=h.device), 0.4, self.training)
 
 
 class FilledBuffer(Net):
@@ -558,16 +537,27 @@ def mean(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs, batch[1]), 1
 
 
+NETS = nets(
+    # The number of calls in a deque that a function in front of the class is given, in the order of the calls.
+    CallsOfHelper=lambda _, h: h * note(RECENT),
+    # The number of samples in a micro-batch is a number of the forward.
+    ByNumber=lambda _, h: h / len(h),
+    # A mask with a row for each sample, drawn from ones.
+    StochasticDepth=lambda net, h: h + h.tanh() * F.dropout(h.new_ones(len(h), 1), 0.4, net.training),
+)
 _LATE = {
     build: code(build, "later", each=late)
     for build in (Late, LateWrite, LateWriteOfData, LateWriteOfItsOwn, LateForkedNoise, LateOwnNoise)
 }
 _WORDS: dict[str, Any] = {"data": functools.partial(PaddedWords, True), "loss": loss_of_words}
 _MEAN_OF_WORDS, _MEAN_OF_PADDING = code(MeanOverWords, **_WORDS), code(MeanOverPadding, **_WORDS)
-_BY_NUMBER = [code(ByNumber), code(ByNumber, "unwatched", job=job_of(steps=3, train={"watch_every": 0}))]
+_BY_NUMBER = [
+    code(NETS["ByNumber"]),
+    code(NETS["ByNumber"], "unwatched", job=job_of(steps=3, train={"watch_every": 0})),
+]
 _ONE_BUFFER = code(Net, "of one buffer", data=functools.partial(OneBuffer, tokens=False))
 _MEAN = code(Net, "with a mean as the loss", loss=mean)
-STATELESS = (Rotary, FilledBuffer, Noting, CountingAlone, Scratch, CachesOutside, StochasticDepth)
+STATELESS = (Rotary, FilledBuffer, Noting, CountingAlone, Scratch, CachesOutside, NETS["StochasticDepth"])
 RESTORED = (SpectralBlocks, CountingBuffer, Calls)
 """State of modules that does not depend on the samples, which is put back for each micro-batch."""
 STATISTICS = (OwnMean, OwnMeanByData, ReplacedMean, DataInit)
@@ -577,7 +567,7 @@ OUTSIDE = {
     CallsInDefault: "calls",
     counting_in_closure: "calls around",
     CallsInNamespace: "TALLY",
-    CallsOfHelper: "RECENT",
+    NETS["CallsOfHelper"]: "RECENT",
     CallsOfObject: "SCORES",
     CallsInSlots: "tally",
     CallsInFunction: "note.calls",

@@ -38,15 +38,23 @@ class Pairs:
 class Net(nn.Module):
     """Two linear layers around what a case does to the features between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: Callable[[Any, Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+        self.up, self.down, self.how = nn.Linear(WIDTH, 8), nn.Linear(8, 3), how
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.between(self.up(x))))
 
     def between(self, h: Tensor) -> Tensor:
-        return h
+        return h if self.how is None else self.how(self, h)
+
+
+def nets(**kinds: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
+    """Return the build functions of networks by name, each of which does something to the features."""
+    made = {name: functools.partial(Net, how) for name, how in kinds.items()}
+    for name, build in made.items():
+        build.__name__ = name  # type: ignore[attr-defined]
+    return made
 
 
 class Blocks(Words):

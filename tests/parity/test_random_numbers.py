@@ -20,7 +20,7 @@ from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.errors import InputError, ModelError
 from samestep.layout import Layout
-from tests.code.vectors import JOB, VOCABULARY, WIDTH, Blocks, Net, Pairs, code
+from tests.code.vectors import JOB, VOCABULARY, WIDTH, Blocks, Net, Pairs, code, nets
 from tests.laboratory import make_run, prove, prove_refused, source_of
 from tests.pool import pool
 
@@ -87,13 +87,6 @@ class Distributions(Net):
         return h + torch.bernoulli(torch.full_like(h, 0.3)) + torch.randint_like(h, 3) + torch.rand_like(h)
 
 
-class Behind(Net):
-    """Numbers drawn where dropout is drawn too, and in evaluation without it."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return F.dropout(h, 0.3, self.training) + 0.1 * torch.randn_like(h)
-
-
 class TwoViews(Net):
     """Two views of each sample side by side in one batch."""
 
@@ -101,13 +94,6 @@ class TwoViews(Net):
         both = torch.cat([h, 2 * h])
         both = both + torch.randn_like(both)
         return both[: len(h)] * both[len(h) :]
-
-
-class Mixup(Net):
-    """Each sample mixed with another one of the batch."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h + 0.3 * h[torch.randperm(len(h))]
 
 
 class OtherRows(Net):
@@ -118,16 +104,6 @@ class OtherRows(Net):
         return h + torch.cat([noise[: len(h)], noise[len(h) :]], 1)
 
 
-class Counted(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return h * torch.poisson(h.detach().abs())
-
-
-class OwnGenerator(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1), dtype=h.dtype)
-
-
 class Seeded(Net):
     """The same numbers at every step: constants of the code."""
 
@@ -135,14 +111,6 @@ class Seeded(Net):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return h + torch.randn(8, dtype=h.dtype)
-
-
-class Mixed(Net):
-    """A share for each sample, as mixup draws it."""
-
-    def between(self, h: Tensor) -> Tensor:
-        share = Beta(0.4, 0.4).sample((len(h), 1)).to(h)
-        return share * h
 
 
 def noisy_loss(outputs: Any, batch: Any) -> Any:
@@ -217,10 +185,18 @@ class Recurrent(Blocks):
         return self.head(self.lstm(self.embed(input_ids).transpose(0, 1))[0].transpose(0, 1))
 
 
+NETS = nets(
+    # Numbers drawn where dropout is drawn too, and in evaluation without it.
+    Behind=lambda net, h: F.dropout(h, 0.3, net.training) + 0.1 * torch.randn_like(h),
+    Mixup=lambda _, h: h + 0.3 * h[torch.randperm(len(h))],  # each sample mixed with another one of the batch
+    Counted=lambda _, h: h * torch.poisson(h.detach().abs()),
+    OwnGenerator=lambda _, h: h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1), dtype=h.dtype),
+    Mixed=lambda _, h: Beta(0.4, 0.4).sample((len(h), 1)).to(h) * h,  # a share for each sample, as mixup draws it
+)
 ON_AXES = (
     "pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble", "tp=2", "cp=2", "dp=2 zero=3 recompute=full microbatch=2",
 )  # fmt: skip
-EQUAL = [Diffusion, Paths, NoisyWeights, Choices, Distributions, Behind, TwoViews]
+EQUAL = [Diffusion, Paths, NoisyWeights, Choices, Distributions, NETS["Behind"], TwoViews]
 
 
 EVEN = code(NoisyBlocks, "of even sequences", data=functools.partial(Even, tokens=True), loss=cross_entropy)
@@ -254,13 +230,13 @@ def test_numbers_of_hidden_neurons_are_cut_as_they_are() -> None:
     [
         (code(build, "that draws"), words, "dp=2")
         for build, words in [
-            (Mixup, "influence each other|dimension 0 must|an order of samples"),
+            (NETS["Mixup"], "influence each other|dimension 0 must|an order of samples"),
             (OtherRows, "samples influence each other"),
-            (OwnGenerator, "randn draws from a generator of its own"),
+            (NETS["OwnGenerator"], "randn draws from a generator of its own"),
             (Seeded, "randn: the forward seeds the generator itself, .*Make constants in __init__, as a buffer"),
-            (Counted, "poisson: its random numbers would differ between layouts"),
+            (NETS["Counted"], "poisson: its random numbers would differ between layouts"),
             (
-                Mixed,
+                NETS["Mixed"],
                 "a beta or Dirichlet distribution: its random numbers would differ between layouts. Use .* data set draws",
             ),
         ]
@@ -278,7 +254,7 @@ def test_a_loss_that_draws_is_refused_with_what_works() -> None:
 def evaluated(rank: int, world: int, layout: str) -> list[float]:
     """Return the loss of held-out samples, twice, of code that draws in evaluation too."""
     torch.manual_seed(rank)
-    run = make_run(rank, world, code(Behind, "that draws"), layout, JOB)
+    run = make_run(rank, world, code(NETS["Behind"], "that draws"), layout, JOB)
     held_out = Batch(0, np.arange(16, 24), Pairs(tokens=False))
     return [run.evaluate(held_out)["loss"] for _ in range(2)]
 
