@@ -23,6 +23,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | virtual stages              | one; in MLPerf's rounds of late, as in those before, two blocks each                     |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
 | rows that go to experts     | to a node once, or within one to a rank (DeepEP, HybridEP), with fewer copies, in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
+| exchange of rows            | exposed; hidden beside another micro-batch where the row says so and has CUDA graphs, and in entries with one graph |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
@@ -32,8 +33,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 
 What software made of a machine is in `published_machines.py`, of precisions in `published_precision.py`, of recompute in `published_recompute.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
-(their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
-without differ by a few per cent: nothing hides).
+(their rows travel among data ranks).
 """
 
 from __future__ import annotations
