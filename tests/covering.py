@@ -27,6 +27,7 @@ from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
+from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import refusal_of
 
 BATCH = 8
@@ -41,7 +42,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2),
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
-    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    "schedule": (DEFAULT, *(name for name in SCHEDULES if name != DEFAULT)),
     "microbatch": (None, 2, 3),
     "recompute": ("none", "selective", "alternate", "full", "offload"),
     "accumulate": ("sharded", "full"),

@@ -45,6 +45,9 @@ from pydantic import BaseModel, ValidationError
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
 
+    in_rank: tuple[str, ...] = ()
+    """Of an error of a worker, its lines of the user's code, as a traceback shows them."""
+
     def __init__(self, code: str, text: str) -> None:
         """Set the code, one of docs/reference/errors.md, and the text; if no program catches an error, only its user's lines are printed."""
         super().__init__(code, text)
@@ -172,11 +175,15 @@ def _print_users_lines(
 
 def users_lines(error: SamestepError, most: int = 0) -> list[str]:
     """Return the text that is printed for an uncaught error: the last lines of the user's code (0: all), and the message with its code."""
-    packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
     message = f"{__name__}.{to_words(error)[0]}: {error.with_code}"
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[-most:]), message]
-    return "".join(lines).splitlines()
+    return ["Traceback (most recent call last):", *users_frames(error, most), *error.in_rank, *message.splitlines()]
+
+
+def users_frames(error: SamestepError, most: int = 0) -> list[str]:
+    """Return the last lines of the user's code in the traceback of an error (0: all), as a traceback shows them."""
+    packages = (str(Path(__file__).parent), *site.getsitepackages(), "<frozen runpy>")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
+    return "".join(traceback.format_list(frames[-most:])).splitlines()
 
 
 def short_repr(value: object) -> str:

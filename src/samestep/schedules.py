@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the order in which each stage runs its forwards, backwards and weight gradients.
 
 A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them; what each action
-computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is the forward of micro-batch
+computes is the same in all of them, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is the forward of micro-batch
 2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight gradients):
 
 ```
@@ -30,7 +30,7 @@ For equal stages, free communication, m >= p and v virtual stages on a rank (F, 
 The B of the first three is the whole backward. Zero bubble's bubble holds for W <= F and W <= B; for any W > 0 it is smaller than that of
 1F1B. No schedule holds more than m.
 
-Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they ascend, which costs the same). 1f1b
+Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they must ascend, as in every schedule, which costs the same). 1f1b
 (PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:2104.04473; the memory of interleaved: Korthikanti et al. 2022,
 arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
 
@@ -92,7 +92,8 @@ class ScheduleSpec:
     """Value of the layout word `schedule`."""
     order: Callable[[int, int, int, int], Order]
     """Function that returns the order of one stage, given its index and the numbers of stages, micro-batches and
-    chunks; the orders of all stages pass `check`."""
+    chunks. The orders of all stages pass `check`: among others, the actions of one kind take the micro-batches of a chunk in
+    ascending order, since gradients are added up in this order in every layout."""
     takes_chunks: bool = False
     """Whether a rank may have several virtual stages (chunks)."""
     splits_backward: bool = False
@@ -298,13 +299,12 @@ def _check_stage(
             if owner == stage and needed not in done:
                 raise refused("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
         done.add(action)
-    for earlier, later in _misordered_pairs(actions, num_chunks):
-        rule = "a chunk takes its micro-batches in ascending order, and the last ones end with the first chunk"
-        raise refused("runs", earlier, f" before {_label(later, num_chunks > 1)}: {rule}")
+    for earlier, later, rule in _misordered_pairs(actions, num_chunks):
+        raise refused("runs", earlier, f" before {_label(later, num_chunks > 1)}. {rule}")
 
 
-def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
-    """Yield (a, b) where a is scheduled before b but must run after it.
+def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action, str]]:
+    """Yield (a, b, rule) where a is scheduled before b but must run after it by a rule.
 
     Gradients are accumulated in one order in every layout, and the gradients of a stage's last chunk are reduced first.
     """
@@ -313,13 +313,21 @@ def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tu
     for action in actions:
         earlier = latest.get((action.kind, action.chunk))
         if earlier is not None and earlier.microbatch > action.microbatch:
-            yield earlier, action
+            yield (
+                earlier,
+                action,
+                "Use ascending micro-batches for the actions of one kind: gradients are added up in this order",
+            )
         latest[action.kind, action.chunk] = action
         if action.kind is TaskKind.WEIGHT and action.microbatch == last:
             for chunk in range(action.chunk + 1, num_chunks):
                 follower = Action(TaskKind.WEIGHT, last, chunk)
                 if latest.get((TaskKind.WEIGHT, chunk)) != follower:
-                    yield action, follower
+                    yield (
+                        action,
+                        follower,
+                        "Use the weight gradients of the first chunk as the last action: later chunks are reduced first",
+                    )
 
 
 class _Transport:

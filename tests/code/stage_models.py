@@ -91,20 +91,6 @@ class Coder(nn.Module):
         return self.classes(F.linear(code, self.encode.weight.t(), self.bias))
 
 
-class Recurrent(nn.Module):
-    """An LSTM that returns tuples, of which a classifier reads the last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, 8, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        outputs, (last, cell) = self.lstm(self.embed(input_ids))
-        return self.head(self.norm(outputs) + last[-1][:, None] * torch.sigmoid(cell[-1])[:, None])
-
-
 class Steps(nn.Module):
     """A cell that is called for each token, with its state."""
 

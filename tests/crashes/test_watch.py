@@ -11,7 +11,7 @@ from samestep.datasets import batches
 from samestep.errors import DriftError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.weights import flat_buffers
+from samestep.runtime.weights import flat_buffers, replicated
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool, telling
@@ -86,7 +86,7 @@ def with_other_things(rank: int, world: int, layout: str) -> None:
         return send(kind, flat.to((torch.bfloat16, torch.float16)[rank]), group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_buffers, "start_collective", in_another_dtype)
+        patch.setattr(replicated, "start_collective", in_another_dtype)
         run.step(next(iter(batches(Tokens(), job))))
 
 

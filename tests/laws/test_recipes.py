@@ -17,6 +17,7 @@ from samestep.hardware import resolve_hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
+from samestep.schedules import SCHEDULES
 from samestep.strategies import pipeline
 from samestep.wings.plan import recipes
 from samestep.wings.plan.recipes.recipe import Recipe, recipe_of
@@ -73,7 +74,7 @@ def _layouts() -> st.SearchStrategy[Layout]:
             "pp": degree,
             "ep": degree,
             "virtual_stages": st.sampled_from([1, 2]),
-            "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+            "schedule": st.sampled_from([*SCHEDULES]),
             "zero": st.sampled_from([0, 1, 2, 3]),
             "microbatch": st.sampled_from([None, 1, 3]),
             "recompute": st.sampled_from(["none", "selective", "alternate", "full", "offload"]),

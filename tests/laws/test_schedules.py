@@ -335,11 +335,11 @@ def test_uneven_rounds_of_interleaving() -> None:
         ("0F 0B\n0B 0F", 1, "stage 1 runs 0B before 0F, which it needs"),
         ("0F 0W 0B", 1, "stage 0 runs 0W before 0B"),
         ("0F 0B 0F2 0B2", 2, "stage 0 runs 0F2, which is not an action with virtual_stages=2"),
-        ("0F 1F 1B 0B", 1, "stage 0 runs 1B before 0B: a chunk takes its micro-batches in ascending order"),
+        ("0F 1F 1B 0B", 1, "stage 0 runs 1B before 0B. Use ascending micro-batches"),
         (
             "0F0 0F1 0B1 0B0 0W0 0W1",
             2,
-            "stage 0 runs 0W0 before 0W1: a chunk takes its micro-batches in ascending order",
+            "stage 0 runs 0W0 before 0W1. Use the weight gradients of the first chunk as the last",
         ),
     ],
 )

@@ -87,7 +87,7 @@ Pair = namedtuple("Pair", "logits size")
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda logits, size: logits,
     "dict": lambda logits, size: {"logits": logits, "size": size},
-    "record": lambda logits, size: [Record(logits, None), Record(None, size)],
+    "record": Record,
     "object": lambda logits, size: SimpleNamespace(logits=logits, size=size),
     "named tuple": Pair,
     "distribution": lambda logits, size: UserDict(
@@ -195,7 +195,6 @@ class WithLoss(Model):
 
 
 def _part(outputs: Any, name: str) -> Any:
-    outputs = outputs[name == "size"] if isinstance(outputs, list) else outputs
     part = outputs[name] if isinstance(outputs, dict | UserDict) else getattr(outputs, name)
     if isinstance(part, TransformedDistribution):  # which checks the number of the samples
         return part.log_prob(torch.zeros(part.batch_shape, dtype=torch.float64))

@@ -13,7 +13,7 @@ from samestep.job import Job
 from samestep.program import buckets
 from samestep.program.ops import OpKind
 from samestep.runtime.run import Run
-from samestep.runtime.weights import flat_buffers
+from samestep.runtime.weights import flat_buffers, replicated
 from samestep.runtime.weights.replicated import StandIn
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
@@ -53,7 +53,7 @@ def make(rank: int, world: int, model: str, layout: str, job: Job, owns_weights:
             Late(flat, group, events, names[flat.data_ptr()]) if kind is OpKind.ALL_GATHER else send(kind, flat, group)
         )
 
-    flat_buffers.start_collective = late
+    replicated.start_collective = late
     for layer in made.program.step.model.layers:
         module = made.model.get_submodule(layer.modules[0])
         module.register_forward_hook(lambda *_, name=layer.name: events.append(name))
@@ -65,7 +65,7 @@ def taken(rank: int, world: int, model: str, layout: str, job: Job, looks_early:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "bucket_bytes", lambda num_shards: SEVERAL)
-        patch.setattr(flat_buffers, "start_collective", send)
+        patch.setattr(replicated, "start_collective", send)
         for owns_weights in (False, True):
             events: list[str] = []
             run = make(rank, world, model, layout, job, owns_weights, events)

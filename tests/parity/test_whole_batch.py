@@ -95,6 +95,24 @@ def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any)
         assert run.steps_taken == (0 if is_refused else 2)
 
 
+class WithZeros(OfX):
+    def forward(self, x: Tensor, word: list[str]) -> dict[str, Tensor]:  # type: ignore[override]
+        z = super().forward(x, word)
+        return {"z": z, "zeros": torch.zeros_like(z)}
+
+
+def test_an_output_of_no_sample_with_sizes_of_samples_is_refused_where_these_differ() -> None:
+    def loss(outputs: dict[str, Tensor], batch: Any) -> Tensor:
+        return (outputs["z"] - outputs["zeros"]).square().mean()
+
+    job = in_loop(Job(train={"global_batch": 3}, run={"device": "cpu"}))
+    run = samestep.parallelize(
+        WithZeros, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout="dp=1 microbatch=2", job=job
+    )
+    with pytest.raises(JobError, match="depends on no sample, and has other sizes in micro-batches of other sizes"):
+        run.step(next(samestep.batches(Named(), job)))
+
+
 # -- slices of sequences ---------------------------------------------------------------------------
 
 LONG = job_of("float64", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0, "global_batch": 6})

@@ -126,12 +126,11 @@ def hooks_of_parameters_are_lost(patch: Patch) -> None:
 @reverted("A20", "parameters' tags", "dp=2", Cause.PLAIN, one_device=True)
 def tags_of_parameters_are_lost(patch: Patch) -> None:
     patch.setattr(assembly, "attributes_of", lambda marks: {})
-    patch.setattr(assembly, "_mark", lambda *args: None)
 
 
-@reverted("A24", "unused weights under decay", "dp=2", Cause.UPDATE, one_device=True)
+@reverted("A24", "unused weights under decay", "dp=2", Cause.PLAIN, one_device=True)
 def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
-    patch.setattr(used_weights.UsedWeights, "unused", lambda *args: frozenset())
+    patch.setattr(used_weights.UsedWeights, "agreed", property(lambda used: frozenset()))
 
 
 # -- what a model is given -------------------------------------------------------------------------

@@ -278,6 +278,7 @@ def test_a_job_is_one_by_the_schemas_of_kubernetes(kind: str) -> None:
     names = {one["name"]: one["value"] for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert names["PET_MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["backoffLimit"] == 2 * 10, "each of two hosts fails with the run, which may fail ten times"
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     del job["spec"]["completionMode"]
     job["spec"]["completionMod"] = "Indexed"

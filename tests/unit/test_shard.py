@@ -38,7 +38,7 @@ def test_the_commit_chooses_and_without_history_it_is_always_the_first(monkeypat
         return subprocess.CompletedProcess(command, 0, answers["said"], "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert shard.commit() == 255
+    assert (shard.commit(), shard.number_of(""), shard.number_of("3")) == (255, 255, 3)
     for answers["said"] in ("", None):  # a folder without history, and a machine without git
         assert shard.commit() == 0
 

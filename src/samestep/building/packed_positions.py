@@ -110,9 +110,8 @@ class _FindsDocuments:
     def __call__(self, positions: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self.asked)(positions) if self.are_given else None
-        is_one_row = (
-            False  # which transformers built for any number of samples [samples, tokens]; traces see the same each time
-        )
+        # Whether transformers built one row for any number of samples [samples, tokens]; traces see the same each time.
+        is_one_row = False
         if positions.dim() == 2 and not positions.is_meta:
             base = positions._base
             is_one_row = positions.stride(0) == 0 if len(positions) > 1 else base is not None and base.dim() == 1

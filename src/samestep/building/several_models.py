@@ -106,7 +106,7 @@ def _with_followers(models: dict[str, nn.Module], follows: Mapping[str, str]) ->
 
 
 def _build(models: Mapping[str, Built], forward: Forward, follows: Mapping[str, str]) -> Models:
-    """Build each model that is a function; an instance is copied, so that each call gives other parameters."""
+    """Build the models of a run: a function is called, and an instance copied, so that two runs share no parameter."""
     built = {
         name: copy_module(part) if isinstance(part, nn.Module) else _called(name, part) for name, part in models.items()
     }

@@ -11,7 +11,7 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
 
     degrees      pp beyond the layers with which a stage can begin; cp that a model refuses or that does not divide its tokens; ep that does not divide
                  its experts: no layout with these is legal
-    gpipe        it has the bubble of 1f1b and keeps more activations
+    schedules    that are not `is_planned`: another one is as fast with less memory, as 1f1b beside gpipe
     reduce       root sends the whole gradient N-1 times through one link, where a ring sends 2 (N-1)/N of it;
                  hierarchical in one node, or with one data rank on each, is a ring's bytes in no fewer collectives
     accumulate   full, where there is one micro-batch: there is nothing to add up

@@ -301,7 +301,7 @@ def structural_plan(
 
 
 def _router_of(model: nn.Module, expert: str, containers: Sequence[str]) -> str:
-    """Return the path of the module whose code calls a module of experts; of that one itself if a block calls it."""
+    """Return the path of the module whose code calls a module of experts; if a block or the model does, that of the experts themselves."""
     owner = owner_of(expert)
     if isinstance(model.get_submodule(owner), nn.ModuleList | nn.ModuleDict):
         owner = owner_of(owner)

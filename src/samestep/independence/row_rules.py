@@ -231,7 +231,10 @@ def _identity(index: Tensor) -> tuple[object, ...]:
 
 
 def _flattened(shape: Sequence[int], rows: Along, covered: range) -> Along | None:
-    """Return where rows are along the one dimension that neighbouring dimensions of a shape are together; None if they begin anew in it."""
+    """Return where rows are along the one dimension that neighbouring dimensions of a shape are together.
+
+    Rows along dimension 0 of [4, 6] are along the 24 elements with 6 of each; along dimension 1 they begin anew 4 times, so None.
+    """
     if math.prod(shape[covered.start : rows.dim]) > 1:
         return None
     behind = math.prod(shape[rows.dim + 1 : covered.stop])
@@ -239,7 +242,10 @@ def _flattened(shape: Sequence[int], rows: Along, covered: range) -> Along | Non
 
 
 def _unflattened(shape: Sequence[int], rows: Along, covered: range) -> Along | None:
-    """Return where rows along the one dimension of `_flattened` are in a shape; None if they are along several of its dimensions."""
+    """Return where rows along the one dimension of `_flattened` are in a shape; None if they are along several of its dimensions.
+
+    In [4, 6], rows of 6 of the 24 elements are along dimension 0, and rows of 12 too, with 2 positions each; rows of 4 are along both.
+    """
     for dim in covered:
         behind = math.prod(shape[dim + 1 : covered.stop])
         if rows.inner % behind == 0:

@@ -110,9 +110,9 @@ after the other, and where libraries seldom fill both directions of a link with 
 
 
 def bucket_bytes(num_shards: int) -> int:
-    """Return the bytes of gradients at which a bucket is closed whose sum is divided among so many ranks; 1 divides none.
+    """Return the bytes of gradients at which a bucket is closed, if a reduce_scatter leaves each of `num_shards` ranks a part.
 
-    An all_reduce between nodes goes along trees, whose hops grow with the logarithm of the ranks.
+    With one shard an all_reduce leaves each rank the whole sum. Between nodes it goes along trees, whose hops hardly grow with the ranks.
     """
     return max(BUCKET_BYTES, PART_BYTES * num_shards)
 

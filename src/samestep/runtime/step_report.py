@@ -72,10 +72,10 @@ class StepReport(_Late):
         object.__setattr__(made, "_complete", complete)
         return made
 
-    def fill(self, known: StepReport) -> None:
-        """Complete a late report with the values of another one."""
-        for one in fields(self):
-            object.__setattr__(self, one.name, getattr(known, one.name))
+    def fill(self, complete: StepReport) -> None:
+        """Complete a late report with the values of another one; no attribute is asked for by `_complete` any more."""
+        for attribute in fields(self):
+            object.__setattr__(self, attribute.name, getattr(complete, attribute.name))
         object.__delattr__(self, "_complete")
 
     def fail(self, error: BaseException) -> None:

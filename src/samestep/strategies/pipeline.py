@@ -102,6 +102,9 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     if layout.virtual_stages > 1 and fewer:
         works = f"Use virtual_stages={fewer}" if fewer > 1 else "Use schedule=1f1b"
     stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
+    degrees = (
+        f"pp={layout.pp} virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
+    )
     single, several = "block", "blocks"
     if any(layer.begins_stage for layer in model.layers) or len(model.layers) == 1:
         single, several = "call of a module", "calls of modules"
@@ -112,11 +115,11 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     closed = next((index for index in beginning if _why_no_stage(model, index, is_cut)), None)
     if closed is None:
         return LayoutError(
-            "pp-too-many-stages", f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}. {works}"
+            "pp-too-many-stages", f"{degrees} cuts the {max(starts, 1)} {what} into {chunks} {stages}. {works}"
         )
     return LayoutError(
         "pp-stage-begin",
-        f"pp={layout.pp} needs {chunks} {stages}, and the {several} of {model.name} can only make {starts}. {works} "
+        f"{degrees} needs {chunks} {stages}, and the {several} of {model.name} can only make {starts}. {works} "
         f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})",
     )
 

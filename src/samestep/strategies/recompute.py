@@ -102,7 +102,7 @@ def apply(program: Program) -> Program:
 
 
 def repeats_own_code(step: StepSpec) -> bool:
-    """Return whether checkpoints in the model's code repeat what ranks send: a compiler's graph keeps it."""
+    """Return whether checkpoints in the model's code repeat what ranks send; in a compiled block they do not."""
     return step.compile == "none" and step.model.repeats_own_code(on_stages=step.layout.pp > 1)
 
 

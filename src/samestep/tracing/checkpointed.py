@@ -177,7 +177,7 @@ class TracedPlaces:
         self._saved.clear()
 
     def point(self, outcome: Any = ()) -> Point:
-        """Return the point at which the forward is, when it has computed some tensors."""
+        """Return the present point of the forward, at which it has just computed the tensors of `outcome`; the next one is later."""
         self._time += 1
         nodes = {tensor.grad_fn._sequence_nr() for tensor in tensors_in(outcome) if tensor.grad_fn is not None}
         return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))

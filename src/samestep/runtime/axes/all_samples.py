@@ -141,7 +141,18 @@ class AllSamples:
             JobError: they differ; all ranks raise it.
         """
         numbers = [tensor for tensor in tensors if tensor.place.dim < 0 and tensor.is_read and tensor.of == "outputs"]
+        is_uneven = len({size for of_rank in self.sizes for size in of_rank}) > 1
         for index, number in enumerate(numbers):
+            if is_uneven:
+                elements = torch.tensor([[float(part.numel())] for part in number.parts], device=number.parts[0].device)
+                with outside_step():
+                    of_parts = self.ranks.gather(elements, f"loss.elements.{index}")
+                if bool((of_parts != of_parts[:1]).any()):
+                    raise JobError(
+                        "loss-over-batch",
+                        f"the loss over the whole batch is given an output {list(number.parts[0].shape)} that depends on no sample, and has "
+                        "other sizes in micro-batches of other sizes. Use a loss that makes it, and not the forward",
+                    )
             numbers_here = torch.stack([part.detach().to(torch.float64).flatten() for part in number.parts])
             with outside_step():
                 everything = self.tokens.rows(self.ranks.gather(numbers_here, f"loss.alike.{index}"))

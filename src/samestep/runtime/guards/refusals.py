@@ -146,6 +146,7 @@ class Refusals:
 
 
 def _refuse(code: str, reason: str, waiver: Waiver, is_event: bool) -> NoReturn:
+    """Raise that a repetition has differed (an event), or that code is not proven; `run.allow` may waive either."""
     if is_event:
         raise RepeatError(code, f'{reason}; run.allow = ["{waiver}"] lets it run unproven')
     raise UnprovenError(code, reason, waiver)

@@ -238,7 +238,7 @@ class LocalWorkers:
             self._asked.discard(rank)
         if word == "failed":
             self._over.add(rank)
-            value = dataclasses.replace(value, lines=_tail_of(value, self._folder))
+            value = value if value.mistake else dataclasses.replace(value, lines=_tail_of(value, self._folder))
         return rank, word, value
 
     def tell(self, rank: int, word: str) -> None:

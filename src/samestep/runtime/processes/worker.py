@@ -173,6 +173,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         text = "breakpoint() needs a terminal, which rank 0 has if the script is started from one. Use it on rank 0, or without launch in layout dp=1"
     if isinstance(error, SamestepError):
         mistake, code = errors.to_words(error)[0], error.code
+        lines = [f"  in rank {rank}:", *errors.users_frames(error)]
     return Failure(
         rank,
         time.monotonic(),

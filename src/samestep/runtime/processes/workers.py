@@ -423,7 +423,9 @@ class _WorkerPool:
         late = [failure for failure in self.failures if failure.is_echo and "imed out" in failure.what]
         first = min(causes or late or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
-            return errors.of_words(first.mistake, [first.code, first.text])
+            mistake = errors.of_words(first.mistake, [first.code, first.text])
+            mistake.in_rank = first.lines
+            return mistake
         lines = [f"{self._named([first.rank])} {first.what}"]
         silent = self._ranks("starting") or self._ranks("ready") or self._ranks("joined")
         ranks = [*self.waiting]

@@ -314,7 +314,7 @@ class Sharded(WeightStore):
                 zero = f"zero={self.program.step.zero}"
                 raise LayoutError(
                     "write-into-part",
-                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere. Use "
+                    f"the weight {name} was given another tensor (param.data = ...), which is not the memory that {zero} shards. Use "
                     "param.copy_(...) within torch.no_grad(), or zero=1",
                 )
 

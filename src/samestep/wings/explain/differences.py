@@ -216,6 +216,7 @@ def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
 
 
 def _of_run(explained: Explained, folder: Path) -> OneSide:
+    """Return the step of a run as one side of a comparison."""
     records, rank = explained.found.records, explained.found.busiest
     head = records[rank].head
     rows = {(part.name, part.axis): part.measured_s for part in explained.parts} | {("rest", None): explained.rest_s}
@@ -223,8 +224,8 @@ def _of_run(explained: Explained, folder: Path) -> OneSide:
     keys = _keys(jobs.load(job_file).model_dump(mode="json")) if job_file.is_file() else {}
     machine = f"{head.device} of {', '.join(sorted({record.head.host for record in records.values()}))}"
     sent = Counter[str]()
-    for record in records:
-        sent.update({axis.axis: axis.predicted for axis in explained.bytes_of(record)})
+    for of_rank in records:
+        sent.update({axis.axis: axis.predicted for axis in explained.bytes_of(of_rank)})
     queued = [seconds for seconds in explained.found.queued_s[rank] if seconds is not None]
     return OneSide(
         str(folder),

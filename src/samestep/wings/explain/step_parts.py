@@ -235,6 +235,7 @@ def _missing(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[st
     for rank, record in records.items():
         listed = len(record.head.ops)
         sent = [sum(1 for event in record.steps[number].events if event[0] == "sent") for number in steps]
+        # Exchanges after some steps alone are listed, and are not sent in each.
         if any(count != listed for count in sent) and not record.head.num_exchanged:
             lines.append(
                 f"rank {rank} has sent {min(sent)} to {max(sent)} times per step, and its program lists {listed}"

@@ -121,10 +121,10 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
 
 
 def _by_kind(fallen: Sequence[Fallen]) -> list[list[Fallen]]:
-    """Divide them by rule and reason, with its numbers left out of account."""
+    """Divide rejected layouts by rule and reason; reasons that differ only in numbers are one."""
     kinds: dict[tuple[str, str], list[Fallen]] = {}
-    for group in fallen:
-        kinds.setdefault((group.rule, group.reason.partition(":")[0].translate(_NUMBERS)), []).append(group)
+    for layouts in fallen:
+        kinds.setdefault((layouts.rule, layouts.reason.partition(":")[0].translate(_NUMBERS)), []).append(layouts)
     return list(kinds.values())
 
 

@@ -102,7 +102,7 @@ def _refusal(values: Iterable[Any]) -> LayoutError:
 
 
 def _is_in_forward() -> bool:
-    """Return whether a forward of the run asks, and not its loop."""
+    """Return whether the caller runs within a forward of the run, and not in the code of its loop."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") not in _FORWARDS:
         frame = frame.f_back

@@ -148,7 +148,7 @@ def _line(connected: socket.socket) -> str:
 
 
 def _dial(address: str, port: int, token: bytes) -> tuple[socket.socket, int]:
-    """Connect to a door; return the connection, and the number of the host that answers.
+    """Connect to a door; return the connection, and the number of the host that answers, -1 if it sends none.
 
     Raises:
         OSError: nobody answers.
@@ -159,8 +159,8 @@ def _dial(address: str, port: int, token: bytes) -> tuple[socket.socket, int]:
     try:
         introduce(connected, token)
         connected.settimeout(_RATE_END_S)
-        said = _line(connected)
-        return connected, int(said) if said.lstrip("-").isdecimal() else -1
+        number = _line(connected)
+        return connected, int(number) if number.lstrip("-").isdecimal() else -1
     except BaseException:
         connected.close()
         raise

@@ -185,9 +185,8 @@ def _schedule(facts: RecipeFacts) -> Said:
             {"--parallelism.pipeline_parallel_schedule": _SCHEDULES[schedule]},
             lacks=rest if schedule == "interleaved" and count % rounds else "",
         )
-    return Said(
-        lacks=f"schedule={schedule} with one stage a rank: InterleavedZeroBubble needs two; this file runs 1F1B"
-    )
+    needs = " with one stage a rank: InterleavedZeroBubble needs two" if schedule == "zero-bubble" else ""
+    return Said(lacks=f"schedule={schedule}{needs}; this file runs 1F1B")
 
 
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
