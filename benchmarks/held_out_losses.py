@@ -4,7 +4,7 @@
     python benchmarks/held_out_losses.py exchanges              700 steps, two replicas, an exchange every 20 steps
     python benchmarks/held_out_losses.py exchanges --seeds 0 --ways "every 20" --steps 100 --rows FILE
 
-One device makes the contributions, or trains the replicas, one after the other, which gives what any layout of theirs does.
+Two processes make the contributions, or train the replicas.
 Each run is kept in the file of rows as it ends, and is not made again; `docs/tables.py` writes the tables of docs/slow-links.md.
 
 How much chance is in a difference is measured beside it: two runs in float32 that differ by one rounding of one weight at the
@@ -14,6 +14,7 @@ beginning, or that add the gradients of two micro-batches in place of one sum, a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import circumstances
 import torch
 
+import samestep
 from samestep import Job, Layout
 from samestep import job_files as jobs
 from samestep.datasets import batches
@@ -56,7 +58,8 @@ class Way:
 def _apart(warmup: int, *settings: str) -> Way:
     """Return replicas that are trained apart, beside a synchronous run with as many steps of warm-up."""
     beside = f"synchronous, warm-up {warmup}"
-    return Way((*_warmed(warmup), "numerics.replicas=2", f"numerics.exchange_every={EVERY}", *settings), beside=beside)
+    keys = (*_warmed(warmup), "numerics.replicas=2", f"numerics.exchange_every={EVERY}", *settings)
+    return Way(keys, layout="dp=2", beside=beside)
 
 
 def _warmed(warmup: int) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ CODED: Mapping[str, Way] = {
     "float32": Way(beside=""),
     "float32, one weight rounded another way": Way(is_rounded=True),
     "float32, two micro-batches": Way(layout="dp=1 microbatch=16"),
-    **{name: Way(("numerics.replicas=2", f"numerics.compression={name}")) for name in CODECS},
+    **{name: Way(("numerics.replicas=2", f"numerics.compression={name}"), layout="dp=2") for name in CODECS},
 }
 """What is compared at an exchange in every step."""
 APART: Mapping[str, Way] = {
@@ -107,9 +110,15 @@ TABLES: Mapping[str, tuple[int, Mapping[str, Way]]] = {"codecs": (300, CODED), "
 
 
 def held_out(job: Job, way: Way) -> float:
-    """Train a job on one device, and return its validation loss."""
+    """Train a job in the layout of its way, and return its validation loss."""
+    layout = Layout(way.layout)
+    loss: float = samestep.launch(functools.partial(_train, job, way), ranks=layout.world_size, device="cpu")
+    return loss
+
+
+def _train(job: Job, way: Way, place: RankInfo) -> float:
     work = Workload(job)
-    run = Run(work.source, Layout(way.layout), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    run = Run(work.source, Layout(way.layout), job, place)
     for batch in batches(work.dataset, job):
         if batch.step == 0 and way.is_rounded:
             run.prepare(batch.samples([0]))

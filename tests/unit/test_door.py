@@ -285,14 +285,16 @@ if __name__ == "__main__":
 """
 
 
-def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: Path) -> None:
+def test_an_error_of_launch_has_the_lines_of_the_script_and_of_its_rank_alone(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(ERRORS)
     status, _, complaints = small.script(script, (), tmp_path / "said")
     lines = complaints.splitlines()
     assert status == 1
     assert lines[-1] == "samestep.errors.LayoutError: zero=7: the ZeRO stages are 0, 1, 2 and 3 [value-out-of-range]"
-    assert len([line for line in lines if line.startswith("  File")]) == 1
+    places = [line.rpartition(", ")[2] for line in lines if line.startswith("  File")]
+    assert places == ["in <module>", "in main"], "the line that was launched, and the line that the rank ran"
+    assert re.fullmatch("  in rank [01]:", lines[-4])
 
 
 # -- ranks that return early -----------------------------------------------------------------------

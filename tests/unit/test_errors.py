@@ -124,21 +124,6 @@ def test_an_uncaught_error_is_printed_so_beside_the_hook_of_torch(tmp_path: Path
     assert "src/samestep" not in complaints
 
 
-def test_an_uncaught_error_of_a_rank_shows_the_line_that_the_rank_ran(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import samestep\n\n"
-        "def train(place):\n    if place.rank:\n        samestep.Layout('ddp=2')\n\n"
-        "if __name__ == '__main__':\n    samestep.launch(train, ranks=2, device='cpu')\n"
-    )
-    _, _, complaints = small.script(script, (), tmp_path / "said")
-    lines = complaints.splitlines()
-    at = lines.index("  in rank 1:")
-    assert lines[at - 1].strip().startswith("samestep.launch(train")
-    assert lines[at + 1 : at + 3] == [f'  File "{script}", line 5, in train', "    samestep.Layout('ddp=2')"]
-    assert lines[at + 3].startswith("samestep.errors.LayoutError: unknown layout option 'ddp'")
-
-
 def test_an_uncaught_error_of_other_code_is_printed_whole(tmp_path: Path) -> None:
     """Also if an error of samestep was caught before it."""
     script = tmp_path / "mine.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from types import UnionType
@@ -20,6 +21,7 @@ from samestep.layout import Layout
 from samestep.optimizer_tables import GroupTable
 from samestep.runtime.run import _READ_IN_A_LOOP
 from tests.parts import Points
+from tests.pool import Pool
 
 TABLES = [name for name in Job.model_fields if name != "layout"]
 KEYS = [(table, key) for table in TABLES for key in getattr(Job(), table).__class__.model_fields]
@@ -85,7 +87,7 @@ RUNS: list[dict[str, Any]] = [
 """Jobs that together read every key that a run in a loop may read."""
 
 
-def test_each_other_key_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def read_in_a_loop(rank: int, world: int, folder: str) -> set[str]:
     names = {type(getattr(Job(), table)): table for table in TABLES}
     reads: set[str] = set()
     get = Table.__getattribute__
@@ -99,17 +101,24 @@ def test_each_other_key_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             reads.add(f"{names[type(self)]}.{name}")
         return get(self, name)
 
-    monkeypatch.setattr(Table, "__getattribute__", noting)
-    for number, tables in enumerate(RUNS):
-        folder = tmp_path / str(number)
-        train = {"global_batch": 4, "steps": 2, "watch_every": 1, **tables.get("train", {})}
-        job = Job(**{**tables, "train": train, "run": {"device": "cpu"}})  # type: ignore[typeddict-item]
-        run = samestep.parallelize(_Net, "mse", lambda params: torch.optim.SGD(params, lr=0.1), job=job)
-        samestep.track(run, "progress", folder=folder)
-        for batch in samestep.batches(Points(), job):
-            run.step(batch)
-        run.save(folder)
-        run.load(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Table, "__getattribute__", noting)
+        for number, tables in enumerate(RUNS):
+            place = Path(folder, str(number))
+            train = {"global_batch": 4, "steps": 2, "watch_every": 1, **tables.get("train", {})}
+            job = Job(**{**tables, "train": train, "run": {"device": "cpu"}})  # type: ignore[typeddict-item]
+            sgd = functools.partial(torch.optim.SGD, lr=0.1)
+            run = samestep.parallelize(_Net, "mse", sgd, layout=f"dp={world}", job=job)
+            samestep.track(run, "progress", folder=place)
+            for batch in samestep.batches(Points(), job):
+                run.step(batch)
+            run.save(place)
+            run.load(place)
+    return reads
+
+
+def test_each_other_key_is_read(pool2: Pool, tmp_path: Path) -> None:
+    reads, _ = pool2.run(read_in_a_loop, str(tmp_path))
     known = {f"{table}.{key}" for table, key in set(KEYS) - set(UNREAD)}
     assert known - reads - OF_INDUCTOR - CONSTANT == set()
 
