@@ -130,7 +130,7 @@ def tags_of_parameters_are_lost(patch: Patch) -> None:
 
 @reverted("A24", "unused weights under decay", "dp=2", Cause.PLAIN, one_device=True)
 def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
-    patch.setattr(used_weights.UsedWeights, "agreed", property(lambda used: frozenset()))
+    patch.setattr(used_weights.UsedWeights, "agreed", property(lambda used: frozenset(), lambda used, names: None))
 
 
 # -- what a model is given -------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class StepSpec:
         return self.sharing.contributions(self.layout, self.zero)
 
     def summed_over(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the data axes over which a step sums gradients: these; or those within one model, if several are trained apart."""
+        """Return the data axes over which a step sums gradients: these; or those within one model, if several are trained independently."""
         return self.contributions.inside if self.contributions is not None and self.sharing.trains_apart else axes
 
     @property
@@ -206,7 +206,7 @@ class StepSpec:
 
     @property
     def num_scalars(self) -> int:
-        """The number of scalars that all ranks sum at the end of a step; each model that is trained apart has its own."""
+        """The number of scalars that all ranks sum at the end of a step; each model that is trained independently has its own."""
         return self.sharing.num_apart * (len(MODEL_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @property

@@ -440,7 +440,7 @@ class Stepper:
             weights.store.publish(waits=not self._owns_weights)
 
     def end_step(self, step: int) -> None:
-        """Let models that follow others move after a step, and models that are trained apart exchange weights where that is due."""
+        """Let models that follow others move after a step, and models that are trained independently exchange weights when that is due."""
         self.follow(step)
         self._own.exchange(step + 1)
 

@@ -16,7 +16,7 @@ device holds it back if these are others now. So no step waits for another numbe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,28 +34,8 @@ Unused = frozenset[str]
 
 
 @dataclass(slots=True)
-class _Known:
-    """The last findings."""
-
-    own: Unused = frozenset()
-    """The unused weights of this rank's micro-batches."""
-    frozen: Unused = frozenset()
-    """Those of them that the loop has frozen."""
-    exchanged: tuple[Unused, Unused] = (frozenset(), frozenset())
-    """The sets that the ranks exchanged last."""
-    others: Unused = frozenset()
-    """The unused weights among those without a number in the scalars."""
-    agreed: Unused = frozenset()
-    """All unused weights of the last step that the host has read."""
-    exchangeable: tuple[Unused, Unused] = (frozenset(), frozenset())
-    """The sets that this rank would exchange now: its unused weights without a number in the scalars, and `frozen`."""
-    flags: Tensor | None = None
-    """This rank's numbers in the scalars, on the device."""
-
-
-@dataclass(slots=True)
 class UsedWeights:
-    """The agreement of the ranks on the unused weights of each step; of models that are trained apart, each has another one."""
+    """The agreement of the ranks on the unused weights of each step; each of several models that are trained independently has another one."""
 
     program: Program
     names: Sequence[str]
@@ -68,18 +48,31 @@ class UsedWeights:
     held: frozenset[str] = frozenset()
     """The trained weights of which this rank holds a part."""
     index: int = 0
-    """The index of this rank's model among those that are trained apart."""
+    """The index of this rank's model among those that are trained independently."""
     cut_by: str = ""
     """The word of an axis that cuts the model, if one does."""
     asleep: Unused | None = None
     """The weights that no step of this process has used, which have no state yet; None before the first update."""
-    _known: _Known = field(default_factory=_Known)
+    agreed: Unused = frozenset()
+    """The unused weights of the last step that `read` has taken."""
+    _own: Unused = frozenset()
+    """The unused weights of this rank's micro-batches."""
+    _frozen: Unused = frozenset()
+    """Those of them that the loop has frozen."""
+    _others: Unused = frozenset()
+    """The unused weights of all ranks among those without a number in the scalars."""
+    _exchanged: tuple[Unused, Unused] = (frozenset(), frozenset())
+    """The sets that the ranks exchanged last."""
+    _exchangeable: tuple[Unused, Unused] = (frozenset(), frozenset())
+    """The sets that this rank would exchange now: its unused weights without a number in the scalars, and `_frozen`."""
+    _flags: Tensor | None = None
+    """This rank's numbers in the scalars, on the device."""
     _expected: tuple[Unused, Tensor] | None = None
     """The weights that `expected_flags` was made for last, and these flags."""
 
     @classmethod
     def of(cls, program: Program, mesh: Mesh, model: ModelSpec, index: int) -> UsedWeights:
-        """Return the agreement about the weights of a program; `model` is the uncut model, at this index of those that are trained apart."""
+        """Return the agreement about the weights of a program; `model` is the uncut model, at this index of those that are trained independently."""
         layout = program.step.layout
         axes = {**layout.model_axes, "pp": layout.pp}
         return cls(
@@ -97,23 +90,22 @@ class UsedWeights:
         """Note the weights that this rank's micro-batches left without a gradient, and whether they are frozen;
         return this rank's numbers in the scalars (float64), for which the host waits for nothing.
         """
-        known = self._known
         unused_here = frozenset([name for name in without if name in self.held])
-        if known.flags is None or unused_here != known.own:
+        if self._flags is None or unused_here != self._own:
             flags = [float(name in self.held and name not in unused_here) for name in self.unsure]
-            known.flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
-        known.own, known.frozen = unused_here, frozenset([name for name in unused_here if without[name]])
-        known.exchangeable = unused_here.difference(self.unsure), known.frozen
-        return known.flags
+            self._flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
+        self._own, self._frozen = unused_here, frozenset([name for name in unused_here if without[name]])
+        self._exchangeable = unused_here.difference(self.unsure), self._frozen
+        return self._flags
 
     @property
     def has_changed(self) -> bool:
         """Whether the ranks have to exchange their sets, because this rank's are no longer those of the last exchange."""
-        return self.world is not None and self._known.exchanged != self._known.exchangeable
+        return self.world is not None and self._exchanged != self._exchangeable
 
     def expected(self) -> Unused:
         """Return the weights that an update may leave out before the host has read the step's scalars."""
-        return self._known.own if self.world is None else self.agreed
+        return self._own if self.world is None else self.agreed
 
     def can_be_expected(self) -> bool:
         """Return whether all weights of such an update have a state already."""
@@ -131,7 +123,7 @@ class UsedWeights:
 
     def unproven(self) -> str:
         """Return why this rank's uses of weights of a model that is cut are not those of one device; empty if nothing shows it."""
-        used = self.held - self._known.own
+        used = self.held - self._own
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
             f"the loss depends on {name}, and did not when the model was traced, so samestep does not know how {self.cut_by} shards its use. "
@@ -148,21 +140,20 @@ class UsedWeights:
             ModelError: some of the ranks that hold a weight have frozen it.
         """
         if self.world is None:
-            self._known.agreed = self._known.own
+            self.agreed = self._own
             return
         if exchanges:
             self._exchange(self.world)
         none = (name for name, number in zip(self.unsure, sums, strict=True) if number == 0.0)
-        self._known.agreed = self._known.others.union(none)
+        self.agreed = self._others.union(none)
 
     def _exchange(self, world: dist.ProcessGroup) -> None:
         """Sum over all ranks how many hold each weight, used it, and have frozen it."""
         place = {name: index for index, name in enumerate(self.names)}
-        known, sharing = self._known, self.program.step.sharing
-        rows = torch.zeros(sharing.num_apart, 3, len(place), dtype=torch.float64)
-        for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
+        rows = torch.zeros(self.program.step.sharing.num_apart, 3, len(place), dtype=torch.float64)
+        for row, names in enumerate((self.held, self.held - self._own, self._frozen)):
             rows[self.index, row, [place[name] for name in names]] = 1.0
-        known.exchanged = known.exchangeable
+        self._exchanged = self._exchangeable
         summed = rows.to(self.device)
         with outside_step():
             dist.all_reduce(summed, group=world)
@@ -175,14 +166,9 @@ class UsedWeights:
                     "it and trained on the others. Use a loop that freezes it on all ranks before the same step",
                 )
         holders, used, _ = summed[self.index].tolist()
-        known.others = frozenset(
+        self._others = frozenset(
             name for name, i in place.items() if holders[i] and not used[i] and name not in self.unsure
         )
-
-    @property
-    def agreed(self) -> Unused:
-        """The unused weights of the last step that `read` has taken."""
-        return self._known.agreed
 
     def updated(self, *, is_first: bool) -> None:
         """Note that the weights that are not unused were updated, `is_first` for the first time in this process."""

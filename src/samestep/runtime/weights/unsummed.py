@@ -66,7 +66,7 @@ def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: M
 
 
 class MovedBuckets(Replicated):
-    """Whole weights of models that are trained apart: after some steps their moves are summed, in the buckets of the gradients."""
+    """Whole weights of models that are trained independently: after some steps their moves are summed, in the buckets of the gradients."""
 
     codes: BucketCodes
 
