@@ -350,7 +350,8 @@ def add_explain(parser: ArgumentParser) -> None:
 def add_layouts(parser: ArgumentParser) -> None:
     """Add the arguments of `layouts`."""
     _add_job(parser)
-    parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
+    about = "the number of devices; default: those of the layout of --why-not"
+    parser.add_argument("--devices", type=_ranks, metavar="N", help=about)
     about = "also list each split with every option, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
     about = "print every layout; default: the valid ones, and the rules that reject the others"

@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep import hardware, wings
 from samestep import job_files as jobs
-from samestep.errors import InputError, LayoutError, WorkerError
+from samestep.errors import InputError, JobError, LayoutError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import published
@@ -160,11 +160,14 @@ def layouts(words: Namespace) -> Result:
 
     job = planned_job(words)
     if words.why_not is not None:
-        reason = valid_layouts.why_refused(job, Layout(words.why_not), words.devices)
+        layout = Layout(words.why_not)
+        reason = valid_layouts.why_refused(job, layout, words.devices or layout.world_size)
         return Result(lambda: {"layout": words.why_not, "answer": reason}, reason)
     if words.pairs:
         pairs = [*valid_layouts.pairs(job)]
         return Result(lambda: [asdict(pair) for pair in pairs], valid_layouts.matrix(pairs, markdown=words.markdown))
+    if words.devices is None:
+        raise JobError("command-options", "layouts needs a number of devices. Use --devices 4, or --why-not LAYOUT")
     rows = valid_layouts.layouts(job, words.devices, switches=words.switches)
     text = valid_layouts.as_markdown(rows) if words.markdown else valid_layouts.as_text(rows, whole=words.whole)
     return Result(lambda: [valid_layouts.as_record(row) for row in rows], text)

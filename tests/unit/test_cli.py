@@ -514,19 +514,24 @@ def test_layouts_writes_its_table_or_says_why_not(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("layout", "says"),
+    ("layout", "devices", "says"),
     [
-        ("dp=2", '"dp=2" is valid'),
-        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks; there it is valid"),
-        ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks; there it is rejected: tp=3 does not divide"),
+        ("dp=2", "--devices 2", '"dp=2" is valid'),
+        ("dp=3", "--devices 2", "--devices 2, but layout 'dp=3' has 3 ranks; there it is valid"),
+        ("tp=3", "", "tp=3 does not divide the 4 heads"),
     ],
 )
-def test_layouts_answers_for_one(layout, says, monkeypatch, capfd):
+def test_layouts_answers_for_one(layout, devices, says, monkeypatch, capfd):
     monkeypatch.setattr(catalog, "model_spec", _small_spec)
-    assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
+    assert small.main("layouts", *small.settings(), *devices.split(), "--why-not", layout) == 0
     heading, said = capfd.readouterr().out.splitlines()
     assert heading.startswith("job: built-in default, changed by --set: model.config.hidden_size=16, ")
     assert said.startswith(says)
+
+
+def test_layouts_of_no_number_of_devices_says_what_works(capfd):
+    assert small.main("layouts", *small.settings()) == 2
+    assert "layouts needs a number of devices. Use --devices 4, or --why-not LAYOUT" in capfd.readouterr().err
 
 
 EXPERTS = ("--set", "model.source=preset:mixtral-8x7b", "--set", "model.config.layers=2")
