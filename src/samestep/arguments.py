@@ -350,7 +350,7 @@ def add_explain(parser: ArgumentParser) -> None:
 def add_layouts(parser: ArgumentParser) -> None:
     """Add the arguments of `layouts`."""
     _add_job(parser)
-    about = "the number of devices; default: those of the layout of --why-not"
+    about = "the number of devices; default: the ranks of the layout after --why-not"
     parser.add_argument("--devices", type=_ranks, metavar="N", help=about)
     about = "also list each split with every option, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
