@@ -405,5 +405,5 @@ class StepGuards:
 
     @functools.cached_property
     def outside(self) -> OutsideChanges:
-        """What the loop may change between two steps."""
+        """The watch over what the loop may change between two steps."""
         return OutsideChanges(self._own.current)
