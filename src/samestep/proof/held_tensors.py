@@ -6,7 +6,7 @@ Replicas that are trained independently have different weights, gradients and st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +63,16 @@ def held_state(run: Run) -> list[HeldTensor]:
     states: list[tuple[str, Tensor, Tensor | range]] = []
     if run.updater.optimizer is None:
         return []
-    for piece, key, value in _states(run):
-        name = f"{piece.name}{suffix_of(run)}/{key}"
-        if isinstance(value, Tensor) and value.shape == piece.value.shape:
-            states.append((name, value, places_of(run, piece)))
-        elif isinstance(value, Tensor | int | float):
-            number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
-            states.append((name, number, range(number.numel())))
-    return _copy_to_host(states)
-
-
-def _states(run: Run) -> Iterator[tuple[Piece, str, Any]]:
-    updater = run.assembly.weights.updater
+    whose, updater = suffix_of(run), run.assembly.weights.updater
     for piece in updater.pieces:
         for key, value in updater.state_of(piece).items():
-            yield piece, key, value
+            name = f"{piece.name}{whose}/{key}"
+            if isinstance(value, Tensor) and value.shape == piece.value.shape:
+                states.append((name, value, places_of(run, piece)))
+            elif isinstance(value, Tensor | int | float):
+                number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
+                states.append((name, number, range(number.numel())))
+    return _copy_to_host(states)
 
 
 def held_buffers(run: Run) -> list[HeldTensor]:

@@ -220,8 +220,8 @@ def compiler_results(subject: Subject) -> tuple[str, ...]:
 
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be compared with a plain torch loop; empty where it was."""
-    plain = _base_of(subject).plain
-    return plain.hindrance if plain else ""
+    first: Observation = read_note(subject.note("one-0"))
+    return first.plain.hindrance if first.plain else ""
 
 
 Judgement = tuple[tuple[Check, ...], Cause | None, str]
